@@ -97,6 +97,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     replace_ddp()
     warn_of_spawn()
     _show_log()
+    _report_steps()
     _lease()
     sys.argv = [script, *arguments]
     if pkgutil.get_importer(script) is not None:  # an archive, which contains modules
@@ -121,6 +122,7 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
     replace_ddp()
     warn_of_spawn()
     _show_log()
+    _report_steps()
     _lease()
     sys.argv = ["-m", *arguments]
     _search_first(Path.cwd())
@@ -171,6 +173,14 @@ def _lease() -> None:
         from stretto.background.script_leases import lease_script
 
         lease_script()
+
+
+def _report_steps() -> None:
+    """Count steps for the supervisor that started this process, if there is one."""
+    if os.environ.get("STRETTO_STEP_COUNTS"):
+        from stretto.background.step_reports import report_steps
+
+        report_steps()
 
 
 def _show_log() -> None:

@@ -154,6 +154,24 @@ def _folder_path() -> Path:
     return base / f"stretto-{os.geteuid()}"
 
 
+def physical_name(device: str, visible: str) -> str:
+    """Return a GPU's name among all of the host's; other names are unchanged.
+
+    Processes number the GPUs that they see, so two of them may have different names for
+    one GPU.
+
+    Args:
+        device: as the process names it.
+        visible: the process's ``CUDA_VISIBLE_DEVICES``.
+    """
+    kind, _, number = device.partition(":")
+    names = [name.strip() for name in visible.split(",")]
+    index = int(number) if number.isdigit() else 0 if not number else len(names)
+    if kind != "cuda" or not visible.strip() or index >= len(names):
+        return device
+    return f"cuda:{names[index]}"
+
+
 def file_of(device: str, ending: str) -> Path:
     """Return the path of a device's file in the folder of boards.
 
@@ -230,7 +248,8 @@ class Board:
                 processes that this one cannot see, or cannot be mapped or locked.
         """
         self.device = device
-        self.path = file_of(device, "board")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        self.path = file_of(physical_name(device, visible), "board")
         with clear_errors(self.path):
             self._descriptor = _opened(self.path)
             try:

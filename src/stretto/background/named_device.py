@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from stretto import foreground_marks
+from stretto import foreground_marks, step_counts
 from stretto.errors import StrettoError
 from stretto.logs import get_logger
 
@@ -19,10 +19,16 @@ _is_opened = False
 def open_named() -> None:
     """Become the foreground of the named device, if there is one, once in a process.
 
+    Also count the process's steps for a cluster, if the environment says so.
+
     ``{rank}`` and ``{local_rank}`` in the name stand for this process's. If the device
     cannot be had, one line says why, and training goes on without a background.
     """
     global _is_opened
+    if os.environ.get(step_counts.VARIABLE):
+        from stretto.background.step_reports import report_steps
+
+        report_steps()
     if _is_opened or not os.environ.get(VARIABLE):
         return
     _is_opened = True

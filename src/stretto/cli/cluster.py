@@ -7,6 +7,16 @@ import importlib
 import click
 
 _MODULES = {
+    "start": "_cluster_engine",
+    "down": "_cluster_engine",
+    "status": "_cluster_engine",
+    "submit": "_cluster_jobs",
+    "list": "_cluster_jobs",
+    "show": "_cluster_jobs",
+    "logs": "_cluster_jobs",
+    "stop": "_cluster_jobs",
+    "drain": "_cluster_jobs",
+    "events": "_cluster_jobs",
     "simulate": "_cluster_simulate",
 }
 """Module of `stretto.cli` by command; it holds ``NAME_command``."""

@@ -5,4 +5,13 @@ vocabulary, `views` what its policies see, `policies` choose where jobs run. `st
 keeps the events, and `coordinator` joins ledger, store and clock for an engine.
 `engine_sim` executes commands in virtual time, for traces that `traces` reads. None of
 these imports torch.
+
+`engine_local` starts the processes of a cluster on this machine: `server`, which is the
+coordinator behind a socket, and an `agent` per host with its `coordinator_link`. An
+agent makes an `attempt` of each command (`attempts`) and starts a `supervisor` for it
+(`supervisor_start`), which runs the ranks (`rank_process`) and reads their steps
+(`step_reports`). All wait in a `loop` and exchange lines of JSON (`channel`); `folders`
+says where their files are, `processes` finds and ends trees of processes. `job_plans`
+plans a profiled job, `job_files` reads what users write, and `queries` is what they
+see.
 """

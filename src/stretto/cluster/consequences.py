@@ -67,8 +67,15 @@ def _stop_of(
 
 
 def _unusable_host(attempt: Attempt, state: State) -> str | None:
-    for part in attempt.live_parts():
-        host = state.cluster.hosts[part.host]
+    """Return why an attempt must leave its hosts, if it must.
+
+    One whose hosts are all silent goes on if they return within their leases: stopping
+    it would free no device earlier.
+    """
+    hosts = [state.cluster.hosts[part.host] for part in attempt.live_parts()]
+    if not any(host.is_up for host in hosts):
+        return None
+    for host in hosts:
         if not host.is_up:
             return f"{host.name} is lost"
         if host.is_drained:

@@ -426,3 +426,21 @@ def test_the_places_of_the_board_do_not_overlap():
         assert end <= begin
     assert b._MARK.size <= b._MARK_BYTES
     assert struct.calcsize("=Q") == 8
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "expected"),
+    [
+        ("cuda:1", "2,5", "cuda:5"),
+        ("cuda", "3", "cuda:3"),
+        ("cuda:0", "GPU-8f2a", "cuda:GPU-8f2a"),
+        ("cuda:1", "", "cuda:1"),
+        ("cuda:4", "2,5", "cuda:4"),
+        ("cpu:1", "2,5", "cpu:1"),
+        ("exclusive:a", "0", "exclusive:a"),
+    ],
+)
+def test_a_gpu_has_one_board_whatever_number_processes_give_it(
+    device: str, visible: str, expected: str
+) -> None:
+    assert board_module.physical_name(device, visible) == expected

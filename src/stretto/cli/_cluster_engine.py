@@ -1,0 +1,181 @@
+"""``stretto cluster start | down | status``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stretto.cli._cluster_options import as_json, in_folder, put
+from stretto.cluster import engine_local
+from stretto.cluster.folders import Settings
+from stretto.cluster.local_devices import KINDS, local_devices
+from stretto.cluster.policies import registry
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from stretto.cluster.folders import Folders
+
+
+@click.command(name="start")
+@click.option(
+    "--local",
+    "devices",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Use this machine, with N devices.  [default: its GPUs, or its processors]",
+)
+@click.option(
+    "--hosts",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Emulated hosts that share the devices, to try what happens if one fails.",
+)
+@click.option(
+    "--kind",
+    type=click.Choice(KINDS),
+    help="Kind of the devices.  [default: cuda with enough GPUs, otherwise cpu]",
+)
+@click.option(
+    "--policy",
+    default="fifo",
+    show_default=True,
+    help="Which jobs run where, see `stretto cluster simulate`.",
+)
+@click.option(
+    "--lease",
+    "lease_s",
+    type=click.FloatRange(min=0.5),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="A host ends its jobs after so long without the coordinator.",
+)
+@click.option(
+    "--heartbeat",
+    "heartbeat_s",
+    type=click.FloatRange(min=0.02),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="A host is lost after four missing heartbeats.",
+)
+@click.option(
+    "--report",
+    "report_every_s",
+    type=click.FloatRange(min=0.05),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between reports of a job's steps.",
+)
+@click.option(
+    "--network",
+    type=click.Path(exists=True, dir_okay=False, resolve_path=True),
+    help="Network that burst plans are made for, from `stretto probe`.  [default: "
+    "DeepPool's]",
+)
+@click.option(
+    "--collocation",
+    type=click.Path(exists=True, dir_okay=False, resolve_path=True),
+    help="Measured pairs, from `stretto run --background DEVICE --collocation FILE`: "
+    "which backgrounds may run beside which foregrounds.",
+)
+@in_folder
+@as_json
+def start_command(
+    devices: int | None,
+    hosts: int,
+    kind: str | None,
+    policy: str,
+    lease_s: float,
+    heartbeat_s: float,
+    report_every_s: float,
+    network: str | None,
+    collocation: str | None,
+    folders: Folders,
+    is_json: bool,
+) -> None:
+    """Start a cluster on this machine; it goes on when you log out."""
+    registry.get(policy)
+    names = local_devices(devices, kind)
+    if hosts > len(names):
+        raise SpecError(
+            f"--hosts {hosts}: more hosts than the {len(names)} devices: give each "
+            "at least one"
+        )
+    if lease_s < 5 * heartbeat_s:
+        raise SpecError(
+            f"--lease {lease_s:g} must be at least five heartbeats of "
+            f"{heartbeat_s:g} s, or one late answer ends jobs"
+        )
+    settings = Settings(
+        hosts={f"host{number}": tuple(names[number::hosts]) for number in range(hosts)},
+        policy=policy,
+        network=network or "",
+        collocation=collocation or "",
+        lease_s=lease_s,
+        heartbeat_s=heartbeat_s,
+        report_every_s=report_every_s,
+    )
+    found = engine_local.start(folders, settings)
+    if is_json:
+        put(found)
+        return
+    click.echo(f"started a cluster in {folders.root}")
+    _echo_status(found)
+
+
+@click.command(name="down")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0),
+    default=150.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait until jobs have written their checkpoints.",
+)
+@in_folder
+@as_json
+def down_command(timeout_s: float, folders: Folders, is_json: bool) -> None:
+    """Stop the jobs with their grace, and end the cluster.
+
+    Jobs that ran wait for the next `stretto cluster start` of the same folder.
+    """
+    has_ended = engine_local.down(folders, timeout_s=timeout_s)
+    if is_json:
+        put({"down": True, "jobs_ended": has_ended})
+        return
+    click.echo(f"the cluster in {folders.root} is down")
+    if not has_ended:
+        click.echo("some jobs have not ended; they end when their lease has passed")
+
+
+@click.command(name="status")
+@in_folder
+@as_json
+def status_command(folders: Folders, is_json: bool) -> None:
+    """Show the cluster's hosts and devices, and count its jobs."""
+    found = engine_local.ask(folders, {"do": "status"})
+    if is_json:
+        put(found)
+    else:
+        _echo_status(found)
+
+
+def _echo_status(found: dict[str, Any]) -> None:
+    if found["trouble"]:
+        click.echo(f"the store is unavailable: {found['trouble']}")
+    for row in found["hosts"]:
+        state = "ready" if row["joined"] else "not heard from"
+        if row["drained"]:
+            state += ", drained"
+        click.echo(f"{row['host']}: {state}")
+        for device in row["devices"]:
+            jobs = [device[role] for role in ("foreground", "background")]
+            used = ", ".join(job for job in jobs if job) or "free"
+            click.echo(f"  {device['name']}: {used}")
+    counts = ", ".join(f"{number} {state}" for state, number in found["jobs"].items())
+    click.echo(f"jobs: {counts or 'none'}; policy {found['policy']}")

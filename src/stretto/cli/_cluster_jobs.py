@@ -1,0 +1,268 @@
+"""``stretto cluster submit | list | show | logs | stop | drain | events``."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stretto.cli._cluster_options import as_json, in_folder, put
+from stretto.cluster import engine_local
+from stretto.cluster.job_files import read_job
+from stretto.errors import SpecError
+from stretto.schema import codec
+from stretto.units import format_s
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from stretto.cluster.folders import Folders
+
+_POLL_S = 0.2
+_ENDED = ("done", "failed", "stopped")
+
+
+@click.command(name="submit")
+@click.argument("files", metavar="JOB.json...", nargs=-1, required=True)
+@in_folder
+@as_json
+def submit_command(files: tuple[str, ...], folders: Folders, is_json: bool) -> None:
+    """Submit jobs; print their ids, one a line.
+
+    JOB.json describes a job: its command, its folder, how many devices it can use. A
+    relative folder in it begins at the file's own.
+    """
+    # All files are checked before the first job is submitted.
+    specs = [(file, read_job(Path(file))) for file in files]
+    found = []
+    for file, spec in specs:
+        answer = engine_local.ask(
+            folders,
+            {
+                "do": "submit",
+                "spec": codec.encode(spec).decode(),
+                "source": file,
+                "user": getpass.getuser(),
+            },
+        )
+        found.append({"job": answer["job"], "file": file})
+        if not is_json:
+            click.echo(answer["job"])
+    if is_json:
+        put({"jobs": found})
+
+
+@click.command(name="list")
+@click.option("--all", "shows_all", is_flag=True, help="Jobs that have ended, too.")
+@in_folder
+@as_json
+def list_command(shows_all: bool, folders: Folders, is_json: bool) -> None:
+    """List the jobs that wait or run."""
+    rows = engine_local.ask(folders, {"do": "list"})["jobs"]
+    if not shows_all:
+        rows = [row for row in rows if row["state"] not in _ENDED]
+    if is_json:
+        put({"jobs": rows})
+        return
+    if not rows:
+        click.echo("no jobs" if shows_all else "no jobs wait or run; --all lists all")
+        return
+    table = [("ID", "NAME", "ROLE", "STATE", "DEVICES", "ATTEMPT", "STEP", "WHY")]
+    table += [
+        (
+            row["job"],
+            row["name"],
+            row["role"],
+            row["state"],
+            str(len(row["devices"])) if row["devices"] else "-",
+            str(row["attempt"]),
+            "-" if row["step"] is None else str(row["step"]),
+            row["why"].partition("\n")[0],
+        )
+        for row in rows
+    ]
+    _echo_table(table)
+
+
+def _echo_table(table: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        line = "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
+        click.echo(line.rstrip())
+
+
+@click.command(name="show")
+@click.argument("job")
+@in_folder
+@as_json
+def show_command(job: str, folders: Folders, is_json: bool) -> None:
+    """Show a job: where it runs, how fast, and why it waits."""
+    found = engine_local.ask(folders, {"do": "show", "job": job})
+    if is_json:
+        put(found)
+        return
+    click.echo(f"{found['job']}  {found['name']}  {found['role']}  {found['state']}")
+    for label, value in _details(found):
+        click.echo(f"  {label + ':':<11} {value}")
+
+
+def _details(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if found["why"]:
+        label = "waits" if found["state"] == "waiting" else "because"
+        yield label, found["why"]
+    if found["devices"]:
+        yield (
+            "devices",
+            ", ".join(f"{host}:{index}" for host, index in found["devices"]),
+        )
+        yield "plan", found["way"]
+    yield "attempt", f"{found['attempt']}, {found['failures']} failed"
+    if found["code"] is not None:
+        yield "exit status", str(found["code"])
+    progress = found["progress"]
+    if progress.get("step") is not None:
+        text = str(progress["step"])
+        if progress.get("step_s"):
+            text += f", {format_s(progress['step_s'])} each"
+        if found["predicted_step_s"]:
+            text += f" ({format_s(found['predicted_step_s'])} predicted)"
+        if progress.get("samples_per_s"):
+            text += f", {progress['samples_per_s']:.4g} samples/s"
+        if progress.get("idle_s"):
+            text += f"; none for {format_s(progress['idle_s'])}: it may hang"
+        yield "step", text
+    yield "command", " ".join(found["command"])
+    yield "logs", found["logs"]
+
+
+@click.command(name="logs")
+@click.argument("job")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
+@click.option(
+    "--rank",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Whose output to print.",
+)
+@click.option(
+    "--attempt", type=click.IntRange(min=1), help="Which one.  [default: the last]"
+)
+@in_folder
+@as_json
+def logs_command(
+    job: str,
+    follow: bool,
+    rank: int,
+    attempt: int | None,
+    folders: Folders,
+    is_json: bool,
+) -> None:
+    """Print what a rank of a job wrote; with --json one object per line."""
+    while True:
+        found = engine_local.ask(folders, {"do": "show", "job": job})
+        number = attempt or found["attempt"]
+        path = folders.logs(found["job"], number) / f"rank{rank}.log"
+        has_ended = found["state"] in _ENDED
+        if path.exists() or has_ended or not follow:
+            break
+        time.sleep(_POLL_S)
+    if not path.exists():
+        raise SpecError(
+            f"{job}: rank {rank} of attempt {number} has no log ({path}); the job is "
+            f"{found['state']}"
+        )
+    with path.open("rb") as file:
+        while True:
+            _copy(file.read(), rank, number, is_json=is_json)
+            if has_ended or not follow:
+                return
+            time.sleep(_POLL_S)
+            found = engine_local.ask(folders, {"do": "show", "job": job})
+            # What was written before the end is read once more.
+            has_ended = found["state"] in _ENDED or found["attempt"] != number
+
+
+def _copy(data: bytes, rank: int, attempt: int, *, is_json: bool) -> None:
+    if not is_json:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+        return
+    for line in data.decode(errors="replace").splitlines():
+        click.echo(json.dumps({"rank": rank, "attempt": attempt, "line": line}))
+
+
+@click.command(name="stop")
+@click.argument("jobs", metavar="JOB...", nargs=-1, required=True)
+@in_folder
+@as_json
+def stop_command(jobs: tuple[str, ...], folders: Folders, is_json: bool) -> None:
+    """Stop jobs: signal their ranks, and kill them after their grace."""
+    found = [
+        engine_local.ask(
+            folders, {"do": "stop", "job": job, "user": getpass.getuser()}
+        )["job"]
+        for job in jobs
+    ]
+    if is_json:
+        put({"stopping": found})
+    else:
+        click.echo(f"stopping {', '.join(found)}")
+
+
+@click.command(name="drain")
+@click.argument("host")
+@click.option("--undo", is_flag=True, help="Use the host again.")
+@in_folder
+@as_json
+def drain_command(host: str, undo: bool, folders: Folders, is_json: bool) -> None:
+    """Move a host's jobs elsewhere, and start nothing new there."""
+    message = {"do": "drain", "host": host, "open": undo, "user": getpass.getuser()}
+    engine_local.ask(folders, message)
+    if is_json:
+        put({"host": host, "drained": not undo})
+    else:
+        click.echo(f"{host} is {'used again' if undo else 'drained'}")
+
+
+@click.command(name="events")
+@click.option(
+    "--since",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="SEQ",
+    help="Only events after this number.",
+)
+@click.option("--job", help="Only a job's.")
+@click.option("-f", "--follow", is_flag=True, help="Go on until interrupted.")
+@in_folder
+@as_json
+def events_command(
+    since: int, job: str | None, follow: bool, folders: Folders, is_json: bool
+) -> None:
+    """Print what has happened; with --json one object per line."""
+    while True:
+        message = {"do": "events", "since": since, "job": job}
+        rows = engine_local.ask(folders, message)["events"]
+        for row in rows:
+            since = row["seq"]
+            click.echo(json.dumps(row) if is_json else _event_line(row))
+        if not follow and not rows:
+            return
+        if not rows:
+            time.sleep(_POLL_S)
+
+
+def _event_line(row: dict[str, Any]) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["at_s"]))
+    who = f"{row['job']}.{row['attempt']}" if row["attempt"] else row["job"]
+    shown = {k: v for k, v in row["data"].items() if k not in ("spec", "speeds")}
+    words = [str(row["seq"]), when, row["kind"], who, row["host"]]
+    text = "  ".join(word for word in words if word)
+    return f"{text}  {json.dumps(shown)}" if shown else text

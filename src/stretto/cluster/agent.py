@@ -1,0 +1,384 @@
+"""The process of one host: ``python -m stretto.cluster.agent FOLDER HOST``.
+
+It gives out the host's devices as the coordinator says, starts and adopts supervisors,
+and reports what happens, each event once and in order. It keeps nothing in memory that
+it could not find again: attempts are folders, supervisors hold their lock, and events
+that the coordinator has not acknowledged stay with their supervisor.
+
+Every message that the coordinator answers renews the lease of the host's attempts, from
+the moment at which the message was sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from stretto.cluster import events, processes, supervisor_start
+from stretto.cluster.attempt import (
+    ATTEMPT_VARIABLE,
+    LOCK_FILE,
+    SOCKET_FILE,
+    Attempt,
+    write_json,
+)
+from stretto.cluster.attempts import attempt_of, profile_path
+from stretto.cluster.channel import Channel, connected
+from stretto.cluster.commands import PROFILE, MakePlan, StartPart, StopPart, UseDevices
+from stretto.cluster.coordinator_link import CoordinatorLink, Fence
+from stretto.cluster.folders import Folders
+from stretto.cluster.loop import Loop
+from stretto.cluster.wire import command_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_RETRY_S = 0.05
+
+_EVENT_KINDS = {
+    "started": events.STARTED,
+    "step": events.STEP,
+    "checkpointed": events.CHECKPOINTED,
+    "replanned": events.REPLANNED,
+}
+
+
+@final
+@dataclass(slots=True)
+class _Part:
+    """An attempt on this host."""
+
+    folder: Path
+    attempt: Attempt
+    indices: tuple[int, ...]
+    channel: Channel | None = None
+    stop_grace_s: float | None = None
+    """Of the stop that the supervisor knows of."""
+
+    end: dict[str, Any] | None = None
+    wanted: tuple[int, ...] | None = None
+
+
+@final
+class Agent:
+    """Gives out one host's devices."""
+
+    def __init__(self, folders: Folders, host: str) -> None:
+        settings = folders.load_settings()
+        self._folders, self._host, self._settings = folders, host, settings
+        self._devices = settings.hosts[host]
+        self._life = _next_life(folders.host(host) / "life")
+        self._loop = Loop()
+        self._parts: dict[Fence, _Part] = {}
+        self._latest: dict[str, int] = {}
+        self._link = CoordinatorLink(
+            self._loop,
+            folders,
+            host,
+            self._life,
+            joined=self._joined,
+            meetings=self._meetings,
+            execute=self._execute,
+        )
+
+    def run(self) -> None:
+        """Adopt what runs, and serve until a signal."""
+        self._loop.on_signals(
+            {
+                signal.SIGCHLD: _reap,
+                signal.SIGTERM: self._loop.stop,
+                signal.SIGINT: self._loop.stop,
+                signal.SIGHUP: lambda: None,
+            }
+        )
+        self._folders.attempts(self._host).mkdir(
+            mode=0o700, parents=True, exist_ok=True
+        )
+        self._adopt_all()
+        self._link.connect()
+        self._loop.every(self._settings.heartbeat_s, self._link.beat)
+        self._loop.every(min(2.0, self._settings.lease_s / 10), self._renew_leases)
+        self._loop.run()
+
+    # the coordinator
+
+    def _joined(self) -> dict[str, Any]:
+        attempts = []
+        for (job, number), part in self._parts.items():
+            row: dict[str, Any] = {
+                "job": job,
+                "attempt": number,
+                "state": "running" if part.end is None else "ended",
+                "devices": list(part.indices),
+            }
+            row |= part.end or {}
+            attempts.append(row)
+        devices = [
+            {"index": index, "memory_bytes": self._settings.memory_bytes}
+            for index in range(len(self._devices))
+        ]
+        return {"life": self._life, "devices": devices, "attempts": attempts}
+
+    def _meetings(self) -> dict[str, list[Any]]:
+        """Return where ranks meet whose first is on this host and others are not."""
+        return {
+            _name(fence): [part.attempt.master_address, part.attempt.master_port]
+            for fence, part in self._parts.items()
+            if part.attempt.world_size > len(part.indices)
+            and not part.attempt.first_rank
+        }
+
+    # commands
+
+    def _execute(self, body: dict[str, Any]) -> None:
+        meeting = body.pop("meeting", None)
+        command = command_of(body)
+        if isinstance(command, MakePlan):
+            return
+        fence = command.job, command.attempt
+        if isinstance(command, StartPart):
+            self._start(command, meeting)
+        elif isinstance(command, StopPart):
+            self._stop(fence, command)
+        else:
+            self._use(fence, command)
+
+    def _start(self, command: StartPart, meeting: list[Any] | None) -> None:
+        fence = command.job, command.attempt
+        if fence in self._parts:
+            return
+        if self._latest.get(command.job, 0) >= command.attempt:
+            self._refuse(fence, "a later attempt of the job is known here", None)
+            return
+        self._latest[command.job] = command.attempt
+        if command.purpose == PROFILE and not self._must_profile(command):
+            return
+        folder = self._folders.attempts(self._host) / _name(fence)
+        try:
+            attempt = attempt_of(
+                command,
+                self._folders,
+                self._devices,
+                meeting=meeting,
+                lease_left_s=self._link.lease_left_s,
+            )
+            folder.mkdir(mode=0o700, exist_ok=True)
+            attempt.save(folder)
+            pid = supervisor_start.start(folder, forks=True)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            why = f"{folder} cannot be used on {self._host}: {error.strerror}"
+            self._refuse(fence, why, 1)
+            return
+        self._parts[fence] = _Part(folder, attempt, command.devices)
+        if pid is None:
+            raise AssertionError(f"{folder} is new and has a supervisor")
+        self._attach(fence)
+
+    def _must_profile(self, command: StartPart) -> bool:
+        """Report a profile that is known already, or why there can be none."""
+        fence = command.job, command.attempt
+        if command.spec.batch is None:
+            why = "the job file has no batch, which a profile needs"
+            self._link.report(events.ENDED, fence, {"code": 2, "why": why})
+            return False
+        path = profile_path(command.spec, self._folders, self._devices)
+        if not path.exists():
+            return True
+        self._link.report(events.PROFILED, fence, {"profile": str(path)})
+        self._link.report(events.ENDED, fence, {"code": 0, "signaled": False})
+        return False
+
+    def _refuse(self, fence: Fence, why: str, code: int | None) -> None:
+        self._link.report(events.ENDED, fence, {"code": code, "why": why})
+
+    def _stop(self, fence: Fence, command: StopPart) -> None:
+        part = self._parts.get(fence)
+        if part is None:
+            self._latest[fence[0]] = max(fence[1], self._latest.get(fence[0], 0))
+            self._refuse(fence, "the attempt is not known on this host", None)
+            return
+        known_s = part.stop_grace_s
+        if part.channel is None or (known_s is not None and command.grace_s >= known_s):
+            return
+        part.stop_grace_s = command.grace_s
+        part.channel.send(_stop_message(command))
+
+    def _use(self, fence: Fence, command: UseDevices) -> None:
+        part = self._parts.get(fence)
+        if part is None or part.end is not None or part.wanted == command.devices:
+            return
+        part.wanted = command.devices
+        if part.channel is not None:
+            names = [self._devices[index] for index in command.devices]
+            part.channel.send({"do": "use", "devices": names})
+
+    # supervisors
+
+    def _adopt_all(self) -> None:
+        for folder in sorted(self._folders.attempts(self._host).iterdir()):
+            try:
+                attempt = Attempt.load(folder)
+            except (OSError, ValueError):
+                # Its start was cut short before the supervisor's.
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            indices = tuple(self._devices.index(name) for name in attempt.devices)
+            self._parts[attempt.fence] = _Part(folder, attempt, indices)
+            latest = max(attempt.attempt, self._latest.get(attempt.job, 0))
+            self._latest[attempt.job] = latest
+            self._attach(attempt.fence)
+
+    def _attach(self, fence: Fence) -> None:
+        """Connect to a supervisor, or find out that it has ended."""
+        part = self._parts.get(fence)
+        if part is None or part.end is not None:
+            return
+        try:
+            connection = connected(part.folder / SOCKET_FILE, timeout_s=1.0)
+        except OSError:
+            if processes.is_locked(part.folder / LOCK_FILE):
+                self._loop.call_in(_RETRY_S, lambda: self._attach(fence))
+            else:
+                self._on_supervisor_dead(fence, part)
+            return
+        part.channel = Channel(
+            self._loop,
+            connection,
+            lambda channel, message: self._on_report(fence, channel, message),
+            lambda channel: self._on_detached(fence, channel),
+        )
+        part.channel.send({"do": "attach", "left_s": self._link.lease_left_s})
+
+    def _on_detached(self, fence: Fence, channel: Channel) -> None:
+        part = self._parts.get(fence)
+        if part is None or part.channel is not channel:
+            return
+        part.channel, part.stop_grace_s, part.wanted = None, None, None
+        self._attach(fence)
+
+    def _on_supervisor_dead(self, fence: Fence, part: _Part) -> None:
+        """End what a supervisor has left, and report the attempt's end."""
+        if not processes.kill_marked(ATTEMPT_VARIABLE, str(part.folder)):
+            # Not ended while a process lives, such as one in a lost file system.
+            self._loop.call_in(1.0, lambda: self._on_supervisor_dead(fence, part))
+            return
+        found = supervisor_start.read_end(part.folder) or {
+            "code": 128 + signal.SIGKILL,
+            "why": "the supervisor of the attempt was killed",
+            "signaled": False,
+        }
+        self._ended(fence, part, found)
+
+    def _on_report(
+        self, fence: Fence, channel: Channel, message: dict[str, Any]
+    ) -> None:
+        event, part = message.get("event"), self._parts.get(fence)
+        if event is None or part is None:
+            return
+        kind, data = event["kind"], event["data"]
+
+        def keep() -> None:
+            channel.send({"do": "acknowledge", "number": event["number"]})
+
+        if kind == "ended":
+            self._ended(fence, part, data, keep)
+        elif kind == "using":
+            self._on_using(fence, part, data["devices"], keep)
+        elif kind in _EVENT_KINDS:
+            self._link.report(_EVENT_KINDS[kind], fence, data, keep)
+        else:
+            keep()
+
+    def _on_using(
+        self, fence: Fence, part: _Part, names: list[str], keep: Callable[[], None]
+    ) -> None:
+        before = part.indices
+        part.indices = tuple(self._devices.index(name) for name in names)
+        grows = len(part.indices) > len(before)
+        self._link.report(
+            events.ATTACHED if grows else events.DETACHED,
+            fence,
+            {"devices": list(part.indices)},
+            keep,
+        )
+
+    def _ended(
+        self,
+        fence: Fence,
+        part: _Part,
+        end: dict[str, Any],
+        keep: Callable[[], None] | None = None,
+    ) -> None:
+        if part.end is not None:
+            return
+        part.end = end
+        profile = part.attempt.profile
+        if profile and not end["code"] and Path(profile).exists():
+            self._link.report(events.PROFILED, fence, {"profile": profile})
+
+        def forget() -> None:
+            if keep is not None:
+                keep()
+            self._parts.pop(fence, None)
+            shutil.rmtree(part.folder, ignore_errors=True)
+
+        self._link.report(events.ENDED, fence, end, forget)
+
+    def _renew_leases(self) -> None:
+        left_s = self._link.lease_left_s
+        for part in self._parts.values():
+            if part.channel is not None:
+                part.channel.send({"do": "lease", "left_s": left_s})
+
+
+def _next_life(path: Path) -> int:
+    """Return the number of this life of a host's agent, and note it."""
+    try:
+        number = int(path.read_text()) + 1
+    except (OSError, ValueError):
+        number = 1
+    write_json(path, number)
+    return number
+
+
+def _name(fence: Fence) -> str:
+    job, attempt = fence
+    return f"{job}.{attempt}"
+
+
+def _stop_message(command: StopPart) -> dict[str, Any]:
+    return {
+        "do": "stop",
+        "signal": command.signal,
+        "grace_s": command.grace_s,
+        "why": command.why,
+    }
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def main(folder: str, host: str) -> int:
+    """Run a host's agent, unless it runs already."""
+    folders = Folders(Path(folder))
+    folders.host(host).mkdir(mode=0o700, parents=True, exist_ok=True)
+    if processes.lock_as_owner(folders.agent_lock(host)) is None:
+        return 0
+    if folders.down.exists():  # it was marked while this process started
+        return 0
+    Agent(folders, host).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,213 @@
+"""One attempt of a job on one host: what its supervisor starts, from data alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from stretto.schema.job import BACKGROUND, DIRECT, INDEPENDENT, STRETTO_RUN
+from stretto.step_counts import VARIABLE as STEP_COUNTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ATTEMPT_VARIABLE = "STRETTO_CLUSTER_ATTEMPT"
+"""Marks every process of an attempt: the folder of the attempt, which is unique."""
+
+ATTEMPT_FILE, END_FILE, LOCK_FILE = "attempt.json", "end.json", "supervisor.lock"
+SOCKET_FILE, STEPS_FILE, CRASH_FILE = "supervisor.sock", "steps", "crash"
+
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What one host runs of an attempt; the file ``attempt.json`` of its folder."""
+
+    job: str
+    attempt: int
+    role: str
+    launch: str
+    command: tuple[str, ...]
+    directory: str
+    environment: dict[str, str]
+    devices: tuple[str, ...]
+    """This host's devices, one rank each."""
+
+    first_rank: int
+    world_size: int
+    master_address: str
+    master_port: int
+    files: str
+    """Folder of the job's own files, such as checkpoints, which all attempts have."""
+
+    logs: str
+    """Folder of the ranks' logs, which outlives the job."""
+
+    boards: str
+    """Folder of the boards of this host's devices."""
+
+    profile: str = ""
+    """The layer profile that the command writes, if that is its purpose."""
+
+    gang: str = ""
+    batch: int | None = None
+    max_loss: float = 0.05
+    allows_background: bool = True
+    signal: str = "TERM"
+    grace_s: float = 30.0
+    peers_grace_s: float = 5.0
+    """How long other ranks may go on after one has failed, to report what they saw."""
+
+    lease_s: float = 60.0
+    first_lease_s: float | None = None
+    """What is left of the lease at the start; ``None``: all."""
+
+    report_every_s: float = 10.0
+    extra: dict[str, str] | None = None
+    """Variables of the cluster, such as the file of the attempt's plan."""
+
+    def save(self, folder: Path) -> None:
+        """Write the file, whole or not at all."""
+        write_json(folder / ATTEMPT_FILE, asdict(self))
+
+    @classmethod
+    def load(cls, folder: Path) -> Attempt:
+        """Return the attempt in a folder.
+
+        Raises:
+            OSError: its file is missing.
+            ValueError: the file is damaged.
+        """
+        found = json.loads((folder / ATTEMPT_FILE).read_bytes())
+        try:
+            found["command"] = tuple(found["command"])
+            found["devices"] = tuple(found["devices"])
+            return cls(**found)
+        except (TypeError, KeyError) as exc:
+            raise ValueError(f"{folder / ATTEMPT_FILE}: not an attempt: {exc}") from exc
+
+    @property
+    def fence(self) -> tuple[str, int]:
+        """What no two living process trees have in common."""
+        return self.job, self.attempt
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RankCommand:
+    """How one rank is started."""
+
+    rank: int
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    log: str
+    """Name of its log."""
+
+    device: str
+
+
+def rank_commands(
+    attempt: Attempt, folder: Path, numbers: Sequence[int] = ()
+) -> list[RankCommand]:
+    """Return how the ranks of this host are started.
+
+    Args:
+        attempt: what runs.
+        folder: of the attempt, for the file of step counts.
+        numbers: of the ranks, if they are not consecutive: single processes keep
+            theirs when others end.
+    """
+    is_single = attempt.gang == INDEPENDENT
+    local_size = len(attempt.devices)
+    first = attempt.first_rank
+    numbers = numbers or range(first, first + local_size)
+    found: list[RankCommand] = []
+    for local_rank, (rank, device) in enumerate(
+        zip(numbers, attempt.devices, strict=True)
+    ):
+        environment = base_environment() | {
+            "RANK": "0" if is_single else str(rank),
+            "LOCAL_RANK": "0" if is_single else str(local_rank),
+            "WORLD_SIZE": "1" if is_single else str(attempt.world_size),
+            "LOCAL_WORLD_SIZE": "1" if is_single else str(local_size),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": attempt.master_address,
+            "MASTER_PORT": str(attempt.master_port),
+            "STRETTO_RUNTIME_DIR": attempt.boards,
+            ATTEMPT_VARIABLE: str(folder),
+        }
+        if not is_single or not found:
+            environment[STEP_COUNTS] = str(folder / STEPS_FILE)
+        environment |= _device_variables(
+            attempt, local_rank, (device,) if is_single else attempt.devices
+        )
+        environment |= attempt.extra or {}
+        environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+        environment |= attempt.environment
+        command = _with_launcher(attempt.launch, attempt.command)
+        found.append(RankCommand(rank, command, environment, f"rank{rank}.log", device))
+    return found
+
+
+def base_environment() -> dict[str, str]:
+    """Return what a login would set, independent of who started the cluster."""
+    python = str(Path(sys.executable).parent)
+    environment = {"PATH": f"{python}:{_SYSTEM_PATH}", "LANG": "C.UTF-8"}
+    try:
+        user = pwd.getpwuid(os.geteuid())
+    except KeyError:  # in some containers
+        return environment
+    return environment | {
+        "HOME": user.pw_dir,
+        "USER": user.pw_name,
+        "LOGNAME": user.pw_name,
+        "SHELL": user.pw_shell or "/bin/sh",
+    }
+
+
+def _device_variables(
+    attempt: Attempt, local_rank: int, visible: tuple[str, ...]
+) -> dict[str, str]:
+    own = attempt.devices[local_rank]
+    found = {"STRETTO_DEVICE": own}
+    numbers = [d.partition(":")[2] for d in visible if d.startswith("cuda:")]
+    if numbers:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
+        own = f"cuda:{visible.index(own)}"  # as the rank numbers them
+    else:
+        found["CUDA_VISIBLE_DEVICES"] = ""
+    if attempt.role == BACKGROUND:
+        found["STRETTO_BACKGROUND"] = own
+        found["STRETTO_BACKGROUND_MAX_LOSS"] = f"{attempt.max_loss:g}"
+    elif attempt.allows_background:
+        found["STRETTO_FOREGROUND"] = own
+    return found
+
+
+def _with_launcher(launch: str, command: tuple[str, ...]) -> tuple[str, ...]:
+    if launch == DIRECT:
+        return command
+    python = (sys.executable,)
+    if launch == STRETTO_RUN:
+        return (*python, "-m", "stretto.script", *command)
+    return (*python, *command)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file of this user, whole or not at all."""
+    left = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(left, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(value, file)
+        left.replace(path)
+    except BaseException:
+        left.unlink(missing_ok=True)
+        raise

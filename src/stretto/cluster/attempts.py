@@ -1,0 +1,120 @@
+"""From the ledger's command to start an attempt to what its supervisor runs."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stretto.cluster.attempt import Attempt
+from stretto.cluster.commands import PROFILE
+from stretto.cluster.views import BURST
+from stretto.lab.ports import free_port
+from stretto.schema.job import BACKGROUND, DIRECT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.cluster.commands import StartPart
+    from stretto.cluster.folders import Folders
+    from stretto.schema.job import Job
+
+_PEERS_GRACE_S = 5.0
+
+
+def attempt_of(
+    command: StartPart,
+    folders: Folders,
+    devices: Sequence[str],
+    *,
+    meeting: Sequence[Any] | None,
+    lease_left_s: float,
+) -> Attempt:
+    """Return what a host runs for a command.
+
+    Args:
+        command: the ledger's.
+        folders: of the cluster.
+        devices: names of the host's devices.
+        meeting: address and port at which the ranks meet; ``None``: choose a port.
+        lease_left_s: what is left of the host's lease.
+    """
+    spec, settings = command.spec, folders.load_settings()
+    address, port = meeting or ("127.0.0.1", free_port())
+    words, launch, profile = spec.command, spec.launch, ""
+    if command.purpose == PROFILE and spec.burst is not None:
+        path = profile_path(spec, folders, devices)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        words, launch, profile = _profiling(spec, path), DIRECT, str(path)
+    batch = command.batch or spec.batch
+    return Attempt(
+        job=command.job,
+        attempt=command.attempt,
+        role=BACKGROUND if profile else spec.role,
+        launch=launch,
+        command=words,
+        directory=spec.directory,
+        environment=spec.environment,
+        devices=tuple(devices[index] for index in command.devices),
+        first_rank=command.first_rank,
+        world_size=command.ranks,
+        master_address=address,
+        master_port=int(port),
+        files=str(folders.files(command.job)),
+        logs=str(folders.logs(command.job, command.attempt)),
+        boards=str(folders.host(command.host) / "boards"),
+        profile=profile,
+        gang="" if spec.gang is None else spec.gang.kind,
+        batch=batch,
+        max_loss=spec.background.max_loss,
+        allows_background=spec.background.allow,
+        signal=spec.restart.signal,
+        grace_s=spec.restart.grace_s,
+        peers_grace_s=min(_PEERS_GRACE_S, spec.restart.grace_s),
+        lease_s=settings.lease_s,
+        first_lease_s=lease_left_s,
+        report_every_s=settings.report_every_s,
+        extra=_variables(command, folders, batch),
+    )
+
+
+def _variables(
+    command: StartPart, folders: Folders, batch: int | None
+) -> dict[str, str]:
+    found = {
+        "STRETTO_CLUSTER_JOB": command.job,
+        "STRETTO_CLUSTER_FILES": str(folders.files(command.job)),
+    }
+    if command.resume:
+        found["STRETTO_CLUSTER_RESUME"] = "1"
+    if batch is not None:
+        found["STRETTO_CLUSTER_BATCH"] = str(batch)
+    plan = folders.plan(command.job, command.ranks)
+    if command.way == BURST and plan.exists():
+        found["STRETTO_CLUSTER_PLAN"] = str(plan)
+    return found
+
+
+def profile_path(spec: Job, folders: Folders, devices: Sequence[str]) -> Path:
+    """Return the file of the profile of a job and of its equals.
+
+    They have the same factory in an equal file, batch, number and kind of devices.
+    """
+    factory = "" if spec.burst is None else spec.burst.factory
+    source = Path(spec.directory, factory.partition(":")[0])
+    with contextlib.suppress(OSError):
+        factory += hashlib.sha256(source.read_bytes()).hexdigest()
+    kind = devices[0].partition(":")[0]
+    text = json.dumps([factory, spec.batch, spec.gpus.most, kind])
+    return folders.profile(hashlib.sha256(text.encode()).hexdigest()[:32])
+
+
+def _profiling(spec: Job, path: Path) -> tuple[str, ...]:
+    """Return the command that writes a job's layer profile."""
+    factory = "" if spec.burst is None else spec.burst.factory
+    words = (sys.executable, "-m", "stretto", "burst", "profile", factory)
+    sizes = ("--gpus", str(spec.gpus.most), "--batch", str(spec.batch))
+    return (*words, "-o", str(path), *sizes)

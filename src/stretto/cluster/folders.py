@@ -1,0 +1,162 @@
+"""Where a cluster on this machine keeps its files: one folder, for this user alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+from stretto.cluster.attempt import write_json
+from stretto.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FOLDER_VARIABLE = "STRETTO_CLUSTER_DIR"
+"""Names the folder."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a local cluster was started; the file ``settings.json``."""
+
+    hosts: dict[str, tuple[str, ...]]
+    """Names of each host's devices."""
+
+    policy: str
+    memory_bytes: int = 0
+    """Of each device; 0: unknown."""
+
+    network: str = ""
+    """File of the measured network that plans are made for; empty: a published one."""
+
+    collocation: str = ""
+    """File of measured pairs of foregrounds and backgrounds; empty: none."""
+
+    lease_s: float = 60.0
+    heartbeat_s: float = 1.0
+    report_every_s: float = 10.0
+
+
+@final
+class Folders:
+    """Paths in a cluster's folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.settings = root / "settings.json"
+        self.socket = root / "coordinator.sock"
+        self.coordinator_lock = root / "coordinator.lock"
+        self.coordinator_log = root / "coordinator.log"
+        self.keeper_lock = root / "keeper.lock"
+        self.keeper_log = root / "keeper.log"
+        self.down = root / "down.json"
+        """Exists while the cluster is to be down: nothing is started again."""
+
+    def host(self, name: str) -> Path:
+        """Return the folder of an agent."""
+        return self.root / "hosts" / name
+
+    def agent_lock(self, host: str) -> Path:
+        """Return the lock of a host's agent."""
+        return self.host(host) / "agent.lock"
+
+    def mark_down(self, drained: Sequence[str]) -> None:
+        """Note that the cluster is to be down, and which hosts that has drained."""
+        write_json(self.down, list(drained))
+
+    def take_down_mark(self) -> list[str]:
+        """Return the hosts that `mark_down` has noted, and remove the note."""
+        try:
+            found = json.loads(self.down.read_bytes())
+        except (OSError, ValueError):
+            found = []
+        self.down.unlink(missing_ok=True)
+        return [str(host) for host in found]
+
+    def attempts(self, host: str) -> Path:
+        """Return the folder of a host's attempts."""
+        return self.host(host) / "attempts"
+
+    def plans(self, job: str) -> Path:
+        """Return the folder of a job's plans."""
+        return self.root / "plans" / job
+
+    def plan(self, job: str, devices: int) -> Path:
+        """Return the file of a job's burst plan for a number of devices."""
+        return self.plans(job) / f"burst{devices}.json"
+
+    def profile(self, digest: str) -> Path:
+        """Return the file of a layer profile, which equal jobs share."""
+        return self.root / "profiles" / f"{digest}.json"
+
+    def files(self, job: str) -> Path:
+        """Return the folder of a job's own files."""
+        return self.root / "files" / job
+
+    def logs(self, job: str, attempt: int) -> Path:
+        """Return the folder of the ranks' logs."""
+        return self.root / "logs" / job / f"attempt{attempt}"
+
+    def create(self) -> None:
+        """Create the folder.
+
+        Raises:
+            ClusterError: it cannot be created, or others may enter it.
+        """
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = self.root.lstat()
+        except OSError as exc:
+            raise ClusterError(
+                f"the cluster's folder {self.root} cannot be created ({exc.strerror}): "
+                f"give another with --folder or {FOLDER_VARIABLE}"
+            ) from exc
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise ClusterError(
+                f"the cluster's folder {self.root} is not a folder of this user: give "
+                f"another with --folder or {FOLDER_VARIABLE}"
+            )
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            raise ClusterError(
+                f"other users may enter the cluster's folder {self.root}: run "
+                f"`chmod 700 {self.root}`, or give another with --folder"
+            )
+
+    def save_settings(self, settings: Settings) -> None:
+        """Write the cluster's settings."""
+        write_json(self.settings, asdict(settings))
+
+    def load_settings(self) -> Settings:
+        """Return the cluster's settings.
+
+        Raises:
+            ClusterError: no cluster was started here.
+        """
+        try:
+            found = json.loads(self.settings.read_bytes())
+            hosts = {name: tuple(names) for name, names in found.pop("hosts").items()}
+            return Settings(hosts=hosts, **found)
+        except FileNotFoundError as exc:
+            raise ClusterError(
+                f"no cluster was started in {self.root}: run `stretto cluster start`"
+            ) from exc
+        except (OSError, ValueError, TypeError, KeyError) as exc:
+            raise ClusterError(
+                f"{self.settings} cannot be read ({exc}): run `stretto cluster down`, "
+                "then `stretto cluster start`"
+            ) from exc
+
+
+def default_root() -> Path:
+    """Return the folder that the environment names, or the user's own."""
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        return Path(named).absolute()
+    state = os.environ.get("XDG_STATE_HOME")
+    base = Path(state) if state else Path.home() / ".local" / "state"
+    return base / "stretto" / "cluster"

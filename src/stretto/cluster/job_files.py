@@ -1,0 +1,74 @@
+"""Job files as people write them, and what this machine can check of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stretto.cluster.attempt import base_environment
+from stretto.errors import SpecError
+from stretto.schema import codec
+from stretto.schema.job import DIRECT, Job
+
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def read_job(path: Path) -> Job:
+    """Return the job in a file; a relative folder begins at the file's own.
+
+    Raises:
+        SpecError: the file breaks a rule, or its folder or script is missing.
+    """
+    data = codec.read(path)
+    body = _body(data)
+    if isinstance(body.get("directory"), str) and body["directory"]:
+        body["directory"] = str((path.parent / body["directory"]).resolve())
+        data = json.dumps(body).encode()
+    job = codec.decode(data, Job, source=str(path))
+    check_files(job, source=str(path))
+    return job
+
+
+def _body(data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def check_files(job: Job, *, source: str) -> None:
+    """Check that a job's folder and program exist on this machine.
+
+    Raises:
+        SpecError: one is missing.
+    """
+    folder = Path(job.directory)
+    if not folder.is_dir():
+        raise SpecError(f"{source}: $.directory: no such folder: {folder}")
+    program = job.command[0]
+    if job.launch == DIRECT:
+        search = job.environment.get("PATH", base_environment()["PATH"])
+        where = str(folder / program) if "/" in program else program
+        if shutil.which(where, path=search) is None:
+            raise SpecError(
+                f"{source}: $.command[0]: {program!r} is missing or cannot be "
+                "executed: give a path, or a program on PATH"
+            )
+    elif program != "-m" and not (folder / program).is_file():
+        raise SpecError(f"{source}: $.command[0]: no such script: {folder / program}")
+    if job.burst is not None:
+        _check_burst(job, folder, source)
+
+
+def _check_burst(job: Job, folder: Path, source: str) -> None:
+    if job.burst is None:
+        return
+    factory = job.burst.factory.partition(":")[0]
+    named = {"factory": factory, "profile": job.burst.profile}
+    for key, name in named.items():
+        if name is not None and not (folder / name).is_file():
+            raise SpecError(f"{source}: $.burst.{key}: no such file: {folder / name}")

@@ -1,0 +1,187 @@
+"""Trees of processes: adopt, find and end what an attempt has started."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stretto.background.priority import own_cgroup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PROC = Path("/proc")
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes whose parent is a process, ended ones included."""
+    found = []
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                # The name in parentheses may contain blanks and parentheses.
+                text = (entry / "stat").read_text(errors="replace")
+                if int(text.rpartition(")")[2].split()[1]) == pid:
+                    found.append(int(entry.name))
+    return found
+
+
+def kill_children(*, attempts: int = 200) -> bool:
+    """Kill all descendants of this process, which must adopt orphans.
+
+    Returns:
+        Whether all have ended. One that the kernel cannot end, such as in a read
+        from a lost file server, remains.
+    """
+    for _ in range(attempts):
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:  # no child is left
+            return True
+        for pid in children_of(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+    return False
+
+
+def marked_processes(variable: str, value: str) -> list[int]:
+    """Return this user's living processes that were started with a variable.
+
+    Children inherit it, whatever session or group they open.
+    """
+    mark = os.fsencode(f"{variable}={value}")
+    found = []
+    for entry in _PROC.iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def kill_marked(variable: str, value: str, *, attempts: int = 50) -> bool:
+    """Kill all processes started with a variable; return whether all have ended."""
+    for _ in range(attempts):
+        found = marked_processes(variable, value)
+        if not found:
+            return True
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return False
+
+
+def lock(path: Path, *, patience_s: float = 0.2) -> int | None:
+    """Return a descriptor that holds a file's lock; ``None`` if another holds it.
+
+    The kernel releases the lock when the last process with the descriptor ends.
+
+    Args:
+        path: the file, which is created if needed.
+        patience_s: how long to try; `is_locked` holds a lock for a moment.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                os.close(descriptor)
+                return None
+            time.sleep(0.01)
+        else:
+            return descriptor
+
+
+def lock_as_owner(path: Path) -> int | None:
+    """Return a file's lock as `lock` does, and write this process's number there."""
+    descriptor = lock(path)
+    if descriptor is not None:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())
+    return descriptor
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a living process holds a file's lock."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def start_detached(command: Sequence[str], log: Path) -> None:
+    """Start a process that outlives this one, in a session of its own."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd="/",
+            start_new_session=True,
+        )
+    process.returncode = 0  # nothing waits for it
+
+
+def detach(*, keep: tuple[int, ...] = ()) -> None:
+    """Make a forked child independent: a session of its own, no descriptors but some.
+
+    Standard input, output and error become ``/dev/null`` unless they are kept.
+    """
+    os.setsid()
+    os.umask(0o077)
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        if standard not in keep:
+            os.dup2(null, standard)
+    kept = {0, 1, 2, *keep}
+    for each in [int(name) for name in os.listdir("/proc/self/fd")]:  # noqa: PTH208
+        if each not in kept:
+            with contextlib.suppress(OSError):
+                os.close(each)
+
+
+def raise_priority(pid: int) -> None:
+    """Give a process that has lowered its priority an ordinary one, where permitted.
+
+    On busy processors a background would take long to save its work, and even to die.
+    """
+    with contextlib.suppress(OSError):
+        (own_cgroup() / "cgroup.procs").write_text(str(pid))
+    with contextlib.suppress(OSError):
+        (_PROC / str(pid) / "autogroup").write_text("0")
+    with contextlib.suppress(OSError):
+        for task in (_PROC / str(pid) / "task").iterdir():
+            os.sched_setscheduler(int(task.name), os.SCHED_OTHER, os.sched_param(0))
+
+
+def reset_priority() -> str:
+    """Run as an ordinary process whatever the starter was; return why not, or empty."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    except OSError as error:
+        return (
+            f"priority stays at nice {os.getpriority(os.PRIO_PROCESS, 0)}: "
+            f"{error.strerror}"
+        )
+    return ""

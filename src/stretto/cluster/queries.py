@@ -1,0 +1,110 @@
+"""What the command line shows of a ledger's state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from stretto.cluster.folders import Settings
+    from stretto.cluster.ledger import Ledger
+    from stretto.cluster.records import Record
+
+
+def job_rows(ledger: Ledger, now_s: float) -> list[dict[str, Any]]:
+    """Return a row for each job, in the order of submission."""
+    return [_row(ledger, record, now_s) for record in ledger.state.records.values()]
+
+
+def _row(ledger: Ledger, record: Record, now_s: float) -> dict[str, Any]:
+    view = record.view
+    return {
+        "job": view.id,
+        "name": view.spec.name,
+        "role": view.spec.role,
+        "user": view.spec.user,
+        "priority": view.spec.priority,
+        "state": view.state,
+        "attempt": view.attempt,
+        "devices": [list(device) for device in view.devices],
+        "step": record.progress.get("step", {}).get("step"),
+        "submitted_s": view.submitted_s,
+        "ended_s": record.ended_s,
+        "why": _why(ledger, record, now_s),
+    }
+
+
+def _why(ledger: Ledger, record: Record, now_s: float) -> str:
+    """Return why a job waits, or ended as it did; empty while it runs."""
+    reason = ledger.reason(record.view.id, now_s)
+    return reason or ("" if record.live is not None else record.why)
+
+
+def job_details(ledger: Ledger, job: str, now_s: float) -> dict[str, Any]:
+    """Return all that is known of a job.
+
+    Raises:
+        SpecError: there is no such job.
+    """
+    record = ledger.state.records[ledger.job(job).id]
+    view = record.view
+    speed = None
+    if view.speeds is not None and view.devices:
+        speed = view.speeds.at(view.way, len(view.devices))
+    return _row(ledger, record, now_s) | {
+        "way": view.way,
+        "batch": view.batch or view.spec.batch,
+        "failures": view.failures,
+        "code": record.code,
+        "progress": dict(record.progress.get("step", {})),
+        "predicted_step_s": None if speed is None else speed.step_s,
+        "command": list(view.spec.command),
+        "launch": view.spec.launch,
+        "directory": view.spec.directory,
+        "after": list(record.after),
+    }
+
+
+def status(
+    ledger: Ledger, settings: Settings, connected: Collection[str], trouble: str
+) -> dict[str, Any]:
+    """Return hosts, devices and who has them, and the number of jobs by state."""
+    users: dict[tuple[str, int], dict[str, str]] = {}
+    attempts = []
+    for record in ledger.state.records.values():
+        if record.live is None:
+            continue
+        attempts.append([record.view.id, record.live.number])
+        for part in record.live.live_parts():
+            for index in part.held:
+                row = users.setdefault((part.host, index), {})
+                row[record.view.role] = record.view.id
+    hosts = []
+    for name, devices in settings.hosts.items():
+        host = ledger.cluster.hosts.get(name)
+        is_up = host is not None and host.is_up
+        hosts.append(
+            {
+                "host": name,
+                "joined": is_up and name in connected,
+                "drained": host is not None and host.is_drained,
+                "devices": [
+                    {
+                        "name": device,
+                        "foreground": users.get((name, index), {}).get("foreground"),
+                        "background": users.get((name, index), {}).get("background"),
+                    }
+                    for index, device in enumerate(devices)
+                ],
+            }
+        )
+    states = Counter(record.view.state for record in ledger.state.records.values())
+    return {
+        "policy": settings.policy,
+        "trouble": trouble,
+        "hosts": hosts,
+        "jobs": dict(sorted(states.items())),
+        "attempts": attempts,
+    }

@@ -1,0 +1,305 @@
+"""The coordinator's process: a `Coordinator` behind a socket, for agents and commands.
+
+It may be killed at any time: the store has every event that it acknowledged, and agents
+send the others again. Supervisors and ranks do not notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from stretto.cluster import job_plans, queries
+from stretto.cluster.channel import Channel, Listener, listening
+from stretto.cluster.commands import Command, MakePlan, StartPart
+from stretto.cluster.coordinator import Clock, Coordinator
+from stretto.cluster.folders import Folders
+from stretto.cluster.ledger import Ledger, Limits
+from stretto.cluster.loop import Loop, Timer, now_s
+from stretto.cluster.policies import registry
+from stretto.cluster.store import Store, read_events, read_only
+from stretto.cluster.wire import event_of, plain_command, plain_event
+from stretto.errors import SpecError, StrettoError
+from stretto.logs import get_logger
+from stretto.schema import codec
+from stretto.schema.job import Job
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_log = get_logger(__name__)
+
+_SILENT_BEATS = 4
+_LEAST_MARGIN_S = 5.0
+"""Within which a supervisor on a busy host must end its ranks after its lease."""
+
+_SHORTEST_PAUSE_S = 0.001
+_MOST_MEETINGS = 4096
+_MOST_ROWS = 1000
+"""Events in one answer."""
+
+
+def wall_s() -> float:
+    """Return the wall clock's time, which may jump."""
+    return time.clock_gettime(time.CLOCK_REALTIME)
+
+
+@final
+class Server:
+    """Answers agents and commands in one thread."""
+
+    def __init__(self, folders: Folders) -> None:
+        """Begin with the store's events.
+
+        Raises:
+            ClusterError: the store cannot be opened, or another coordinator has it.
+        """
+        settings = folders.load_settings()
+        self.folders, self.settings = folders, settings
+        limits = Limits(
+            silent_s=_SILENT_BEATS * settings.heartbeat_s,
+            lease_s=settings.lease_s,
+            margin_s=max(_LEAST_MARGIN_S, settings.lease_s / 6),
+        )
+        self.ledger = Ledger(registry.get(settings.policy), limits)
+        self.store = Store(folders.root)
+        self.clock = Clock(self.store.last_s, wall_s, now_s)
+        self.coordinator = Coordinator(self.ledger, self.store, self.clock)
+        self._loop = Loop()
+        self._agents: dict[str, Channel] = {}
+        self._sent: dict[str, set[Any]] = {}
+        self._sent_s: dict[str, float] = {}
+        """When each host sent its last message, on its own clock."""
+
+        self._meetings: dict[str, tuple[str, int]] = {}
+        self._timer: Timer | None = None
+        self._planning: dict[str, subprocess.Popen[bytes]] = {}
+
+    def run(self) -> None:
+        """Serve until a signal."""
+        self._loop.on_signals(
+            {
+                signal.SIGTERM: self._loop.stop,
+                signal.SIGINT: self._loop.stop,
+                signal.SIGHUP: lambda: None,
+                signal.SIGCHLD: self._on_planned,
+            }
+        )
+        listener = Listener(
+            self._loop,
+            listening(self.folders.socket),
+            self._on_message,
+            self._on_close,
+        )
+        self._tick_soon()
+        self._loop.run()
+        listener.close()
+        self.store.close()
+
+    # messages
+
+    def _on_message(self, channel: Channel, message: dict[str, Any]) -> None:
+        if message.get("do") == "push":
+            try:
+                self._on_push(channel, message)
+            except (StrettoError, KeyError, TypeError, ValueError) as error:
+                _log.warning("an agent's message is invalid: %r", error)
+                channel.close()
+            return
+        answer = _HANDLERS.get(str(message.get("do")))
+        try:
+            if answer is None:
+                raise SpecError(f"unknown request {message.get('do')!r}")
+            found = answer(self, message)
+        except StrettoError as error:
+            found = {"error": str(error), "exit": error.exit_code}
+        except (KeyError, TypeError, ValueError) as error:
+            found = {"error": f"invalid request: {error!r}", "exit": 2}
+        channel.send(found)
+        self._tick_soon()
+
+    def _on_close(self, channel: Channel) -> None:
+        host = channel.peer
+        if host is not None and self._agents.get(host) is channel:
+            del self._agents[host]
+
+    def _on_push(self, channel: Channel, message: dict[str, Any]) -> None:
+        host = str(message["host"])
+        for fence, (address, port) in message.get("meetings", {}).items():
+            if len(self._meetings) >= _MOST_MEETINGS:
+                self._meetings.pop(next(iter(self._meetings)))
+            self._meetings[fence] = (str(address), int(port))
+        events = [event_of(each) for each in message["events"]]
+        answer = self.coordinator.push(host, str(message["agent"]), events)
+        if self._agents.get(host) is not channel:
+            self._agents[host], self._sent[host] = channel, set()
+            channel.peer = host
+        self._sent_s[host] = float(message["sent_s"])
+        if answer.join:
+            self._agents.pop(host, None)
+        if not message["events"]:
+            self._sent[host].clear()  # a heartbeat gets all that is outstanding
+        channel.send(
+            {
+                "acknowledged": answer.acknowledged,
+                "sent_s": message["sent_s"],
+                "commands": self._new_commands(host, answer.commands),
+                "join": answer.join,
+            }
+        )
+        if message["events"]:
+            self._tick_soon()
+
+    # commands for agents
+
+    def _tick_soon(self, delay_s: float = 0.0) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_in(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        next_s = self.coordinator.tick()
+        if not self.coordinator.trouble:
+            for host, channel in list(self._agents.items()):
+                commands = self._new_commands(host, self.ledger.commands(host))
+                if commands:
+                    sent_s = self._sent_s[host]
+                    channel.send({"commands": commands, "sent_s": sent_s})
+        self._start_planning()
+        if next_s is not None:
+            self._tick_soon(max(next_s, _SHORTEST_PAUSE_S))
+
+    # plans
+
+    def _start_planning(self) -> None:
+        for command in self.coordinator.plans_to_make():
+            if command.job in self._planning:
+                continue
+            module = "stretto.cluster.job_plans"
+            words = [str(self.folders.root), command.job, command.profile]
+            try:
+                job_plans.save_request(self.folders, command.job, command.spec)
+                self._planning[command.job] = subprocess.Popen(
+                    [sys.executable, "-P", "-m", module, *words],
+                    stdin=subprocess.DEVNULL,
+                    process_group=0,
+                )
+            except (OSError, SpecError) as error:
+                why = f"planning does not start: {error}"
+                self.coordinator.planned(command.job, None, why=why)
+
+    def _on_planned(self) -> None:
+        for job, process in list(self._planning.items()):
+            if process.poll() is not None:
+                del self._planning[job]
+                speeds, why = job_plans.read_answer(self.folders, job)
+                self.coordinator.planned(job, speeds, why=why)
+        self._tick_soon()
+
+    def _new_commands(
+        self, host: str, commands: Iterable[Command]
+    ) -> list[dict[str, Any]]:
+        """Return the commands that this connection of a host has not got."""
+        found, sent = [], self._sent[host]
+        for command in commands:
+            if isinstance(command, MakePlan):
+                continue
+            body = plain_command(command)
+            if isinstance(command, StartPart) and host != command.hosts[0]:
+                # The first host chooses where the ranks meet.
+                meeting = self._meetings.get(f"{command.job}.{command.attempt}")
+                if meeting is None:
+                    continue
+                body["meeting"] = meeting
+            key = json.dumps([v for k, v in sorted(body.items()) if k != "spec"])
+            if key not in sent:
+                sent.add(key)
+                found.append(body)
+        return found
+
+    # requests of the command line
+
+    def _submit(self, message: dict[str, Any]) -> dict[str, Any]:
+        source = str(message.get("source", "job"))
+        spec = codec.decode(message["spec"].encode(), Job, source=source)
+        return {"job": self.coordinator.submit(spec, user=str(message["user"]))}
+
+    def _stop(self, message: dict[str, Any]) -> dict[str, Any]:
+        job = self.ledger.job(str(message["job"])).id
+        self.coordinator.stop(job, user=str(message.get("user", "")))
+        return {"job": job}
+
+    def _drain(self, message: dict[str, Any]) -> dict[str, Any]:
+        host, opens = self._known(message), bool(message.get("open"))
+        act = self.coordinator.open if opens else self.coordinator.drain
+        act(host, user=str(message.get("user", "")))
+        return {"host": host}
+
+    def _known(self, message: dict[str, Any]) -> str:
+        host = str(message["host"])
+        if host not in self.settings.hosts:
+            raise SpecError(
+                f"{host}: no such host; there are {', '.join(self.settings.hosts)}"
+            )
+        return host
+
+    def _list(self, _message: dict[str, Any]) -> dict[str, Any]:
+        return {"jobs": queries.job_rows(self.ledger, self.clock())}
+
+    def _show(self, message: dict[str, Any]) -> dict[str, Any]:
+        name = str(message["job"])
+        found = queries.job_details(self.ledger, name, self.clock())
+        logs = self.folders.logs(found["job"], found["attempt"])
+        return found | {"logs": str(logs)}
+
+    def _status(self, _message: dict[str, Any]) -> dict[str, Any]:
+        trouble = self.coordinator.trouble
+        return queries.status(self.ledger, self.settings, set(self._agents), trouble)
+
+    def _events(self, message: dict[str, Any]) -> dict[str, Any]:
+        since, job = int(message["since"]), message.get("job")
+        if job is not None:
+            job = self.ledger.job(str(job)).id
+        found = []
+        database = read_only(self.folders.root)
+        with contextlib.closing(database):
+            for seq, event in read_events(database, self.folders.root, since=since):
+                if job in (None, event.job):
+                    found.append({"seq": seq} | plain_event(event))
+                if len(found) >= _MOST_ROWS:
+                    break
+        return {"events": found}
+
+
+_HANDLERS: dict[str, Callable[[Server, dict[str, Any]], dict[str, Any]]] = {
+    "submit": Server._submit,  # noqa: SLF001
+    "stop": Server._stop,  # noqa: SLF001
+    "drain": Server._drain,  # noqa: SLF001
+    "list": Server._list,  # noqa: SLF001
+    "show": Server._show,  # noqa: SLF001
+    "status": Server._status,  # noqa: SLF001
+    "events": Server._events,  # noqa: SLF001
+}
+
+
+def main(folder: str) -> int:
+    """Run the coordinator of a folder, unless it runs already."""
+    folders = Folders(Path(folder))
+    if folders.down.exists():  # it was marked while this process started
+        return 0
+    try:
+        Server(folders).run()
+    except StrettoError as error:
+        _log.error("the coordinator of %s ends: %s", folder, error)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

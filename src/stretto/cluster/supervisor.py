@@ -1,0 +1,379 @@
+"""The process above one attempt's ranks: see `supervisor_start`.
+
+It has a session of its own, outside the tree of the process that started it, and serves
+a socket in the attempt's folder. An agent attaches to it, renews its lease, and gets
+its events in order until it has acknowledged them. When the agent dies, the ranks go
+on, and the next agent attaches. Without a renewed lease the supervisor ends the attempt
+by itself, so the job may start elsewhere once the lease has passed.
+
+The supervisor's lock is taken before it is started and held to its end: while it is
+held, the attempt may run. If the supervisor is killed, the kernel kills the ranks with
+it, and the agent ends what is left by the variable that marks an attempt's processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+import signal
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, final
+
+from stretto.cluster import processes
+from stretto.cluster.attempt import (
+    END_FILE,
+    STEPS_FILE,
+    Attempt,
+    rank_commands,
+    write_json,
+)
+from stretto.cluster.channel import Channel, Listener
+from stretto.cluster.loop import Loop, Timer, now_s
+from stretto.cluster.rank_process import RankProcess
+from stretto.cluster.step_reports import StepReports
+from stretto.lab import syscalls
+from stretto.schema.job import BACKGROUND, INDEPENDENT
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Sequence
+
+    from stretto.cluster.attempt import RankCommand
+
+_CHUNK_BYTES = 1 << 16
+_MOST_PIECES = 64
+"""Of an ended rank's output, copied at once: what it started may go on to write."""
+
+_KILL_AFTER_S = 5.0
+_DRAIN_S = 1.0
+_RETRY_S = 1.0
+_LEAVE_S = 5.0
+"""A rank whose device is taken away is killed after this time, or its grace."""
+
+_NOT_STARTED = 127
+"""Exit status of a command that does not start, as in a shell."""
+
+
+@final
+class Supervisor:
+    """Starts the ranks of one attempt on this host, reports, and ends them."""
+
+    def __init__(self, folder: Path, listener: socket.socket) -> None:
+        self._folder, self._socket = folder, listener
+        self._attempt = Attempt.load(folder)
+        self._loop = Loop()
+        self._ranks: list[RankProcess] = []
+        self._outputs: dict[RankProcess, Callable[[], bool]] = {}
+        """What copies the outputs that are open."""
+
+        self._steps: StepReports | None = None
+        self._events: list[dict[str, Any]] = []
+        self._next_number = 1
+        self._agent: Channel | None = None
+        first_s = self._attempt.first_lease_s
+        lease_s = self._attempt.lease_s if first_s is None else first_s
+        self._lease_until_s = now_s() + lease_s
+        self._wanted: tuple[str, ...] | None = None
+        self._why, self._code = "", 0
+        self._failed_rank: int | None = None
+        self._stop_name, self._is_signaled = "", False
+        self._kill_timer: Timer | None = None
+        self._end: dict[str, Any] | None = None
+        self._handlers: dict[str, Callable[[Channel, dict[str, Any]], None]] = {
+            "attach": self._attach,
+            "lease": self._renew,
+            "acknowledge": self._acknowledge,
+            "stop": self._asked_to_stop,
+            "use": self._use,
+        }
+
+    def run(self) -> None:
+        """Run the attempt to its end, and until an agent knows of it."""
+        syscalls.adopt_orphans()
+        self._loop.on_signals(
+            {
+                signal.SIGCHLD: self._on_child,
+                signal.SIGTERM: lambda: self._stop("by a signal", "TERM", _LEAVE_S),
+                signal.SIGHUP: lambda: None,
+                signal.SIGINT: lambda: None,
+            }
+        )
+        listener = Listener(self._loop, self._socket, self._on_message, self._on_close)
+        try:
+            note = self._prepare()
+            self._start_ranks(rank_commands(self._attempt, self._folder))
+        except OSError as error:
+            self._fail_to_start(error)
+        else:
+            self._emit("started", pid=os.getpid(), note=note)
+            self._loop.every(self._attempt.report_every_s, self._report_steps)
+        self._loop.every(max(0.05, self._attempt.lease_s / 20), self._check_lease)
+        self._loop.run()
+        listener.close()
+
+    # ranks
+
+    def _prepare(self) -> str:
+        """Create the ranks' surroundings; return what could not be had."""
+        attempt = self._attempt
+        note = processes.reset_priority()
+        for folder in (attempt.boards, attempt.files, attempt.logs):
+            Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._steps = StepReports(
+            self._folder / STEPS_FILE,
+            attempt.world_size,
+            attempt.first_rank,
+            attempt.batch,
+        )
+        return note
+
+    def _start_ranks(self, commands: Sequence[RankCommand]) -> None:
+        attempt = self._attempt
+        for command in commands:
+            rank = RankProcess(command, attempt.logs)
+            is_background = attempt.role == BACKGROUND
+            output = rank.start(attempt.directory, own_session=is_background)
+            self._ranks.append(rank)
+            self._forward(output, rank)
+
+    def _forward(self, output: IO[bytes], rank: RankProcess) -> None:
+        """Copy a rank's output to its log until it closes it."""
+        source = output.fileno()
+        os.set_blocking(source, False)
+
+        def read() -> bool:
+            """Copy a piece; return whether there may be more now."""
+            try:
+                piece = os.read(source, _CHUNK_BYTES)
+            except BlockingIOError:
+                return False
+            if piece:
+                rank.write(piece)
+                return True
+            self._loop.unwatch(source)
+            output.close()
+            del self._outputs[rank]
+            self._end_if_over()
+            return False
+
+        self._outputs[rank] = read
+        self._loop.watch(source, read=read)
+
+    def _fail_to_start(self, error: OSError) -> None:
+        processes.kill_children()
+        self._code = _NOT_STARTED
+        self._why = f"the command does not start: {error.strerror}"
+        self._finish()
+
+    def _on_child(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            for rank in [r for r in self._ranks if r.pid == pid]:
+                # Its last lines first: they say why it has ended.
+                for _ in range(_MOST_PIECES):
+                    if rank not in self._outputs or not self._outputs[rank]():
+                        break
+                rank.ended(status)
+                self._on_rank_end(rank)
+
+    def _on_rank_end(self, rank: RankProcess) -> None:
+        if rank.leaves:
+            self._ranks.remove(rank)
+            self._use_wanted()
+            return
+        if rank.code and not self._why:
+            self._why, self._failed_rank = rank.failure(), rank.number
+            self._code = rank.code if rank.code > 0 else 128 - rank.code
+            self._loop.call_in(
+                self._attempt.peers_grace_s,
+                lambda: self._signal_then_kill("TERM", _KILL_AFTER_S),
+            )
+        if self._has_ended:
+            # What the ranks have left behind may keep their outputs open.
+            processes.kill_children()
+            self._loop.call_in(_DRAIN_S, self._finish)
+            self._end_if_over()
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._wanted is None and not any(rank.runs for rank in self._ranks)
+
+    def _end_if_over(self) -> None:
+        if self._has_ended and not self._outputs:
+            self._finish()
+
+    # other devices
+
+    def _use(self, _channel: Channel, message: dict[str, Any]) -> None:
+        """Run on other devices: single processes come and go, a gang starts again."""
+        names = tuple(message["devices"])
+        if self._end is not None or self._why:
+            return
+        if names == self._attempt.devices and self._wanted is None:
+            self._emit("using", devices=list(names))
+            return
+        self._wanted = names
+        is_single = self._attempt.gang == INDEPENDENT
+        for rank in self._ranks:
+            if rank.runs and not (is_single and rank.device in names):
+                rank.leaves = True
+                rank.signal(signal.Signals[f"SIG{self._attempt.signal}"])
+                grace_s = min(self._attempt.grace_s, _LEAVE_S)
+                self._loop.call_in(
+                    grace_s, functools.partial(rank.signal, signal.SIGKILL)
+                )
+        self._use_wanted()
+
+    def _use_wanted(self) -> None:
+        """Start on the wanted devices once nothing uses the others."""
+        if self._wanted is None or any(rank.leaves for rank in self._ranks):
+            return
+        names, self._wanted = self._wanted, None
+        before = self._attempt
+        size = before.world_size - len(before.devices) + len(names)
+        self._attempt = dataclasses.replace(before, devices=names, world_size=size)
+        numbers = self._numbers(names)
+        running = {rank.device for rank in self._ranks if rank.runs}
+        try:
+            self._attempt.save(self._folder)
+            commands = rank_commands(self._attempt, self._folder, numbers)
+            self._start_ranks([c for c in commands if c.device not in running])
+        except OSError as error:
+            self._fail_to_start(error)
+            return
+        self._emit("using", devices=list(names))
+
+    def _numbers(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """Return the ranks' numbers: single processes keep theirs."""
+        if self._attempt.gang != INDEPENDENT:
+            return ()
+        known = {rank.device: rank.number for rank in self._ranks}
+        first = max((rank.number for rank in self._ranks), default=-1) + 1
+        free = itertools.count(first)
+        return tuple(known[n] if n in known else next(free) for n in names)
+
+    # the end
+
+    def _asked_to_stop(self, _channel: Channel, message: dict[str, Any]) -> None:
+        name = str(message.get("signal", self._attempt.signal))
+        grace_s = float(message.get("grace_s", self._attempt.grace_s))
+        why = str(message.get("why", "on request"))
+        self._stop(why, name if grace_s > 0.0 else "KILL", grace_s)
+
+    def _stop(self, why: str, name: str, grace_s: float) -> None:
+        """End the ranks; the first cause is the outcome, the shortest grace holds."""
+        if self._end is not None:
+            return
+        self._is_signaled = True
+        if not self._why:
+            self._why, self._code = why, 128 + signal.Signals[f"SIG{name}"]
+        if self._stop_name != name:
+            self._stop_name = name
+            self._signal_then_kill(name, grace_s)
+        else:
+            self._kill_in(grace_s)
+
+    def _signal_then_kill(self, name: str, grace_s: float) -> None:
+        for rank in self._ranks:
+            rank.signal(signal.Signals[f"SIG{name}"])
+        self._kill_in(grace_s)
+
+    def _kill_in(self, grace_s: float) -> None:
+        timer = self._kill_timer
+        if timer is None or now_s() + grace_s < timer.at_s:
+            if timer is not None:
+                timer.cancel()
+            self._kill_timer = self._loop.call_in(grace_s, self._kill)
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            rank.signal(signal.SIGKILL)
+        # `_on_child` notices that, and ends what they have left behind.
+
+    def _finish(self) -> None:
+        if self._end is not None:
+            return
+        self._report_steps()
+        if self._ranks and all(rank.code == 0 for rank in self._ranks):
+            self._code = 0
+        self._end = {
+            "code": self._code,
+            "why": self._why,
+            "rank": self._failed_rank,
+            "signaled": self._is_signaled,
+        }
+        self._write_end()
+        self._emit("ended", **self._end)
+
+    def _write_end(self) -> None:
+        try:
+            write_json(self._folder / END_FILE, self._end)
+        except OSError:  # a full disk; the event says it, too
+            self._loop.call_in(_RETRY_S, self._write_end)
+
+    def _check_lease(self) -> None:
+        if now_s() < self._lease_until_s:
+            return
+        if self._end is not None:
+            self._loop.stop()  # the file says how it ended
+            return
+        if not self._why:
+            lease_s = self._attempt.lease_s
+            self._why = f"no agent renewed the lease for {lease_s:g} s"
+            self._code = 128 + signal.SIGKILL
+        self._is_signaled = True
+        # Another attempt may start when the lease has ended: there is no grace.
+        self._kill()
+
+    # the agent
+
+    def _report_steps(self) -> None:
+        report = None if self._steps is None else self._steps.next()
+        if report is not None and self._end is None:
+            self._emit("step", **report)
+
+    def _emit(self, kind: str, **data: Any) -> None:
+        event = {"number": self._next_number, "kind": kind, "data": data}
+        self._next_number += 1
+        if kind == "step" and self._agent is None:
+            # While no agent listens, the last report is enough.
+            self._events = [e for e in self._events if e["kind"] != "step"]
+        self._events.append(event)
+        if self._agent is not None:
+            self._agent.send({"event": event})
+
+    def _on_message(self, channel: Channel, message: dict[str, Any]) -> None:
+        handler = self._handlers.get(str(message.get("do")))
+        if handler is None:
+            channel.send({"error": f"unknown request {message.get('do')!r}"})
+            return
+        handler(channel, message)
+
+    def _on_close(self, channel: Channel) -> None:
+        if channel is self._agent:
+            self._agent = None
+
+    def _attach(self, channel: Channel, message: dict[str, Any]) -> None:
+        self._agent = channel
+        self._renew(channel, message)
+        channel.send({"attached": list(self._attempt.fence)})
+        for event in self._events:
+            channel.send({"event": event})
+
+    def _renew(self, _channel: Channel, message: dict[str, Any]) -> None:
+        left_s = float(message.get("left_s", 0.0))
+        until_s = now_s() + min(left_s, self._attempt.lease_s)
+        self._lease_until_s = max(self._lease_until_s, until_s)
+
+    def _acknowledge(self, _channel: Channel, message: dict[str, Any]) -> None:
+        number = int(message.get("number", 0))
+        self._events = [e for e in self._events if e["number"] > number]
+        if self._end is not None and not self._events:
+            self._loop.stop()

@@ -1,0 +1,102 @@
+"""Start supervisors: by a fork, or ``python -m stretto.cluster.supervisor_start``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from stretto.cluster import processes
+from stretto.cluster.attempt import CRASH_FILE, END_FILE, LOCK_FILE, SOCKET_FILE
+from stretto.cluster.channel import listening
+from stretto.cluster.supervisor import Supervisor
+
+
+def start(folder: Path, *, forks: bool) -> int | None:
+    """Start the supervisor of the attempt in a folder; return its process id.
+
+    Its socket listens when this returns.
+
+    Args:
+        folder: of the attempt, with its file.
+        forks: fork this process, which must have one thread, instead of starting
+            Python again (3 ms against 150).
+
+    Returns:
+        The process id, or ``None`` if the attempt has a supervisor already.
+
+    Raises:
+        OSError: the folder cannot be written, or no process can be started.
+    """
+    lock = processes.lock(folder / LOCK_FILE)
+    if lock is None:
+        return None
+    listener = None
+    try:
+        listener = listening(folder / SOCKET_FILE)
+        if forks:
+            pid = os.fork()
+            if not pid:
+                _run_forked(folder, lock, listener)
+            return pid
+        inherited = [lock, listener.fileno()]
+        command = [sys.executable, "-P", "-m", __name__, str(folder)]
+        process = subprocess.Popen(
+            [*command, *map(str, inherited)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=inherited,
+            start_new_session=True,
+        )
+        process.returncode = 0  # the caller reaps its children
+        return process.pid
+    finally:
+        os.close(lock)
+        if listener is not None:
+            listener.close()
+
+
+def _run_forked(folder: Path, lock: int, listener: socket.socket) -> None:
+    """Run as a forked child, and end."""
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        processes.detach(keep=(lock, listener.fileno()))
+        Supervisor(folder, listener).run()
+        status = 0
+    except BaseException:  # noqa: BLE001 - nothing may return into the agent
+        with contextlib.suppress(OSError):
+            (folder / CRASH_FILE).write_text(traceback.format_exc())
+    finally:
+        processes.kill_children()
+        os._exit(status)
+
+
+def main(folder: str, lock: str, listener: str) -> int:
+    """Run the supervisor of an attempt; lock and listener are open descriptors."""
+    for each in (lock, listener):
+        os.set_inheritable(int(each), False)  # noqa: FBT003
+    os.umask(0o077)
+    Supervisor(Path(folder), socket.socket(fileno=int(listener))).run()
+    return 0
+
+
+def read_end(folder: Path) -> dict[str, Any] | None:
+    """Return how an attempt ended, if its supervisor could say so."""
+    try:
+        found = json.loads((folder / END_FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,193 @@
+"""Local clusters of tests: small, with short times, and gone at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+from stretto.cluster import engine_local, processes
+from stretto.cluster.attempt import ATTEMPT_VARIABLE
+from stretto.cluster.folders import Folders, Settings
+from stretto.schema import codec
+from stretto.schema.job import BackgroundRules, GpuRange, Job, RestartRules
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+LIMIT_S = 60.0
+"""How long tests wait for what must happen at some time."""
+
+ENDS = ("done", "failed", "stopped")
+
+
+class Cluster:
+    """A cluster on this machine."""
+
+    def __init__(self, root: Path, settings: Settings) -> None:
+        self.folders, self.settings = Folders(root), settings
+        self.start()
+
+    def start(self) -> None:
+        engine_local.start(self.folders, self.settings)
+
+    def ask(self, do: str, **fields: Any) -> dict[str, Any]:
+        return engine_local.ask(self.folders, {"do": do, **fields}, patience_s=LIMIT_S)
+
+    def submit(self, job: Job) -> str:
+        text = codec.encode(job).decode()
+        found: str = self.ask("submit", spec=text, user="test")["job"]
+        return found
+
+    def show(self, job: str) -> dict[str, Any]:
+        return self.ask("show", job=job)
+
+    def events(self, job: str) -> list[str]:
+        """Return the kinds of a job's events."""
+        return [row["kind"] for row in self.rows(job)]
+
+    def rows(self, job: str) -> list[dict[str, Any]]:
+        """Return a job's events."""
+        found: list[dict[str, Any]] = self.ask("events", since=0, job=job)["events"]
+        return found
+
+    def supervisor(self, job: str) -> int:
+        """Return the process of the supervisor that a job's last attempt has."""
+        self.await_state(job, "running")
+        return [r["data"]["pid"] for r in self.rows(job) if r["kind"] == "started"][-1]
+
+    def await_state(self, job: str, *states: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+
+        def has_state() -> bool:
+            nonlocal found
+            found = self.show(job)
+            assert found["state"] in states or found["state"] not in ENDS, found
+            return found["state"] in states
+
+        await_that(has_state, lambda: f"{job} is not {states}: {found}")
+        return found
+
+    def pid(self, role: str) -> int:
+        """Return the process of a role: coordinator, keeper, or a host's name."""
+        locks = {
+            "coordinator": self.folders.coordinator_lock,
+            "keeper": self.folders.keeper_lock,
+        }
+        lock = locks.get(role) or self.folders.agent_lock(role)
+        found: int | None = None
+
+        def runs() -> bool:
+            nonlocal found
+            found = engine_local.holder_of(lock)
+            return found is not None
+
+        await_that(runs, lambda: f"{role} does not run")
+        assert found is not None
+        return found
+
+    def kill(self, role: str) -> int:
+        """Kill a process of the cluster at once; return its number."""
+        pid = self.pid(role)
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def log(self, job: str, rank: int = 0, attempt: int = 1) -> str:
+        return (self.folders.logs(job, attempt) / f"rank{rank}.log").read_text()
+
+    def end(self) -> None:
+        """End everything at once."""
+        self.folders.mark_down([])
+        locks = [self.folders.keeper_lock, self.folders.coordinator_lock]
+        locks += [self.folders.agent_lock(host) for host in self.settings.hosts]
+        deadline_s = time.monotonic() + LIMIT_S
+        while any(map(processes.is_locked, locks)) and time.monotonic() < deadline_s:
+            for lock in locks:
+                if (pid := engine_local.holder_of(lock)) is not None:
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+        for host in self.settings.hosts:
+            for folder in self.folders.attempts(host).glob("*"):
+                processes.kill_marked(ATTEMPT_VARIABLE, str(folder))
+
+
+def await_that(
+    holds: Callable[[], bool], explain: Callable[[], str], *, limit_s: float = LIMIT_S
+) -> None:
+    """Wait until something holds."""
+    deadline_s = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline_s, explain()
+        time.sleep(0.01)
+
+
+def await_file(path: Path) -> None:
+    await_that(path.exists, lambda: f"{path} does not appear")
+
+
+def job(
+    folder: Path,
+    script: str,
+    *,
+    devices: int | tuple[int, int] = 1,
+    grace_s: float = LIMIT_S,
+    attempts: int = 3,
+    **fields: Any,
+) -> Job:
+    """Return a job that runs a shell script in a folder on each of its devices."""
+    least, most = devices if isinstance(devices, tuple) else (devices, devices)
+    rules = RestartRules(attempts=attempts, backoff_s=0.1, grace_s=grace_s)
+    return Job(
+        **{
+            "name": "test",
+            "role": "foreground",
+            "command": ("/bin/sh", "-c", script),
+            "launch": "direct",
+            "directory": str(folder),
+            "gpus": GpuRange(least=least, most=most),
+            "restart": rules,
+            "background": BackgroundRules(allow=True),
+        }
+        | fields
+    )
+
+
+WAITS = "while [ ! -e go ]; do sleep 0.02; done"
+"""A script that waits for a file."""
+
+
+@contextlib.contextmanager
+def cluster(
+    root: Path,
+    *,
+    hosts: int = 2,
+    devices: int = 2,
+    lease_s: float = 60.0,
+    heartbeat_s: float = 1.0,
+    **settings: Any,
+) -> Iterator[Cluster]:
+    """Yield a cluster of some hosts with some devices each."""
+    names = {
+        f"host{number}": tuple(
+            f"cpu:{number * devices + index}" for index in range(devices)
+        )
+        for number in range(hosts)
+    }
+    found = Cluster(
+        root,
+        Settings(
+            hosts=names,
+            policy=settings.pop("policy", "fifo"),
+            lease_s=lease_s,
+            heartbeat_s=heartbeat_s,
+            **settings,
+        ),
+    )
+    try:
+        yield found
+    finally:
+        found.end()

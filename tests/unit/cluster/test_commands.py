@@ -1,0 +1,215 @@
+"""``stretto cluster``: what its commands print, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from stretto.cli import main
+from stretto.cluster import engine_local
+from stretto.cluster.folders import Folders
+from support.clusters import WAITS, await_file, await_that
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+Run = Any
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a cluster that `stretto cluster start` has started."""
+    folder = tmp_path_factory.mktemp("cluster") / "c"
+    options = ["--local", "2", "--kind", "cpu", "--report", "0.1"]
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "start", *options, "--folder", str(folder)])
+    assert not ended.value.code
+    yield folder
+    folders = Folders(folder)
+    rows = engine_local.ask(folders, {"do": "list"})["jobs"]
+    for row in rows:
+        engine_local.ask(folders, {"do": "stop", "job": row["job"]})
+    assert engine_local.down(folders, timeout_s=60.0)
+
+
+@pytest.fixture
+def run(root: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return a function that runs a command; it returns exit code and both outputs."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["cluster", *map(str, words), "--folder", str(root)])
+        code = ended.value.code
+        assert code is None or isinstance(code, int)
+        found = capsys.readouterr()
+        return code or 0, found.out, found.err
+
+    return call
+
+
+def job_file(folder: Path, script: str = "true", **fields: Any) -> Path:
+    body = {
+        "kind": "job",
+        "schema_version": 1,
+        "made_by": "test",
+        "name": "tiny",
+        "role": "foreground",
+        "command": ["/bin/sh", "-c", script],
+        "launch": "direct",
+        "directory": ".",
+        "gpus": {"least": 1, "most": 1},
+        "restart": {"attempts": 0, "backoff_s": 0.1, "grace_s": 30.0},
+    }
+    path = folder / "job.json"
+    path.write_text(json.dumps(body | fields))
+    return path
+
+
+def submitted(run: Run, path: Path) -> str:
+    code, out, err = run("submit", path)
+    assert code == 0, err
+    return str(out.strip())
+
+
+def await_end(run: Run, job: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def has_ended() -> bool:
+        found.update(json.loads(run("show", job, "--json")[1]))
+        return found["state"] in ("done", "failed", "stopped")
+
+    await_that(has_ended, lambda: str(found))
+    return found
+
+
+def test_a_relative_folder_begins_at_the_job_file(run: Run, tmp_path: Path) -> None:
+    job = submitted(run, job_file(tmp_path, "pwd"))
+    assert await_end(run, job)["directory"] == str(tmp_path)
+    assert run("logs", job)[1] == f"{tmp_path}\n"
+
+
+def test_logs_follow_a_job_to_its_end(run: Run, tmp_path: Path) -> None:
+    job = submitted(run, job_file(tmp_path, "sleep 0.3; echo last"))
+    assert run("logs", job, "-f")[1] == "last\n"
+
+
+def test_logs_as_json_name_rank_and_attempt(run: Run, tmp_path: Path) -> None:
+    job = submitted(run, job_file(tmp_path, "echo a; echo b"))
+    await_end(run, job)
+    lines = [json.loads(line) for line in run("logs", job, "--json")[1].splitlines()]
+    assert lines[1] == {"rank": 0, "attempt": 1, "line": "b"}
+
+
+def test_a_missing_rank_of_a_log_is_named(run: Run, tmp_path: Path) -> None:
+    job = submitted(run, job_file(tmp_path))
+    await_end(run, job)
+    code, _, err = run("logs", job, "--rank", 3)
+    assert (code, "rank 3 of attempt 1 has no log" in err) == (2, True)
+
+
+def test_show_says_why_a_job_waits(run: Run, tmp_path: Path) -> None:
+    gpus = {"least": 2, "most": 2}
+    path = job_file(tmp_path, f"touch ready; {WAITS}", gpus=gpus)
+    first = submitted(run, path)
+    await_file(tmp_path / "ready")
+    second = submitted(run, path)
+    assert "waits:      needs 2 devices, 0 are free" in run("show", second)[1]
+    assert "waiting" in run("list")[1]
+    assert run("stop", first, second)[0] == 0
+    assert await_end(run, second)["state"] == "stopped"
+
+
+def test_show_prints_a_failures_last_lines(run: Run, tmp_path: Path) -> None:
+    job = submitted(run, job_file(tmp_path, "echo what went wrong; exit 4"))
+    await_end(run, job)
+    out = run("show", job)[1]
+    assert "| what went wrong" in out
+    assert "exit status: 4" in out
+
+
+def test_status_lists_hosts_and_devices(run: Run) -> None:
+    found = json.loads(run("status", "--json")[1])
+    assert [d["name"] for d in found["hosts"][0]["devices"]] == ["cpu:0", "cpu:1"]
+    assert "host0: ready\n  cpu:0: free" in run("status")[1]
+
+
+def test_events_go_on_after_a_number(run: Run, tmp_path: Path) -> None:
+    await_end(run, submitted(run, job_file(tmp_path)))
+    rows = [json.loads(line) for line in run("events", "--json")[1].splitlines()]
+    later = run("events", "--since", rows[-2]["seq"], "--json")[1]
+    assert [json.loads(line) for line in later.splitlines()] == rows[-1:]
+    assert rows[-1]["kind"] == "done"
+
+
+def test_a_job_that_can_never_fit_is_exit_code_3(run: Run, tmp_path: Path) -> None:
+    path = job_file(tmp_path, gpus={"least": 3, "most": 3})
+    code, _, err = run("submit", path)
+    assert (code, "needs 3 devices, the cluster has 2" in err) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"gpus": {"least": -1, "most": 1}}, "$.gpus.least"),
+        ({"directory": "nowhere"}, "$.directory: no such folder: "),
+        ({"command": ["no-such-program"]}, "'no-such-program' is missing or cannot"),
+        ({"launch": "stretto run", "command": ["no.py"]}, "no such script: "),
+        ({"after": ["tiny"]}, "cannot start after itself"),
+        ({"after": ["unknown-job"]}, "unknown-job"),
+        ({"surprise": 1}, "surprise"),
+        ({"burst": {"factory": "no.py:make"}}, "$.burst.factory: no such file"),
+        ({"environment": {"RANK": "1"}}, "RANK is set by the cluster"),
+    ],
+)
+def test_a_broken_job_file_is_exit_code_2_and_names_the_place(
+    run: Run, tmp_path: Path, fields: dict[str, Any], expected: str
+) -> None:
+    code, _, err = run("submit", job_file(tmp_path, **fields))
+    assert (code, expected in err) == (2, True), err
+
+
+def test_nothing_is_submitted_if_one_of_several_files_is_broken(
+    run: Run, tmp_path: Path
+) -> None:
+    good = job_file(tmp_path)
+    (tmp_path / "bad.json").write_text("{")
+    before = run("list", "--all", "--json")[1]
+    assert run("submit", good, tmp_path / "bad.json")[0] == 2
+    assert run("list", "--all", "--json")[1] == before
+
+
+def test_an_unknown_host_is_named(run: Run) -> None:
+    code, _, err = run("drain", "nowhere")
+    assert (code, "nowhere" in err) == (2, True)
+
+
+def test_without_a_cluster_the_next_step_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "list", "--folder", str(tmp_path / "none")])
+    assert ended.value.code == 1
+    assert "run `stretto cluster start`" in capsys.readouterr().err
+
+
+def test_more_hosts_than_devices_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--local", "1", "--hosts", "2", "--folder", str(tmp_path / "c")]
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "start", *options])
+    assert ended.value.code == 2
+    assert "more hosts than the 1 devices" in capsys.readouterr().err
+
+
+def test_a_lease_of_few_heartbeats_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--lease", "2", "--folder", str(tmp_path / "c")]
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "start", *options])
+    assert ended.value.code == 2
+    assert "at least five heartbeats" in capsys.readouterr().err

@@ -1,0 +1,402 @@
+"""Jobs on a local cluster, and what happens when parts of it die."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from stretto import zoo
+from stretto.cluster import engine_local
+from stretto.cluster.attempt import ATTEMPT_VARIABLE
+from stretto.cluster.processes import marked_processes
+from stretto.errors import ClusterError, Infeasible, SpecError
+from stretto.schema.burst import BurstPlan
+from stretto.schema.collocation import CollocatedPair, Collocation
+from stretto.schema.job import BurstOptions
+from support.clusters import (
+    WAITS,
+    Cluster,
+    await_file,
+    await_that,
+    cluster,
+    job,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+PAIR = CollocatedPair(
+    foreground="vgg",
+    background="small",
+    device="cpu",
+    policy="outstanding",
+    depth=1,
+    task_s=1e-4,
+    usable_ratio=0.5,
+    loss_ratio=0.01,
+    loss_spread_ratio=0.0,
+    share_ratio=0.4,
+    share_spread_ratio=0.0,
+    pairs=8,
+)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster of two hosts with two devices each, which each test leaves idle."""
+    with cluster(tmp_path_factory.mktemp("cluster") / "c") as found:
+        yield found
+
+
+def is_once(cluster: Cluster, name: str) -> None:
+    """Check that a job ran in one attempt, which nothing disturbed."""
+    found = cluster.await_state(name, "done")
+    assert found["attempt"] == 1
+    assert cluster.events(name).count("started") == 1
+
+
+# a job's life
+
+
+def test_a_job_runs_on_its_devices_and_its_logs_stay(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    script = "echo rank $RANK of $WORLD_SIZE in $(pwd)"
+    name = shared.submit(job(tmp_path, script, devices=2))
+    shared.await_state(name, "done")
+    assert shared.log(name, 1) == f"rank 1 of 2 in {tmp_path}\n"
+
+
+def test_ranks_on_two_hosts_meet_at_one_port(shared: Cluster, tmp_path: Path) -> None:
+    name = shared.submit(job(tmp_path, "echo $MASTER_ADDR:$MASTER_PORT", devices=4))
+    shared.await_state(name, "done")
+    assert len({shared.log(name, rank) for rank in range(4)}) == 1
+
+
+def test_a_job_waits_until_its_devices_are_free_and_says_so(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    first = shared.submit(job(tmp_path, WAITS, devices=4))
+    second = shared.submit(job(tmp_path, "true", devices=3))
+    shared.await_state(first, "running")
+    found = shared.show(second)
+    assert (found["state"], found["why"]) == ("waiting", "needs 3 devices, 0 are free")
+    (tmp_path / "go").touch()
+    shared.await_state(second, "done")
+
+
+def test_a_job_starts_after_those_it_names(shared: Cluster, tmp_path: Path) -> None:
+    first = shared.submit(job(tmp_path, f"{WAITS}; touch first"))
+    second = shared.submit(job(tmp_path, "[ -e first ]", after=(first,)))
+    assert shared.show(second)["state"] == "waiting"
+    (tmp_path / "go").touch()
+    shared.await_state(second, "done")
+
+
+def test_a_stopped_job_gets_its_grace(shared: Cluster, tmp_path: Path) -> None:
+    script = "trap 'touch saved; exit 0' TERM; touch ready; " + WAITS
+    name = shared.submit(job(tmp_path, script))
+    await_file(tmp_path / "ready")
+    shared.ask("stop", job=name, user="ana")
+    assert shared.await_state(name, "stopped")["why"] == "ana stopped it"
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_job_that_fails_is_started_again_with_its_number_of_restarts(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    name = shared.submit(job(tmp_path, "echo no; exit 3", attempts=2))
+    found = shared.await_state(name, "failed")
+    assert (found["attempt"], found["code"]) == (3, 3)
+    assert "rank 0 failed with exit status 3; its last lines:\n  | no" in found["why"]
+
+
+def test_a_drained_hosts_job_moves_without_counting_a_failure(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    name = shared.submit(job(tmp_path, f"touch on-$STRETTO_DEVICE; {WAITS}"))
+    found = shared.await_state(name, "running")
+    ((host, _),) = found["devices"]
+    shared.ask("drain", host=host)
+    try:
+        await_that(
+            lambda: len(list(tmp_path.glob("on-*"))) == 2,
+            lambda: str(shared.show(name)),
+        )
+        (tmp_path / "go").touch()
+        found = shared.await_state(name, "done")
+    finally:
+        shared.ask("drain", host=host, open=True)
+    assert (found["attempt"], found["failures"]) == (2, 0)
+
+
+# refusals
+
+
+def test_a_job_that_can_never_fit_is_refused(shared: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(Infeasible, match="needs 5 devices, the cluster has 4"):
+        shared.submit(job(tmp_path, "true", devices=5))
+
+
+def test_an_unknown_job_is_named(shared: Cluster) -> None:
+    with pytest.raises(SpecError, match="no-such-job"):
+        shared.show("no-such-job")
+
+
+def test_a_second_coordinator_is_refused(shared: Cluster) -> None:
+    command = [sys.executable, "-m", "stretto.cluster.server", str(shared.folders.root)]
+    done = subprocess.run(
+        command, timeout=60, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "another coordinator has it" in done.stderr
+
+
+def test_a_second_cluster_in_one_folder_is_refused(shared: Cluster) -> None:
+    with pytest.raises(ClusterError, match="a cluster runs in"):
+        engine_local.start(shared.folders, shared.settings)
+
+
+# what dies
+
+
+def test_a_killed_coordinator_answers_again_and_disturbs_no_job(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    name = shared.submit(job(tmp_path, f"touch ready; {WAITS}", devices=2))
+    shared.await_state(name, "running")
+    before = shared.kill("coordinator")
+    assert shared.show(name)["state"] == "running"
+    await_that(lambda: shared.pid("coordinator") != before, lambda: "no other")
+    (tmp_path / "go").touch()
+    is_once(shared, name)
+
+
+def test_a_job_that_ends_without_coordinator_is_done_once_it_is_back(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    name = shared.submit(job(tmp_path, f"touch ready; {WAITS}; touch end"))
+    await_file(tmp_path / "ready")
+    shared.kill("coordinator")
+    (tmp_path / "go").touch()
+    await_file(tmp_path / "end")
+    is_once(shared, name)
+
+
+def test_a_killed_agents_jobs_are_adopted(shared: Cluster, tmp_path: Path) -> None:
+    name = shared.submit(job(tmp_path, f"touch ready; {WAITS}"))
+    await_file(tmp_path / "ready")
+    ((host, _),) = shared.await_state(name, "running")["devices"]
+    shared.kill(host)
+    (tmp_path / "go").touch()
+    is_once(shared, name)
+
+
+def test_a_job_that_ends_without_agent_is_done_once_it_is_back(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    name = shared.submit(job(tmp_path, f"touch ready; {WAITS}; touch end"))
+    await_file(tmp_path / "ready")
+    ((host, _),) = shared.await_state(name, "running")["devices"]
+    shared.kill("keeper")  # so that the agent stays dead for a while
+    shared.kill(host)
+    (tmp_path / "go").touch()
+    await_file(tmp_path / "end")
+    engine_local.start_keeper(shared.folders)
+    is_once(shared, name)
+
+
+def test_a_killed_supervisors_job_starts_again_and_leaves_nothing(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    script = f"setsid sleep 600 & touch ready-$$; {WAITS}"
+    name = shared.submit(job(tmp_path, script))
+    await_that(lambda: len(list(tmp_path.glob("ready*"))) == 1, lambda: "not ready")
+    ((host, _),) = shared.await_state(name, "running")["devices"]
+    folder = shared.folders.attempts(host) / f"{name}.1"
+    os.kill(shared.supervisor(name), signal.SIGKILL)
+    await_that(
+        lambda: len(list(tmp_path.glob("ready*"))) == 2, lambda: str(shared.show(name))
+    )
+    assert marked_processes(ATTEMPT_VARIABLE, str(folder)) == []
+    (tmp_path / "go").touch()
+    found = shared.await_state(name, "done")
+    assert (found["attempt"], found["failures"]) == (2, 1)
+
+
+def test_a_killed_ranks_job_ends_as_a_whole_and_starts_again(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    script = f"echo $$ > pid$RANK.new; mv pid$RANK.new pid$RANK; {WAITS}"
+    name = shared.submit(job(tmp_path, script, devices=2, grace_s=0.2))
+    await_file(tmp_path / "pid0")
+    await_file(tmp_path / "pid1")
+    os.kill(int((tmp_path / "pid1").read_text()), signal.SIGKILL)
+    await_that(
+        lambda: shared.show(name)["attempt"] == 2, lambda: str(shared.show(name))
+    )
+    (tmp_path / "go").touch()
+    shared.await_state(name, "done")
+    ends = [row["data"] for row in shared.rows(name) if row["kind"] == "ended"]
+    assert "rank 1 was killed by SIGKILL" in ends[0]["why"]
+
+
+def test_a_killed_keeper_is_replaced_when_the_coordinator_dies_too(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    name = shared.submit(job(tmp_path, f"touch ready; {WAITS}"))
+    await_file(tmp_path / "ready")
+    keeper = shared.kill("keeper")
+    shared.kill("coordinator")
+    assert shared.pid("coordinator")
+    await_that(lambda: shared.pid("keeper") != keeper, lambda: "no other keeper")
+    (tmp_path / "go").touch()
+    is_once(shared, name)
+
+
+def test_a_full_disk_refuses_submissions_and_running_jobs_go_on(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    name = shared.submit(job(tmp_path, f"touch ready; {WAITS}; touch end"))
+    await_file(tmp_path / "ready")
+    pid = shared.pid("coordinator")
+    _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    # A limit on the size of files fails writes as a full disk does.
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(ClusterError, match="Running jobs go on; free disk space"):
+            shared.submit(job(tmp_path, "true"))
+        (tmp_path / "go").touch()
+        await_file(tmp_path / "end")
+        await_that(lambda: bool(shared.ask("status")["trouble"]), lambda: "no trouble")
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+    is_once(shared, name)
+    assert not shared.ask("status")["trouble"]
+
+
+# hosts
+
+
+def test_a_silent_hosts_job_starts_elsewhere_and_never_runs_twice(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path / "c", devices=1, lease_s=4.0, heartbeat_s=0.25) as found:
+        # Two attempts at once would find the lock taken, and fail.
+        script = "exec 9>lock; flock -n 9 || touch twice; touch on-$STRETTO_DEVICE; "
+        name = found.submit(job(tmp_path, script + WAITS))
+        ((host, _),) = found.await_state(name, "running")["devices"]
+        agent = found.pid(host)
+        os.kill(agent, signal.SIGSTOP)
+        try:
+            await_that(
+                lambda: len(list(tmp_path.glob("on-*"))) == 2,
+                lambda: str(found.show(name)),
+            )
+        finally:
+            os.kill(agent, signal.SIGCONT)
+        (tmp_path / "go").touch()
+        end = found.await_state(name, "done")
+        # On a machine that stands still for a lease there are more attempts.
+        assert end["attempt"] >= 2
+        assert end["failures"] == 0
+        assert not (tmp_path / "twice").exists()
+        # The host is back.
+        await_that(
+            lambda: all(row["joined"] for row in found.ask("status")["hosts"]),
+            lambda: str(found.ask("status")),
+        )
+
+
+def test_a_host_that_is_silent_for_less_than_its_lease_keeps_its_job(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path / "c", devices=1, heartbeat_s=0.25) as found:
+        name = found.submit(job(tmp_path, f"touch ready; {WAITS}"))
+        await_file(tmp_path / "ready")
+        ((host, _),) = found.await_state(name, "running")["devices"]
+        agent = found.pid(host)
+        os.kill(agent, signal.SIGSTOP)
+        try:
+            await_that(
+                lambda: not all(row["joined"] for row in found.ask("status")["hosts"]),
+                lambda: str(found.ask("status")),
+            )
+        finally:
+            os.kill(agent, signal.SIGCONT)
+        (tmp_path / "go").touch()
+        is_once(found, name)
+
+
+def test_a_cluster_that_was_down_goes_on_with_its_jobs(tmp_path: Path) -> None:
+    with cluster(tmp_path / "c", hosts=1) as found:
+        script = f"trap 'touch saved; exit 0' TERM; touch ready; {WAITS}"
+        name = found.submit(job(tmp_path, script))
+        await_file(tmp_path / "ready")
+        assert engine_local.down(found.folders, timeout_s=60.0)
+        assert (tmp_path / "saved").exists()
+        with pytest.raises(ClusterError, match="no cluster runs in"):
+            engine_local.ask(found.folders, {"do": "status"})
+        (tmp_path / "go").touch()
+        found.start()
+        end = found.await_state(name, "done")
+        assert (end["attempt"], end["failures"]) == (2, 0)
+
+
+def test_a_background_runs_beside_a_foreground_that_was_planned_for_it(
+    tmp_path: Path,
+) -> None:
+    Collocation(rows=(PAIR,)).save(tmp_path / "pairs.json")
+    zoo.layer_profile("vgg11", samples=(8, 16, 32)).save(tmp_path / "layers.json")
+    with cluster(
+        tmp_path / "c",
+        hosts=1,
+        policy="deeppool",
+        collocation=str(tmp_path / "pairs.json"),
+    ) as found:
+        first = job(
+            tmp_path,
+            f"echo $STRETTO_CLUSTER_PLAN $STRETTO_FOREGROUND; {WAITS}",
+            devices=2,
+            name="vgg",
+            batch=32,
+            burst=BurstOptions(
+                factory="train.py:make",
+                profile="layers.json",
+                amplification_limit=1.2,  # so that a rank is idle for long enough
+            ),
+        )
+        foreground = found.submit(first)
+        found.await_state(foreground, "running")
+        second = job(tmp_path, "echo $STRETTO_BACKGROUND", role="background")
+        background = found.submit(second)
+        place = found.await_state(background, "running", "done")["devices"]
+        found.await_state(background, "done")
+        device = found.log(background).strip()
+        (tmp_path / "go").touch()
+        found.await_state(foreground, "done")
+        plan, beside = found.log(foreground, 1).split()
+        assert BurstPlan.load(plan).gpus == 2
+        assert device == beside, place
+
+
+def test_files_of_a_cluster_are_this_users_alone(shared: Cluster) -> None:
+    root = shared.folders.root
+    assert root.stat().st_mode & 0o777 == 0o700
+    sockets = [shared.folders.socket]
+    assert [path.stat().st_mode & 0o777 for path in sockets] == [0o600]
+
+
+def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir(mode=0o755)
+    os.chmod(tmp_path / "c", 0o755)  # noqa: PTH101
+    with pytest.raises(ClusterError, match="chmod 700"), cluster(tmp_path / "c"):
+        pass

@@ -1,0 +1,377 @@
+"""One attempt's supervisor: ranks, logs, grace, lease, adoption."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from stretto.cluster import processes, supervisor_start
+from stretto.cluster.attempt import ATTEMPT_VARIABLE, LOCK_FILE, SOCKET_FILE, Attempt
+from stretto.cluster.channel import connected, encoded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LIMIT_S = 60.0
+
+
+def attempt_of(folder: Path, *command: str, **fields: Any) -> Attempt:
+    devices = fields.pop("devices", ("cpu:0",))
+    base = Attempt(
+        job="j1",
+        attempt=1,
+        role="foreground",
+        launch="direct",
+        command=command,
+        directory=str(folder),
+        environment={},
+        devices=devices,
+        first_rank=0,
+        world_size=len(devices),
+        master_address="127.0.0.1",
+        master_port=29500,
+        files=str(folder / "files"),
+        logs=str(folder / "logs"),
+        boards=str(folder / "boards"),
+        peers_grace_s=0.1,
+    )
+    return dataclasses.replace(base, **fields)
+
+
+AGENTS: list[Agent] = []
+
+
+class Agent:
+    """A connection to a supervisor."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket = connected(folder / SOCKET_FILE, timeout_s=LIMIT_S)
+        self.lines = self.socket.makefile("rb")
+        AGENTS.append(self)
+        self.send(do="attach", left_s=1e9)
+
+    def send(self, **message: Any) -> None:
+        self.socket.sendall(encoded(message))
+
+    def event(self, kind: str) -> dict[str, Any]:
+        """Return the next event of a kind, acknowledging none."""
+        for line in self.lines:
+            event = json.loads(line).get("event")
+            if event is not None and event["kind"] == kind:
+                data: dict[str, Any] = event["data"]
+                data["number"] = event["number"]
+                return data
+        raise AssertionError(f"closed before {kind}")
+
+    def close(self) -> None:
+        self.lines.close()
+        self.socket.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder of an attempt; whatever was started in it ends."""
+    yield tmp_path
+    while AGENTS:
+        AGENTS.pop().close()
+    processes.kill_marked(ATTEMPT_VARIABLE, str(tmp_path))
+    deadline_s = time.monotonic() + LIMIT_S
+    while processes.is_locked(tmp_path / LOCK_FILE) and time.monotonic() < deadline_s:
+        with contextlib.suppress(OSError):
+            agent = Agent(tmp_path)
+            agent.send(do="stop", grace_s=0.0)
+            agent.send(do="acknowledge", number=agent.event("ended")["number"])
+        time.sleep(0.01)
+    while AGENTS:
+        AGENTS.pop().close()
+
+
+_STARTER = """
+import signal, sys
+from pathlib import Path
+from stretto.cluster import supervisor_start
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for line in sys.stdin:
+    print(supervisor_start.start(Path(line.rstrip()), forks=True), flush=True)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def starter() -> Iterator[None]:
+    """A process with one thread, which forks supervisors as an agent does."""
+    command = [sys.executable, "-c", _STARTER]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        STARTER.append(process)
+        yield
+        STARTER.clear()
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+STARTER: list[subprocess.Popen[str]] = []
+
+
+def started(folder: Path, attempt: Attempt, *, forks: bool = True) -> Agent:
+    attempt.save(folder)
+    assert start_supervisor(folder, forks=forks) is not None
+    return Agent(folder)
+
+
+def start_supervisor(folder: Path, *, forks: bool = True) -> int | None:
+    if not forks:
+        return supervisor_start.start(folder, forks=False)
+    process = STARTER[0]
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{folder}\n")
+    process.stdin.flush()
+    answer = process.stdout.readline().strip()
+    return None if answer == "None" else int(answer)
+
+
+def shell(text: str) -> tuple[str, str, str]:
+    return "/bin/sh", "-c", text
+
+
+def await_file(path: Path) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not path.exists():
+        assert time.monotonic() < deadline_s, f"{path} does not appear"
+        time.sleep(0.005)
+
+
+def test_ranks_run_and_their_output_is_kept_by_rank(folder: Path) -> None:
+    command = shell("echo out $RANK of $WORLD_SIZE; echo err >&2")
+    agent = started(folder, attempt_of(folder, *command, devices=("cpu:0", "cpu:1")))
+    assert agent.event("ended")["code"] == 0
+    logs = {p.name: p.read_text() for p in (folder / "logs").iterdir()}
+    assert logs == {"rank0.log": "out 0 of 2\nerr\n", "rank1.log": "out 1 of 2\nerr\n"}
+
+
+def test_the_environment_comes_from_the_job_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    attempt = attempt_of(folder, "/usr/bin/env", environment={"MINE": "a b"})
+    agent = started(folder, attempt, forks=False)
+    agent.event("ended")
+    text = (folder / "logs/rank0.log").read_text()
+    assert "MINE=a b\n" in text
+    assert "RAY_AUTH_MODE" not in text
+    assert "PYTHONPATH" not in text
+
+
+def test_an_inherited_nice_value_is_reset(folder: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may raise a priority")
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    command = (sys.executable, "-c", "import os; print(os.nice(0))")
+    os.setpriority(os.PRIO_PROCESS, 0, 15)
+    try:
+        agent = started(folder, attempt_of(folder, *command), forks=False)
+    finally:
+        os.setpriority(os.PRIO_PROCESS, 0, before)
+    agent.event("ended")
+    assert (folder / "logs/rank0.log").read_text() == "0\n"
+
+
+def test_the_first_failure_is_the_outcome_and_ends_the_others(folder: Path) -> None:
+    command = shell("[ $RANK = 1 ] && echo oops && exit 7; exec sleep 600")
+    agent = started(folder, attempt_of(folder, *command, devices=("cpu:0", "cpu:1")))
+    end = agent.event("ended")
+    assert (end["code"], end["rank"]) == (7, 1)
+    assert "rank 1 failed with exit status 7; its last lines:\n  | oops" in end["why"]
+
+
+def test_a_missing_program_is_a_failure_with_its_name(folder: Path) -> None:
+    agent = started(folder, attempt_of(folder, "no-such-program"))
+    end = agent.event("ended")
+    assert end["code"] == 127
+    assert "no-such-program: No such file or directory" in end["why"]
+
+
+def test_a_missing_folder_is_a_failure_with_its_name(folder: Path) -> None:
+    attempt = attempt_of(folder, "/bin/true", directory="/no/such/folder")
+    assert "/no/such/folder" in started(folder, attempt).event("ended")["why"]
+
+
+def test_a_stop_gives_the_rank_time_to_end_by_itself(folder: Path) -> None:
+    command = shell(
+        "trap 'echo saved; touch saved; exit 0' TERM; touch ready; "
+        "while :; do sleep 0.01; done"
+    )
+    agent = started(folder, attempt_of(folder, *command))
+    await_file(folder / "ready")
+    agent.send(do="stop", grace_s=LIMIT_S, why="preempted")
+    end = agent.event("ended")
+    assert (end["code"], end["why"]) == (0, "preempted")
+    assert (folder / "saved").exists()
+
+
+def test_a_background_that_is_stopped_gets_an_ordinary_priority_to_end(
+    folder: Path,
+) -> None:
+    code = (
+        "import os, signal, sys, time\n"
+        "def end(*_):\n"
+        "    print(os.sched_getscheduler(0) == os.SCHED_OTHER)\n"
+        "    sys.exit()\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n"
+        "open('ready', 'w').close()\n"
+        "time.sleep(600)\n"
+    )
+    command = (sys.executable, "-c", code)
+    agent = started(folder, attempt_of(folder, *command, role="background"))
+    await_file(folder / "ready")
+    agent.send(do="stop", grace_s=LIMIT_S)
+    agent.event("ended")
+    may_raise = os.geteuid() == 0  # others need a limit of nice values
+    assert (folder / "logs/rank0.log").read_text() == "True\n" or not may_raise
+
+
+def test_the_job_files_signal_is_sent(folder: Path) -> None:
+    command = shell("trap 'exit 5' USR1; touch ready; while :; do sleep 0.01; done")
+    agent = started(folder, attempt_of(folder, *command, signal="USR1"))
+    await_file(folder / "ready")
+    agent.send(do="stop", grace_s=LIMIT_S)
+    assert agent.event("ended")["why"] == "on request"
+
+
+def test_what_ignores_the_signal_is_killed_after_the_grace(folder: Path) -> None:
+    command = shell("trap '' TERM; touch ready; while :; do sleep 0.01; done")
+    agent = started(folder, attempt_of(folder, *command))
+    await_file(folder / "ready")
+    agent.send(do="stop", grace_s=0.2)
+    assert agent.event("ended")["code"] == 128 + signal.SIGTERM
+
+
+def test_no_process_of_the_attempt_is_left_even_of_another_session(
+    folder: Path,
+) -> None:
+    command = shell("setsid sleep 600 & sleep 600 & touch ready; exit 0")
+    agent = started(folder, attempt_of(folder, *command))
+    agent.event("ended")
+    assert processes.marked_processes(ATTEMPT_VARIABLE, str(folder)) == []
+
+
+def test_without_an_agent_the_attempt_goes_on_and_a_new_one_adopts_it(
+    folder: Path,
+) -> None:
+    command = shell("touch ready; while [ ! -e go ]; do sleep 0.01; done; exit 3")
+    agent = started(folder, attempt_of(folder, *command))
+    await_file(folder / "ready")
+    agent.close()
+    assert start_supervisor(folder) is None  # one is enough
+    second = Agent(folder)
+    second.event("started")  # nothing was acknowledged, so it comes again
+    (folder / "go").touch()
+    assert second.event("ended")["code"] == 3
+
+
+def test_without_a_renewed_lease_the_supervisor_ends_the_attempt(folder: Path) -> None:
+    attempt = attempt_of(folder, *shell("exec sleep 600"), lease_s=0.5)
+    agent = started(folder, attempt)
+    end = agent.event("ended")
+    assert end["why"] == "no agent renewed the lease for 0.5 s"
+    assert supervisor_start.read_end(folder) is not None
+
+
+def test_a_renewed_lease_keeps_the_attempt(folder: Path) -> None:
+    command = shell("sleep 1.5; exit 4")
+    agent = started(folder, attempt_of(folder, *command, lease_s=1.0))
+    for _ in range(15):
+        agent.send(do="lease", left_s=1.0)
+        time.sleep(0.1)
+    # On a machine that stood still for a second the lease may have ended.
+    assert agent.event("ended")["code"] in (4, 128 + signal.SIGKILL)
+
+
+def test_an_end_that_nobody_acknowledged_is_kept_in_a_file(folder: Path) -> None:
+    attempt = attempt_of(folder, *shell("exit 9"), lease_s=1.0)
+    started(folder, attempt).close()
+    deadline_s = time.monotonic() + LIMIT_S
+    while processes.is_locked(folder / LOCK_FILE):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    end = supervisor_start.read_end(folder)
+    assert end is not None
+    assert end["code"] == 9
+
+
+def test_a_killed_supervisor_takes_its_ranks_with_it(folder: Path) -> None:
+    attempt = attempt_of(folder, *shell("touch ready; exec sleep 600"))
+    agent = started(folder, attempt)
+    pid = agent.event("started")["pid"]
+    await_file(folder / "ready")
+    os.kill(pid, signal.SIGKILL)
+    deadline_s = time.monotonic() + LIMIT_S
+    while processes.marked_processes(ATTEMPT_VARIABLE, str(folder)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_log_on_a_full_disk_loses_lines_and_the_job_goes_on(folder: Path) -> None:
+    (folder / "logs").mkdir()
+    (folder / "logs/rank0.log").symlink_to("/dev/full")
+    command = shell("i=0; while [ $i -lt 2000 ]; do echo line $i; i=$((i+1)); done")
+    end = started(folder, attempt_of(folder, *command)).event("ended")
+    assert (end["code"], end["why"]) == (0, "")
+
+
+def test_single_processes_come_and_go_with_their_devices(folder: Path) -> None:
+    command = shell("touch on-$STRETTO_DEVICE; exec sleep 600")
+    attempt = attempt_of(
+        folder,
+        *command,
+        devices=("cpu:0", "cpu:1"),
+        gang="none",
+        role="background",
+    )
+    agent = started(folder, attempt)
+    for device in attempt.devices:
+        await_file(folder / f"on-{device}")
+    (folder / "on-cpu:1").unlink()
+    agent.send(do="use", devices=["cpu:1", "cpu:3"])
+    assert agent.event("using")["devices"] == ["cpu:1", "cpu:3"]
+    await_file(folder / "on-cpu:3")
+    assert not (folder / "on-cpu:1").exists()  # it went on, and did not start again
+
+
+def test_a_gang_starts_again_on_its_new_devices(folder: Path) -> None:
+    command = shell("touch rank$RANK-of-$WORLD_SIZE; exec sleep 600")
+    attempt = attempt_of(folder, *command, gang="claims", role="background")
+    agent = started(folder, attempt)
+    await_file(folder / "rank0-of-1")
+    agent.send(do="use", devices=["cpu:0", "cpu:2"])
+    assert agent.event("using")["devices"] == ["cpu:0", "cpu:2"]
+    await_file(folder / "rank0-of-2")
+    await_file(folder / "rank1-of-2")
+
+
+def test_steps_are_reported_with_their_rate(folder: Path) -> None:
+    code = (
+        "import os, time\n"
+        "from stretto.step_counts import StepCounter\n"
+        "counter = StepCounter(os.environ['STRETTO_STEP_COUNTS'], 0)\n"
+        "for _ in range(20):\n"
+        "    time.sleep(0.005)\n"
+        "    counter.add()\n"
+    )
+    attempt = attempt_of(folder, sys.executable, "-c", code, batch=32)
+    step = started(folder, attempt).event("step")
+    assert step["step"] == 20
+    assert step["step_s"] >= 0.005
+    assert step["samples_per_s"] == pytest.approx(32 / step["step_s"])
