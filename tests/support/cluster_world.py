@@ -195,7 +195,7 @@ class Host:
         known.lives, known.code, known.signaled = False, code, signaled
         if self.agent_up:
             if known.purpose == "profile" and code == 0:
-                self.report(ev.PROFILED, *key, profile="/work/profile.json")
+                self.report(ev.PROFILED, *key, profile="/jobs/profile.json")
             self.report(ev.ENDED, *key, code=code, signaled=signaled)
 
     def expire(self):
@@ -236,7 +236,7 @@ class World:
 
     def spec(self, role="foreground", least=1, most=None, **fields):
         if burst := fields.pop("burst", ""):
-            profile = None if burst == "unprofiled" else "/work/profile.json"
+            profile = None if burst == "unprofiled" else "/jobs/profile.json"
             fields["burst"] = BurstOptions(factory="train.py:make", profile=profile)
         restart = RestartRules(attempts=fields.pop("attempts", 1), backoff_s=5.0)
         allow = fields.pop("allow", True)
@@ -244,7 +244,7 @@ class World:
             name="j",
             role=role,
             command=("train.py",),
-            directory="/work",
+            directory="/jobs",
             gpus=GpuRange(least=least, most=most or least),
             restart=restart,
             background=BackgroundRules(allow=allow),

@@ -45,4 +45,5 @@ Layers:
 - `proof`: compute the layers: they equal the model and keep rows apart, see `capture`.
 - `layer_runs`: run layers alone (for `proof`).
 - `trial`: random rows, perturbed parameters and constant draws (for `proof`).
+- `other_values`: run operations with values that a layer rarely has (for `proof`).
 """
