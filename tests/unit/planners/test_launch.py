@@ -123,6 +123,20 @@ def test_joint_is_near_brute_force_with_overlap_forward():
     assert statistics.mean(excess) < 1e-3
 
 
+def test_joint_waits_for_a_bucket_that_is_needed_first_and_ready_a_moment_later():
+    tensors = [("small", 2_000_000, 0.0090, 0.046), ("large", 9_000_000, 0.0091, 0.005)]
+    workload = replace(
+        layered(layers=2, forward_s=0.1, backward_s=0.01),
+        tensors=tuple(
+            TensorSpec(name=n, bytes=b, dtype="float32", ready_s=r, needed_s=f)
+            for n, b, r, f in tensors
+        ),
+    )
+    options = {"max_lanes": 1, "dims": FORWARD}
+    plan = planners.get("joint", **options).plan(workload, build_cluster())
+    assert plan.launch == (1, 0)
+
+
 def test_forward_shortens_a_step_below_what_backward_alone_can_reach():
     workload, cluster = layered(), build_cluster()
     backward = planners.get("joint").plan(workload, cluster).predicted

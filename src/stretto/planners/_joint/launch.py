@@ -138,3 +138,10 @@ def split_order(launch: tuple[int, ...], bucket: int) -> tuple[int, ...]:
         if b == bucket:
             order.append(bucket + 1)
     return tidy(order)
+
+
+def halves_swapped(draft: Draft, bucket: int) -> Draft:
+    """Return a draft in which a bucket and the next launch the other way around."""
+    after = {bucket: bucket + 1, bucket + 1: bucket}
+    order = [after.get(b, b) for b in draft.launch or range(len(draft.ends))]
+    return replace(draft, launch=tidy(order))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, final
 
-from stretto.planners._joint.launch import in_turn, other_orders
+from stretto.planners._joint.launch import halves_swapped, in_turn, other_orders
 from stretto.planners._joint.moves import (
     merged,
     split,
@@ -71,8 +71,10 @@ class Neighborhood:
         """Yield drafts in which a bucket is cut, sent or reduced in another way.
 
         With overlap ``forward`` each has the launch order of the draft, then the one
-        that fits its own buckets; orders in which the bucket moves follow. Another
-        order is tried with the lanes as they are, and in turn.
+        that fits its own buckets. That order never waits for a bucket that is about to
+        be ready, so where the bucket is split its second part may also launch first.
+        Orders in which the bucket moves follow. Another order is tried with the lanes
+        as they are, and in turn.
         """
         if draft.overlap != "forward":
             yield from self._changes(draft, bucket)
@@ -82,6 +84,8 @@ class Neighborhood:
             ordered = self._orders.of(other)
             if ordered.launch != other.launch:
                 yield from _on_other_lanes(ordered)
+            if len(other.ends) > len(draft.ends):
+                yield from _on_other_lanes(halves_swapped(other, bucket))
         for ordered in other_orders(draft, bucket, every=self._few):
             yield from _on_other_lanes(ordered)
 
