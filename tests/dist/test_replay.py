@@ -15,6 +15,7 @@ from torch import nn
 
 import stretto
 from stretto._api.replaying import replay
+from stretto.errors import PlanMismatch
 from stretto.lab.ports import free_port
 from stretto.schema import Cluster, Plan, TensorSpec, Workload
 from stretto.testing import EmulatedModel
@@ -55,7 +56,10 @@ def planned(ranks: int) -> tuple[Plan, Cluster]:
 def rank_that_replays(rank: int, size: int) -> dict[str, Any]:
     plan, cluster = planned(size)
     found = replay(workload(), plan, cluster, steps=3, warmup=1)
+    with pytest.raises(PlanMismatch) as refused:
+        replay(workload(), *planned(size + 1))
     return {
+        "refused": str(refused.value),
         "ranks": found.ranks,
         "predicted_s": found.predicted_s,
         "steps_s": found.steps_s,
@@ -70,6 +74,7 @@ def test_every_rank_learns_the_same_of_a_replay(ranks: Any) -> None:
     assert first == second
     assert (first["ranks"], first["tracks"]) == (2, ("compute", "lane0"))
     assert first["predicted_s"] == plan.predicted.iteration_s
+    assert "made for 3 ranks, but 2 run" in first["refused"]
     # Waiting takes at least its time.
     assert len(first["steps_s"]) == 3
     assert min(first["steps_s"]) >= 0.012

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 
-from stretto.errors import SpecError
+from stretto.errors import PlanMismatch, SpecError
 from stretto.measure.emulated import EmulatedModel
 from stretto.measure.network import device_of
 from stretto.runtime import AbstractStepObserver, DistributedDataParallel
@@ -108,6 +108,12 @@ def replay(
         raise SpecError(
             f"a replay needs at least 1 step and 0 steps of warm-up, got {steps} and "
             f"{warmup}"
+        )
+    if plan.ranks != dist.get_world_size():
+        raise PlanMismatch(
+            f"the plan was made for {plan.ranks} ranks, but {dist.get_world_size()} "
+            "run: plan again for a cluster of so many, or start as many ranks as the "
+            "plan has"
         )
     predicted = _Predicted(workload, replace(cluster, contention=None), plan)
     watch = _Watch()
