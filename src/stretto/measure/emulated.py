@@ -80,8 +80,11 @@ class EmulatedModel(nn.Module):
         self._forward_s = workload.forward_s
         self._backward_s = workload.backward_s
         self._clock = DeviceClock()
-        # By tensor in the order of readiness.
-        self._parts = [
+        # By tensor in the order of readiness. Both lists exist before tensors are added,
+        # so that one of their name is refused.
+        self._parts: list[tuple[float, float, nn.Module, str]] = []
+        self._by_need: list[int] = []
+        self._parts += [
             (tensor.needed_s, tensor.ready_s, *_added(self, tensor.name))
             for tensor in workload.tensors
         ]
@@ -96,7 +99,7 @@ class EmulatedModel(nn.Module):
             dtype: torch.dtype = getattr(torch, tensor.dtype)
             elements = tensor.bytes // dtype.itemsize
             _register(owner, leaf, tensor.name, torch.zeros(elements, dtype=dtype))
-        self._by_need = sorted(
+        self._by_need += sorted(
             range(len(self._parts)), key=lambda i: (self._parts[i][0], -i)
         )
 
@@ -112,9 +115,10 @@ class EmulatedModel(nn.Module):
             clock.wait(time.perf_counter() - before_s)
         clock.reach(self._forward_s)
         device = getattr(self._parts[0][2], self._parts[0][3]).device
-        begin = torch.zeros((), device=device, requires_grad=True)
+        trains = torch.is_grad_enabled()
+        begin = torch.zeros((), device=device, requires_grad=trains)
         out = begin if inputs is None else begin + inputs.sum()
-        if not torch.is_grad_enabled():
+        if not trains:
             return out
         # Backward visits these in the opposite order.
         out = _point(out, None, clock, self._backward_s)

@@ -127,9 +127,10 @@ def test_an_evaluation_has_no_graph():
     model = EmulatedModel(workload())
     with torch.no_grad():
         assert not model(torch.ones(2)).requires_grad
+        assert not model().requires_grad
 
 
-@pytest.mark.parametrize("names", [("a.b", "a"), ("a", "a.b"), ("forward",)])
+@pytest.mark.parametrize("names", [("a.b", "a"), ("a", "a.b"), ("forward",), ("_parts.a",)])
 def test_a_name_that_cannot_be_a_parameters_is_refused(names):
     rows = [(name, 4, "float32", 0.001, 0.001) for name in names]
     with pytest.raises(SpecError, match="cannot be a parameter"):
