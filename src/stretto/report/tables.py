@@ -104,7 +104,7 @@ def methods_table(report: DemoReport, *, width: int = 100) -> str:
 
 
 def plan_table(plan: Plan, workload: Workload, *, width: int = 100) -> str:
-    """Return the buckets of a plan in launch order.
+    """Return the buckets of a plan in launch order, and where they may travel.
 
     Raises:
         PlanMismatch: the plan was made for another model.
@@ -113,6 +113,7 @@ def plan_table(plan: Plan, workload: Workload, *, width: int = 100) -> str:
     tensors = {tensor.name: tensor for tensor in workload.tensors}
     has_resource = any(bucket.resource is not None for bucket in plan.buckets)
     has_algorithm = any(bucket.algorithm != "ring" for bucket in plan.buckets)
+    extends = plan.overlap in ("forward", "halves")
     table = _table(
         "bucket",
         "tensors",
@@ -122,10 +123,12 @@ def plan_table(plan: Plan, workload: Workload, *, width: int = 100) -> str:
         "slices",
         *(["resource"] if has_resource else []),
         *(["algorithm"] if has_algorithm else []),
+        *(["needed"] if extends else []),
         "last tensor",
     )
     table.columns[-1].justify = "left"
-    for i, bucket in enumerate(plan.buckets):
+    for i in plan.launch_order:
+        bucket = plan.buckets[i]
         members = [tensors[name] for name in bucket.tensors]
         last = max(members, key=lambda tensor: tensor.ready_s)
         table.add_row(
@@ -137,7 +140,14 @@ def plan_table(plan: Plan, workload: Workload, *, width: int = 100) -> str:
             str(bucket.slices),
             *([_or_dash(bucket.resource, str)] if has_resource else []),
             *([bucket.algorithm] if has_algorithm else []),
+            *([format_s(min(t.needed_s for t in members))] if extends else []),
             _shortened(last.name),
+        )
+    if extends:
+        order = "in launch order; " if plan.overlap == "forward" else ""
+        table.caption = (
+            f"{order}a bucket may travel under the next forward until it is "
+            "needed there"
         )
     return _text(table, width)
 

@@ -74,6 +74,24 @@ def test_a_plan_is_shown_bucket_by_bucket(report, workload):
     assert cells(table, "0") == ["0", "2", "3 MiB", "200 ms", "0", "2", "a"]
 
 
+def test_a_launch_order_is_shown_with_the_times_of_need(report, workload):
+    plan = report.methods[2].plan
+    buckets = [dataclasses.replace(plan.buckets[0], tensors=(n,)) for n in "ba"]
+    plan = dataclasses.replace(
+        plan, overlap="forward", buckets=tuple(buckets), launch=(1, 0)
+    )
+    needed_s = {"a": 0.02, "b": 0.07}
+    tensors = [
+        dataclasses.replace(t, needed_s=needed_s[t.name]) for t in workload.tensors
+    ]
+    workload = dataclasses.replace(workload, tensors=tuple(tensors))
+    table = plan_table(plan, workload)
+    rows = [line.split() for line in table.splitlines()[2:4]]
+    assert [row[0] for row in rows] == ["1", "0"]
+    assert "20.0 ms" in " ".join(rows[0])
+    assert "70.0 ms" in " ".join(rows[1])
+
+
 def test_a_plan_for_another_model_is_refused(report, workload):
     other = dataclasses.replace(workload, tensors=workload.tensors[:1])
     with pytest.raises(PlanMismatch):
