@@ -171,4 +171,6 @@ def _table(found: Replay) -> str:
             f"{100 * found.error:+.1f} %"
         ),
     ]
+    if not found.buckets:
+        lines = ["one rank sends nothing", "", lines[-1]]
     return "\n".join(lines)

@@ -20,7 +20,10 @@ DIMS = ("fusion", "lanes", "slices", "resource", "algorithm", "forward")
 """All dimensions that can be chosen."""
 
 RUNNABLE_DIMS = ("fusion", "lanes", "slices")
-"""Dimensions that the runtime applies; Gloo has one algorithm and no resources."""
+"""Dimensions searched by default: the runtime applies them to every script.
+
+Gloo has one algorithm and no resources. The runtime executes ``forward`` too.
+"""
 
 ALGORITHMS = ("ring", "halving_doubling", "tree", "hierarchical")
 """The choices of ``algorithm``: those that need no special network."""
