@@ -68,6 +68,9 @@ class _Round(NamedTuple):
     alone: tuple[int, ...] = (0, 1)
     """The halves that take the same steps alone."""
 
+    rate: float | None = None
+    """The largest learning rate, if not the optimizer's own."""
+
 
 _ORDINARY = _Round(
     tuple(
@@ -100,6 +103,9 @@ def _not_finite(factor: float, half: int, values: tuple[float, float]) -> _Round
 
 
 _ROUNDS = (
+    # Estimates of the distance from the start, as in Prodigy, may not grow at the small
+    # rates of a warm-up.
+    _Round(_ORDINARY.steps, rate=1.0),
     # From small to large: earlier steps must not hide the changes of later ones.
     _Round(
         (
@@ -283,6 +289,7 @@ class _Values:
             self._grads,
             part,
             losses,
+            each.rate,
             is_thin=is_thin,
         )
         with _NoMessages():  # type: ignore[no-untyped-call]
@@ -345,6 +352,7 @@ class _Trial:
         grads: Sequence[Tensor],
         part: Sequence[int],
         losses: Sequence[float],
+        rate: float | None,
         *,
         is_thin: bool,
     ) -> None:
@@ -372,10 +380,7 @@ class _Trial:
         self._starts = values
         self._grads = {i: grads[i] for i in part}
         self._optimizer = _copy_of(optimizer, set(numbers), memo)
-        for group in self._optimizer.param_groups:
-            rate = group.get("lr")
-            if isinstance(rate, (float, int, Tensor)) and not rate:
-                group["lr"] = rate + _LEAST_RATE
+        _set_rates(self._optimizer, rate)
 
     def run(
         self, each: _Round, args: Sequence[Any], kwargs: dict[str, Any]
@@ -415,6 +420,22 @@ class _Trial:
             found = value.detach() * self._loss
             return found.requires_grad_(value.requires_grad)
         return value * self._loss if isinstance(value, float) else value
+
+
+def _set_rates(optimizer: Optimizer, largest: float | None) -> None:
+    """Replace learning rates of 0, and scale all of them to the largest."""
+    groups = [
+        group
+        for group in optimizer.param_groups
+        if isinstance(group.get("lr"), (float, int, Tensor))
+    ]
+    for group in groups:
+        if not group["lr"]:
+            group["lr"] = group["lr"] + _LEAST_RATE
+    if largest is not None:
+        most = max((float(group["lr"]) for group in groups), default=largest)
+        for group in groups:
+            group["lr"] = group["lr"] * (largest / most)
 
 
 class _NoMessages(TorchDispatchMode):

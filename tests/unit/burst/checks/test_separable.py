@@ -194,7 +194,7 @@ def test_an_optimizer_of_separate_parameters_is_found(rule: Any) -> None:
 
 
 @pytest.mark.parametrize("rule", TOGETHER)
-@pytest.mark.parametrize("rate", [0.1, 0.0])
+@pytest.mark.parametrize("rate", [0.1, 1e-6, 0.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_optimizer_that_reads_together_is_found(
     rule: Any, rate: float, dtype: torch.dtype
