@@ -466,6 +466,20 @@ def test_inference_mode_in_forward_is_refused_with_the_way_out():
         capture(Taught(), (torch.randn(3, 4),))
 
 
+def in_another_default_dtype(h):
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return h + torch.full((4,), 0.1)
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def test_another_default_dtype_in_forward_is_refused_with_its_line():
+    with pytest.raises(SpecError, match=r"test_capture.py:\d+: .*set_default_dtype"):
+        capture(Between(in_another_default_dtype), (torch.randn(3, 4),))
+
+
 def from_parts(h):
     made = torch.empty(h.shape[0], 4)
     made[:, :2], made[:, 2:] = h[:, 2:], h[:, :2]

@@ -114,6 +114,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             for part in root.modules()
         }
         self._depth = 0
+        self._default = torch.get_default_dtype()
         self._draws = 0
         self._in_dropout = 0
         self._norms: list[str] = []
@@ -327,6 +328,12 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         kwargs: dict[str, Any],
     ) -> Any:
         """Run something as one operation and record it."""
+        if torch.get_default_dtype() is not self._default:
+            raise SpecError(
+                f"{source_line()}: runs under another torch.set_default_dtype() than "
+                "the call of the model, which layers would not: set it outside of the "
+                "model, or pass dtype to what makes tensors"
+            )
         self._depth += 1
         try:
             return self._operation(kind, target, call, args, kwargs, source_line())
