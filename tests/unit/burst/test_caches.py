@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -281,3 +283,44 @@ def test_parameters_that_a_recurrent_module_lists_are_no_cache(kind):
     model, x = Recurrent(), torch.randn(3, 5, 4)
     capture(model, (x,))
     assert type(model(x)) is torch.Tensor
+
+
+class Frozen(OrderedDict):
+    """A dictionary that rejects changes, such as the configuration of diffusers."""
+
+    def __setitem__(self, key, value):
+        if hasattr(self, "is_made"):
+            raise TypeError("frozen")
+        super().__setitem__(key, value)
+
+    def update(self, *args, **kwargs):
+        raise TypeError("frozen")
+
+
+class Configured(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x) * self.config["scale"]
+
+
+def test_a_configuration_that_rejects_changes_is_left_alone():
+    config = Frozen(scale=2.0, sizes=[1, 2])
+    config.is_made = True
+    capture(Configured(config), (torch.randn(3, 4),))
+    assert list(config.items()) == [("scale", 2.0), ("sizes", [1, 2])]
+
+
+def test_a_dictionary_that_forward_reorders_is_restored():
+    class Reordered(Configured):
+        def forward(self, x):
+            self.config.move_to_end("scale")
+            return super().forward(x)
+
+    config = OrderedDict(scale=2.0, other=1.0)
+    with contextlib.suppress(SpecError):
+        capture(Reordered(config), (torch.randn(3, 4),))
+    assert list(config) == ["scale", "other"]

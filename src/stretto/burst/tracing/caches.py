@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import copy
 import functools
 import gc
 import operator
@@ -44,10 +43,11 @@ from stretto.burst.tracing.freezing import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _MISSING = object()
 _SEQUENCES = (list, deque)
+_CONTAINERS = (collections.OrderedDict, dict, set, *_SEQUENCES)
 _LruCache: Any = type(functools.lru_cache(lambda: None))
 _HOLDERS = (dict, set, *_SEQUENCES, _LruCache)
 _STANDARD = (
@@ -453,7 +453,7 @@ def undo(holders: Iterable[Holder]) -> None:
 def keep_attributes(module: nn.Module) -> Iterator[None]:
     """Undo forward's changes to attributes of modules, and to containers in them."""
     kept = [(part, dict(part.__dict__)) for part in module.modules()]
-    contents: dict[int, tuple[Any, Any]] = {}
+    contents: dict[int, tuple[Any, list[Any]]] = {}
     for _, attributes in kept:
         for value in attributes.values():
             _keep_contents(value, contents)
@@ -464,20 +464,47 @@ def keep_attributes(module: nn.Module) -> Iterator[None]:
             part.__dict__.clear()
             part.__dict__.update(attributes)
         for container, content in contents.values():
-            container.clear()
-            if isinstance(container, (list, deque)):
-                container.extend(content)
-            else:
-                container.update(content)
+            _restore_contents(container, content)
 
 
-def _keep_contents(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
+def _keep_contents(value: Any, contents: dict[int, tuple[Any, list[Any]]]) -> None:
     """Copy the contents of a container, and of the containers in it."""
-    if not isinstance(value, (dict, list, set, deque)) or id(value) in contents:
+    if not isinstance(value, _CONTAINERS) or id(value) in contents:
         return
-    contents[id(value)] = (value, copy.copy(value))
+    contents[id(value)] = (value, _contents(value))
     for inner in list(value.values() if isinstance(value, dict) else value):
         _keep_contents(inner, contents)
+
+
+def _contents(container: Any) -> list[Any]:
+    """Return a container's items: a dictionary's keys and values in turn."""
+    kind = _plain_kind(container)
+    if issubclass(kind, dict):
+        return [part for item in kind.items(container) for part in item]
+    return list(kind.__iter__(container))
+
+
+def _restore_contents(container: Any, content: Sequence[Any]) -> None:
+    """Give a container its earlier items, if it has others.
+
+    By the methods of the class that it is derived from: its own may reject changes.
+    """
+    now = _contents(container)
+    if len(now) == len(content) and all(map(operator.is_, now, content)):
+        return
+    kind = _plain_kind(container)
+    kind.clear(container)
+    if issubclass(kind, dict):
+        for key, value in zip(content[::2], content[1::2], strict=True):
+            kind.__setitem__(container, key, value)
+    elif issubclass(kind, set):
+        kind.update(container, content)
+    else:
+        kind.extend(container, content)
+
+
+def _plain_kind(container: Any) -> Any:
+    return next(kind for kind in _CONTAINERS if isinstance(container, kind))
 
 
 def forget(mode: Any) -> None:
