@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stretto.background.board import Mark
+    from stretto.background.windows import Expected
 
 LEAST_STALE_S = 1.0
 _STALE_STEPS = 10
@@ -27,6 +28,7 @@ class _Step:
     number: int
     begin_s: float
     waits: list[Window]
+    late_s: float = 0.0
 
 
 @final
@@ -36,6 +38,7 @@ class _Ran:
 
     step: _Step | None
     begin_s: float
+    last_begin_s: float
     end_s: float = math.inf
 
 
@@ -77,7 +80,10 @@ class ForegroundView:
         self._last_number = number
         self._last: Mark | None = None
         self._step: _Step | None = None
-        self._step_s = 0.0
+        self.step_s = 0.0
+        """Usual length of a step; 0 before it is known."""
+
+        self._late_from_s: float | None = None
         self._open: deque[_Ran] = deque()
         self._ran: deque[_Ran] = deque()
 
@@ -110,6 +116,7 @@ class ForegroundView:
     def _end_wait(self, last: Mark | None, time_s: float) -> None:
         if self._step is None or last is None or last.state == COMPUTING:
             return
+        self._note_late(self._step, last.time_s, time_s)
         self._step.waits.append(
             Window(
                 begin_s=last.time_s - self._step.begin_s,
@@ -118,12 +125,20 @@ class ForegroundView:
             )
         )
 
+    def _note_late(self, step: _Step, begin_s: float, end_s: float) -> None:
+        """Add how long a task outlasts a wait: it runs still, or has ended since."""
+        self._late_from_s = None
+        if self._open and self._open[0].begin_s < end_s:
+            self._late_from_s = end_s
+        elif self._ran and begin_s < self._ran[-1].last_begin_s < end_s:
+            step.late_s += max(0.0, self._ran[-1].end_s - end_s)
+
     def _end_step(self, step: _Step, end_s: float) -> None:
         duration_s = end_s - step.begin_s
-        self._step_s = duration_s if not self.steps else (self._step_s + duration_s) / 2
+        self.step_s = duration_s if not self.steps else (self.step_s + duration_s) / 2
         self.steps += 1
         self.learner.add(step.waits)
-        self._longest_s = _longest_s(self.windows)
+        self._longest_s = self._longest()
         waited: dict[str, float] = {}
         for wait in step.waits:
             waited[wait.kind] = waited.get(wait.kind, 0.0) + wait.length_s
@@ -132,12 +147,18 @@ class ForegroundView:
         while self._ran and self._ran[0].end_s <= end_s:
             self._ran.popleft()
         self._on_step(
-            StepRecord(duration_s=duration_s, had_task=had_task, waited_s=waited)
+            StepRecord(
+                duration_s=duration_s,
+                had_task=had_task,
+                number=step.number,
+                late_s=step.late_s,
+                waited_s=waited,
+            )
         )
 
     def task_began(self, time_s: float) -> None:
         """Note that a task of the background has been started."""
-        self._open.append(_Ran(self._step, time_s))
+        self._open.append(_Ran(self._step, time_s, time_s))
 
     def task_ended(self, time_s: float) -> None:
         """Note that the oldest task has ended."""
@@ -145,10 +166,13 @@ class ForegroundView:
             return
         task = self._open.popleft()
         task.end_s = time_s
+        if self._late_from_s is not None and self._step is not None:
+            self._step.late_s += max(0.0, time_s - self._late_from_s)
+            self._late_from_s = None
         last = self._ran[-1] if self._ran else None
         # Tasks that began in one step need one entry, however many there are.
         if last is not None and last.step is task.step:
-            last.end_s = time_s
+            last.end_s, last.last_begin_s = time_s, task.last_begin_s
         else:
             self._ran.append(task)
 
@@ -156,20 +180,23 @@ class ForegroundView:
         """Return whether the last mark is too old, or is missing."""
         if self._last is None:
             return True
-        allowed_s = max(LEAST_STALE_S, _STALE_STEPS * self._step_s)
+        allowed_s = max(LEAST_STALE_S, _STALE_STEPS * self.step_s)
         return now_s - self._last.time_s > allowed_s
 
     def situation(self, now_s: float, outstanding: int) -> Situation:
         """Return what a decision at a time depends on, while a foreground runs."""
         last = self._last
         is_waiting = last is not None and last.state in self._idle_states
+        wait = self._expected() if is_waiting else None
         return Situation(
             has_foreground=True,
             is_stale=self.is_stale(now_s),
             is_waiting=is_waiting,
             kind=last.kind if last is not None and is_waiting else "",
-            remaining_s=self._remaining_s(now_s) if is_waiting else None,
+            remaining_s=self._remaining_s(now_s, wait) if is_waiting else None,
             longest_s=self._longest_s,
+            wait=wait,
+            step_s=self.step_s,
             outstanding=outstanding,
         )
 
@@ -181,15 +208,23 @@ class ForegroundView:
     def predict(self, windows: tuple[Window, ...]) -> None:
         """Set the windows that the foreground predicts."""
         self._predicted = windows
-        self._longest_s = _longest_s(self.windows)
+        self._longest_s = self._longest()
 
-    def _remaining_s(self, now_s: float) -> float | None:
+    def _longest(self) -> float:
+        return self.learner.longest_s or _longest_s(self._predicted)
+
+    def _expected(self) -> Expected | None:
         step, last = self._step, self._last
         if step is None or last is None:
             return None
-        expected_s = self.learner.expected_s(len(step.waits), last.kind)
-        if expected_s is not None:
-            return last.time_s + expected_s - now_s
+        return self.learner.expected(len(step.waits), last.kind)
+
+    def _remaining_s(self, now_s: float, wait: Expected | None) -> float | None:
+        step, last = self._step, self._last
+        if step is None or last is None:
+            return None
+        if wait is not None:
+            return last.time_s + wait.short_s - now_s
         phase_s = now_s - step.begin_s
         for window in self._predicted:
             if window.begin_s <= phase_s < window.begin_s + window.length_s:

@@ -38,6 +38,13 @@ _SHORTEST_PAUSE_S, _PAUSE_S = 5e-5, 2e-4
 _PAUSES_S = {Reason.CLOSED: 1e-2, Reason.STALE: 1e-3, Reason.CONTROL: 1e-3}
 """Pauses between looks at the board, longer where a wait is long."""
 
+_STEP_PAUSES, _LONGEST_PAUSE_S = 500, 2e-3
+"""Looks in a step of the foreground in which the gate is shut, at least: a look costs
+processor time, a late one the begin of a window."""
+
+_LATE_SHARE = 0.4
+"""Of the permitted loss, for tasks that outlast waits."""
+
 _UNFIT_STEPS = 50
 """Steps of the foreground without a fitting window before a warning."""
 
@@ -141,6 +148,8 @@ class Background:
         )
         gate.policy = policy or (Policy.OUTSTANDING if is_preempted else Policy.FITS)
         gate.closed_kinds = self._device.closed_kinds
+        if adapts and policy is None:
+            gate.late_ratio = _LATE_SHARE * min(max_loss, 1.0)
         self._controller.keep_first()
         self._view = ForegroundView(
             self._step_ended,
@@ -197,7 +206,7 @@ class Background:
                 self._status.waited_s += waited_s
                 return False
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSES_S.get(self._reason, _PAUSE_S))
+            pause_s = min(2 * pause_s, self._longest_pause_s())
         self._is_open = True
         now_s = perf_counter()
         self._status.waited_s += now_s - begin_s
@@ -207,6 +216,11 @@ class Background:
         self._status.lease_begin_s = now_s
         self._claimed().publish(self._status)
         return True
+
+    def _longest_pause_s(self) -> float:
+        pause_s = _PAUSES_S.get(self._reason, _PAUSE_S)
+        by_step_s = min(self._view.step_s / _STEP_PAUSES, _LONGEST_PAUSE_S)
+        return max(pause_s, by_step_s)
 
     def end_task(self) -> None:
         """End the task of the last `wait`, if it has not ended."""
@@ -224,7 +238,7 @@ class Background:
         if reason not in OPEN:
             self._device.withdraw()
             return False
-        waits = reason is not Reason.FITS
+        waits = reason not in (Reason.FITS, Reason.CHEAP)
         depth = self._gate.depth if reason is Reason.DEPTH else 1
         return self._device.start_task(label, waits=waits, depth=depth)
 

@@ -9,11 +9,23 @@ have ended. With m outstanding and b the length of a task, a wait of the foregro
 (m - 1/2) * b late on average, while b is shorter than the wait. A task that fits what
 is left of the window costs nothing, except for the prediction's error.
 
+On a busy machine a wait's length differs from step to step by more than a task, so no
+prediction says which task is its last. But the cost is known: tasks until the end of
+the k longest waits of a step cost k * (m - 1/2) * b. While that is a small share of the
+step (`Gate.late_ratio`), tasks run in these waits until they end.
+
 # Note [Paired steps]
 A block of steps with background lies between two control steps without. Its loss is its
 median step over the mean of the two, less 1; drift cancels. The decision uses the mean
-of the blocks since the last change, less its standard error, so one noisy step changes
-nothing, and a large loss counts at once.
+of the blocks since the last change, less two standard errors, as they follow from the
+steps within blocks and from the differences of blocks. So noise changes little, and a
+loss that is large against it counts at once.
+
+# Note [Several ranks]
+Ranks of one job wait for each other, so a background on any of them lengthens the steps
+of all. Control steps are those whose numbers divide by 8 (4 while little is known). The
+ranks of a job count their steps alike, so these are without background on all ranks,
+and each controller keeps the loss by all backgrounds within the limit.
 """
 
 from __future__ import annotations
@@ -22,11 +34,15 @@ import dataclasses
 import enum
 import math
 import statistics
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from stretto.background.windows import Expected
 
 BLOCK = 7
 """Steps with background between two control steps."""
@@ -51,17 +67,28 @@ _BANNED_BLOCKS = 8
 _USUAL_NOISE = 0.02
 """Of one block's loss."""
 
+_SURE = 2.0
+"""Standard errors by which a loss must exceed its limit."""
+
 _ROUNDING_S = 1e-9
 
 _TO_BLAME = 0.5
 """Share of the loss that a kind of wait must account for to be banned."""
+
+_LATE_TO_BLAME = 0.25
+"""Share of the loss from which tasks that outlast waits are to blame instead. A step
+waits for the latest of several ranks, which loses more than each one's own tasks."""
+
+_LEAST_STEPS = 2
+"""With background between two control steps."""
 
 
 class Policy(enum.Enum):
     """When a task may start."""
 
     FITS = "fits"
-    """In a wait, if it fits what is left of the predicted window."""
+    """In a wait, if it fits what is left of the predicted window, or if it costs little
+    not to (`Gate.late_ratio`)."""
 
     OUTSTANDING = "outstanding"
     """At any time, up to a number of outstanding tasks; for devices that preempt."""
@@ -72,6 +99,7 @@ class Reason(enum.Enum):
 
     NO_FOREGROUND = "no foreground runs"
     FITS = "the task fits the window"
+    CHEAP = "the task may outlast this wait at a small cost"
     DEPTH = "fewer tasks are outstanding than allowed"
     STALE = "the foreground gives no sign"
     CONTROL = "a control step runs"
@@ -83,7 +111,7 @@ class Reason(enum.Enum):
     FULL = "as many tasks are outstanding as allowed"
 
 
-OPEN = frozenset({Reason.NO_FOREGROUND, Reason.FITS, Reason.DEPTH})
+OPEN = frozenset({Reason.NO_FOREGROUND, Reason.FITS, Reason.CHEAP, Reason.DEPTH})
 """Reasons for which a task may start."""
 
 
@@ -107,6 +135,12 @@ class Situation:
     longest_s: float = 0.0
     """The longest predicted window of the step."""
 
+    wait: Expected | None = None
+    """What has been learned of the present wait."""
+
+    step_s: float = 0.0
+    """Usual length of a step."""
+
     outstanding: int = 0
     """Tasks that have been started and have not ended."""
 
@@ -123,6 +157,10 @@ class Gate:
     margin: float = _FIRST_MARGIN
     """A task fits a window if (1 + margin) times its length does."""
 
+    late_ratio: float = 0.0
+    """Share of the foreground's step that tasks may cost that outlast its waits; see
+    Note [What a task may cost]."""
+
     closed_kinds: frozenset[str] = frozenset()
     """Kinds of waits in which no task may start, whatever the controller finds."""
 
@@ -137,6 +175,10 @@ class Gate:
             raise SpecError(f"depth must be at least 1, got {self.depth}")
         if not (self.margin >= 0.0 and math.isfinite(self.margin)):
             raise SpecError(f"margin must be at least 0, got {self.margin:g}")
+        if not 0.0 <= self.late_ratio < 1.0:
+            raise SpecError(
+                f"late_ratio must be at least 0 and below 1, got {self.late_ratio:g}"
+            )
 
     def decide(self, now: Situation, task_s: float | None) -> Reason:
         """Return why a task may start now, or why not.
@@ -176,7 +218,18 @@ class Gate:
         else:
             length_s = task_s * (1.0 + self.margin) * (1 + now.outstanding)
             fits = length_s <= now.remaining_s + _ROUNDING_S
+            if not fits and self._is_cheap(now, task_s):
+                return Reason.CHEAP
         return Reason.FITS if fits else Reason.TOO_LONG
+
+    def _is_cheap(self, now: Situation, task_s: float) -> bool:
+        wait = now.wait
+        if wait is None or not self.late_ratio:
+            return False
+        if wait.usual_s < task_s or wait.usual_s - wait.short_s < 0.5 * task_s:
+            return False  # its end is known well enough, or always too early
+        cost_s = wait.longer * (now.outstanding + 0.5) * task_s
+        return cost_s <= self.late_ratio * now.step_s
 
 
 @final
@@ -188,6 +241,12 @@ class StepRecord:
 
     had_task: bool
     """Whether a task of the background ran in it."""
+
+    number: int | None = None
+    """The foreground's number of it; the next one if ``None``."""
+
+    late_s: float = 0.0
+    """How long tasks outlasted the waits in which they ran."""
 
     waited_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds waited, by kind."""
@@ -235,9 +294,11 @@ class Controller:
         self._control: StepRecord | None = None
         self._steps: list[StepRecord] = []
         self._losses: list[float] = []
+        self._variances: deque[float] = deque(maxlen=8)
         self._good = 0
         self._bans: dict[str, _Ban] = {}
         self._closed_left = 0
+        self._number = self._control_at = 0
         gate.is_control = True
 
     def keep_first(self) -> None:
@@ -246,17 +307,20 @@ class Controller:
 
     def add(self, step: StepRecord) -> bool:
         """Add the foreground's next step; return whether a control step has ended."""
+        self._number = self._number + 1 if step.number is None else step.number
         if self.gate.is_closed:
             self._wait_closed()
         elif self.gate.is_control:
-            if not step.had_task:
+            if not step.had_task and self._number >= self._control_at:
                 self._end_block(step)
                 return True
         else:
             if step.had_task:
                 self._steps.append(step)
-            if len(self._steps) >= (BLOCK if self._good >= 2 else SHORT_BLOCK):
-                self.gate.is_control = True
+            following = self._number + 1
+            period = 1 + (BLOCK if self._good >= 2 else SHORT_BLOCK)
+            if len(self._steps) >= _LEAST_STEPS and following % period == 0:
+                self.gate.is_control, self._control_at = True, following
         return False
 
     def reset(self) -> None:
@@ -264,10 +328,13 @@ class Controller:
         gate = self.gate
         gate.policy, gate.depth = self._first.policy, self._first.depth
         gate.margin, gate.is_closed = self._first.margin, False
+        gate.late_ratio = self._first.late_ratio
         gate.banned.clear()
         gate.is_control = True
         self._control, self._good, self.loss = None, 0, 0.0
         self._steps, self._losses = [], []
+        self._variances.clear()
+        self._number = self._control_at = 0
         self._bans.clear()
         self.closings = 0
 
@@ -280,7 +347,11 @@ class Controller:
             return
         self._end_bans()
         base_s = (before.duration_s + control.duration_s) / 2
-        loss = statistics.median(s.duration_s for s in steps) / base_s - 1.0
+        durations = [s.duration_s / base_s for s in steps]
+        loss = statistics.median(durations) - 1.0
+        # The variance of their median and of the mean of the two control steps.
+        spread = statistics.variance(durations)
+        self._variances.append(spread * (math.pi / 2 / len(steps) + 0.5))
         self.last_block = (loss, base_s)
         self._losses = [*self._losses[-7:], loss]
         self.loss = statistics.fmean(self._losses)
@@ -292,10 +363,12 @@ class Controller:
                 self._relax()
 
     def _error(self) -> float:
-        """Return the standard error of the loss, at least what noise usually is."""
+        """Return by how much noise may have raised the loss."""
         blocks = len(self._losses)
-        seen = statistics.stdev(self._losses) if blocks > 1 else 0.0
-        return max(seen / math.sqrt(blocks), _USUAL_NOISE / blocks)
+        between = statistics.variance(self._losses) if blocks > 1 else 0.0
+        within = statistics.fmean(self._variances)
+        seen = math.sqrt(max(between, within) / blocks)
+        return max(_SURE * seen, _USUAL_NOISE / blocks)
 
     def _tighten(
         self, steps: list[StepRecord], controls: tuple[StepRecord, StepRecord]
@@ -313,12 +386,14 @@ class Controller:
         else:
             gate.depth = max(1, gate.depth // 2)
             gate.margin = max(2.0 * gate.margin, _FIRST_MARGIN)
+            gate.late_ratio /= 2.0
             if gate.policy is Policy.FITS and gate.margin > MOST_MARGIN:
                 self._close()
 
     def _relax(self) -> None:
         gate = self.gate
         gate.margin = max(_LEAST_MARGIN, 0.9 * gate.margin)
+        gate.late_ratio = min(self._first.late_ratio, 1.2 * gate.late_ratio)
         gate.depth = min(self._first.depth, gate.depth + 1)
 
     def _end_bans(self) -> None:
@@ -344,7 +419,10 @@ class Controller:
 def _to_blame(
     steps: list[StepRecord], controls: tuple[StepRecord, StepRecord]
 ) -> str | None:
-    """Return the kind of wait that accounts for most of the loss, if there is one."""
+    """Return the kind of wait that accounts for most of the loss, if there is one.
+
+    Where tasks outlast waits, ranks wait longer for each other: no kind suffers then.
+    """
     excess_s = statistics.median(s.duration_s for s in steps) - statistics.fmean(
         s.duration_s for s in controls
     )
@@ -353,7 +431,8 @@ def _to_blame(
         - statistics.fmean(s.waited_s.get(kind, 0.0) for s in controls)
         for kind in {kind for s in steps for kind in s.waited_s}
     }
-    if not more_s:
+    late_s = statistics.fmean(s.late_s for s in steps)
+    if not more_s or late_s >= _LATE_TO_BLAME * excess_s:
         return None
     kind = max(sorted(more_s), key=lambda kind: more_s[kind])
     return kind if more_s[kind] >= _TO_BLAME * excess_s > 0.0 else None

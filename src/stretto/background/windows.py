@@ -6,8 +6,10 @@ steps that ran (`WindowLearner`). Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from stretto.errors import SpecError
 
@@ -20,7 +22,10 @@ KNOWN_AFTER = 3
 """Steps after which a learned window is used."""
 
 _WEIGHT = 0.3
-"""Of the last step in a learned window."""
+"""Of the last step in a learned window's begin."""
+
+_LENGTHS = 8
+"""Last lengths of a wait that are kept."""
 
 _GRADIENTS = ("gradients to ", "norms of ")
 """How `stretto.sim.burst` names what it sums over ranks; the rest are samples."""
@@ -102,6 +107,20 @@ def usable_s(windows: Sequence[Window], task_s: float) -> float:
     return sum((w.length_s + 1e-12) // task_s * task_s for w in windows)
 
 
+class Expected(NamedTuple):
+    """What is known of a wait that has begun."""
+
+    usual_s: float
+    """Its median length."""
+
+    short_s: float
+    """The length that three of four such waits exceed: tasks that fit it rarely outlast
+    the wait."""
+
+    longer: int
+    """How many waits of the step are usually at least as long, itself included."""
+
+
 @final
 @dataclass(slots=True)
 class _Position:
@@ -109,15 +128,19 @@ class _Position:
 
     kind: str
     begin_s: float
-    length_s: float
-    seen: int = 1
+    lengths_s: deque[float] = field(default_factory=lambda: deque(maxlen=_LENGTHS))
+    seen: int = 0
+    expected: Expected = Expected(0.0, 0.0, 0)
 
     def add(self, begin_s: float, length_s: float) -> None:
         self.seen += 1
         # Plain means first: a weight of 0.3 would keep half of a slow first step.
         weight = max(_WEIGHT, 1.0 / self.seen)
         self.begin_s += weight * (begin_s - self.begin_s)
-        self.length_s += weight * (length_s - self.length_s)
+        self.lengths_s.append(length_s)
+        usual_s = statistics.median(self.lengths_s)
+        short_s = sorted(self.lengths_s)[len(self.lengths_s) // 4]
+        self.expected = Expected(usual_s, short_s, 0)
 
 
 @final
@@ -134,27 +157,35 @@ class WindowLearner:
         """Add the waits of one complete step, in their order."""
         known = self._positions
         for i, wait in enumerate(waits):
-            if i < len(known) and known[i].kind == wait.kind:
-                known[i].add(wait.begin_s, wait.length_s)
-            else:
+            if i >= len(known) or known[i].kind != wait.kind:
                 del known[i:]
-                known.append(_Position(wait.kind, wait.begin_s, wait.length_s))
+                known.append(_Position(wait.kind, wait.begin_s))
+            known[i].add(wait.begin_s, wait.length_s)
         del known[len(waits) :]
+        by_length = sorted(known, key=lambda p: -p.expected.usual_s)
+        for count, position in enumerate(by_length, start=1):
+            position.expected = position.expected._replace(longer=count)
 
-    def expected_s(self, position: int, kind: str) -> float | None:
-        """Return the length of the wait at a position, or ``None`` if unknown."""
+    def expected(self, position: int, kind: str) -> Expected | None:
+        """Return what is known of the wait at a position; ``None`` if nothing is."""
         if position >= len(self._positions):
             return None
         found = self._positions[position]
         if found.kind != kind or found.seen < KNOWN_AFTER:
             return None
-        return found.length_s
+        return found.expected
 
     @property
     def windows(self) -> tuple[Window, ...]:
         """The windows known so far."""
         return tuple(
-            Window(begin_s=p.begin_s, length_s=p.length_s, kind=p.kind)
+            Window(begin_s=p.begin_s, length_s=p.expected.usual_s, kind=p.kind)
             for p in self._positions
             if p.seen >= KNOWN_AFTER
         )
+
+    @property
+    def longest_s(self) -> float:
+        """The longest `Expected.short_s` known so far; 0 if none is."""
+        known = (p.expected.short_s for p in self._positions if p.seen >= KNOWN_AFTER)
+        return max(known, default=0.0)

@@ -102,15 +102,20 @@ def waits(*rows):
     return [Window(begin_s=b, length_s=s, kind=k) for b, s, k in rows]
 
 
+def expected_s(learner, position, kind):
+    found = learner.expected(position, kind)
+    return None if found is None else found.usual_s
+
+
 def test_a_window_is_known_after_some_steps():
     learner = WindowLearner()
     for step in range(KNOWN_AFTER):
-        assert learner.expected_s(0, "a") is None, step
+        assert expected_s(learner, 0, "a") is None, step
         learner.add(waits((1.0, 2.0, "a"), (4.0, 1.0, "b")))
-    assert learner.expected_s(0, "a") == pytest.approx(2.0)
-    assert learner.expected_s(1, "b") == pytest.approx(1.0)
-    assert learner.expected_s(1, "a") is None
-    assert learner.expected_s(2, "a") is None
+    assert expected_s(learner, 0, "a") == pytest.approx(2.0)
+    assert expected_s(learner, 1, "b") == pytest.approx(1.0)
+    assert expected_s(learner, 1, "a") is None
+    assert expected_s(learner, 2, "a") is None
     assert rows_of(learner.windows) == [(1.0, 2.0, "a"), (4.0, 1.0, "b")]
 
 
@@ -120,7 +125,7 @@ def test_learned_windows_follow_a_change_and_forget_the_first_steps():
         learner.add(waits((1.0, 8.0, "a")))
     for _ in range(15):
         learner.add(waits((1.0, 2.0, "a")))
-    assert learner.expected_s(0, "a") == pytest.approx(2.0, rel=0.05)
+    assert expected_s(learner, 0, "a") == pytest.approx(2.0, rel=0.05)
 
 
 def test_a_step_with_other_waits_starts_the_changed_part_again():
@@ -128,7 +133,18 @@ def test_a_step_with_other_waits_starts_the_changed_part_again():
     for _ in range(KNOWN_AFTER):
         learner.add(waits((1.0, 2.0, "a"), (4.0, 1.0, "b"), (6.0, 1.0, "c")))
     learner.add(waits((1.0, 2.0, "a"), (4.0, 1.0, "c")))
-    assert learner.expected_s(0, "a") == pytest.approx(2.0)
-    assert learner.expected_s(1, "b") is None
-    assert learner.expected_s(1, "c") is None
-    assert learner.expected_s(2, "c") is None
+    assert expected_s(learner, 0, "a") == pytest.approx(2.0)
+    assert expected_s(learner, 1, "b") is None
+    assert expected_s(learner, 1, "c") is None
+    assert expected_s(learner, 2, "c") is None
+
+
+def test_a_wait_that_varies_is_expected_to_be_as_short_as_one_in_four():
+    learner = WindowLearner()
+    for length_s in (5.0, 1.0, 4.0, 2.0, 9.0, 3.0, 8.0, 7.0):
+        learner.add(waits((0.0, length_s, "a"), (20.0, 6.0, "b")))
+    found = learner.expected(0, "a")
+    assert found.usual_s == pytest.approx(4.5)
+    assert sum(length_s < found.short_s for length_s in (1, 2, 3, 4)) == 2
+    assert learner.longest_s == pytest.approx(6.0)
+    assert (learner.expected(1, "b").longer, found.longer) == (1, 2)
