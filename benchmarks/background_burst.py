@@ -30,7 +30,7 @@ from torch import nn
 
 import stretto
 from _record import spread, store
-from burst_run import start
+from burst_run import cores, start
 from stretto.demo.background_job import BackgroundJob
 
 SETTLING_S = 1.5
@@ -44,9 +44,10 @@ def gathered(value: float) -> list[float]:
 
 def main() -> None:
     options = arguments()
-    model, x, y, _, plan = start(options)
+    model, x, y, cluster, profile, plan = start(options)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     burst = stretto.BurstParallel(copy.deepcopy(model), plan, example_inputs=(x[:2],))
+    burst.predict_windows(profile, cluster, cores=cores(options))
     optimizer = torch.optim.SGD(burst.parameters(), lr=0.01)
     sleeps = bool(options.sleep_ms)
     device = f"{'exclusive' if sleeps else 'cpu'}:burst{rank}"

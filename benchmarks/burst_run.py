@@ -45,7 +45,7 @@ memory are then the other's. The first took up to 70 ms more.
 
 
 def start(options: argparse.Namespace) -> tuple[Any, ...]:
-    """Return this rank's model, samples and labels, the cluster, and a plan."""
+    """Return this rank's model, samples, labels, cluster, layer profile and plan."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -53,12 +53,12 @@ def start(options: argparse.Namespace) -> tuple[Any, ...]:
     cluster = stretto.probe(name="lab", budget_s=options.probe_s)
     profile = profiled(options, model, x, ranks)
     plan, _ = planned(options, profile, cluster, ranks)
-    return model, x, y, cluster, plan
+    return model, x, y, cluster, profile, plan
 
 
 def main() -> None:
     options = arguments()
-    model, x, y, cluster, plan = start(options)
+    model, x, y, cluster, _, plan = start(options)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     variants = {
         "ddp": nn.parallel.DistributedDataParallel(copy.deepcopy(model)),

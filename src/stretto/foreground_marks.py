@@ -8,10 +8,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 T = TypeVar("T")
 
@@ -28,6 +28,9 @@ class ForegroundMarks(Protocol):
     def end_wait(self) -> None:
         """Mark its end."""
 
+    def predict(self, source: object, windows: Sequence[Any]) -> None:
+        """Set the windows that are predicted for a model's steps."""
+
 
 @final
 class NoMarks:
@@ -40,6 +43,9 @@ class NoMarks:
         """Do nothing."""
 
     def end_wait(self) -> None:
+        """Do nothing."""
+
+    def predict(self, source: object, windows: Sequence[Any]) -> None:
         """Do nothing."""
 
 
@@ -71,16 +77,23 @@ class StepMarker:
     whose gradients are not reduced belong to the step that reduces them.
     """
 
-    __slots__ = ("__weakref__", "_in_step")
+    __slots__ = ("__weakref__", "_in_step", "windows")
 
     def __init__(self) -> None:
         self._in_step = False
+        self.windows: tuple[Any, ...] = ()
+        """Those that a prediction gives each step, a `Window` each."""
 
     def begin_step(self) -> None:
         """Mark a step's begin, unless one has begun."""
         if not self._in_step:
             self._in_step = True
             _marks.step(self)
+
+    def predict(self, windows: Sequence[Any]) -> None:
+        """Set the windows that a prediction gives each step from now on."""
+        self.windows = tuple(windows)
+        _marks.predict(self, self.windows)
 
     def end_step(self) -> None:
         """Let the next forward begin a step."""

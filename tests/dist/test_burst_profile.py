@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def images() -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randint(0, 5, (BATCH,), generator=draw)
 
 
-def loop(rank: int, size: int) -> dict[str, Any]:
+def loop(rank: int, size: int, folder: str) -> dict[str, Any]:
     made, (x, y) = model(), images()
     refused = ""
     try:
@@ -79,7 +80,11 @@ def loop(rank: int, size: int) -> dict[str, Any]:
         dist.all_reduce(total)
         return float(total)
 
+    os.environ["STRETTO_RUNTIME_DIR"] = folder
+    foreground = stretto.Foreground(f"cpu:{rank}")
     losses = [train()]
+    predicted = trained.predict_windows(found, SLOW)
+    published = [foreground._board.windows()]
     trained.measure(3)
     losses += [train() for _ in range(3)]
     every: list[Any] = [None] * size
@@ -90,6 +95,8 @@ def loop(rank: int, size: int) -> dict[str, Any]:
     problem = burst.problem(again, gpus=size, batch=BATCH, cluster=FAST)
     wider, _ = burst.plan_on(problem, FAST)
     trained.apply_plan(wider, optimizer)
+    published.append(foreground._board.windows())
+    foreground.close()
     losses += [train() for _ in range(2)]
     return {
         "losses": losses,
@@ -102,12 +109,18 @@ def loop(rank: int, size: int) -> dict[str, Any]:
         "again": again,
         "refused": refused,
         "profile": found,
+        "predicted": predicted,
+        "published": published,
     }
 
 
-def test_what_training_measures_makes_the_next_plan(ranks):
-    found = ranks(loop, 2, timeout_s=120)
+def test_what_training_measures_makes_the_next_plan(ranks, tmp_path):
+    found = ranks(loop, 2, str(tmp_path / "run"), timeout_s=120)
     one = found[0]
+    # A background sees the simulated step's windows, until the plan changes.
+    for each, idle_s in zip(found, one["idle_s"], strict=True):
+        assert sum(w.length_s for w in each["predicted"]) == pytest.approx(idle_s)
+        assert each["published"] == [each["predicted"], ()]
     # Every rank has the profile, or the reason why there is none.
     assert found[1]["profile"] == one["profile"]
     assert all("repetitions must be >= 2" in each["refused"] for each in found)

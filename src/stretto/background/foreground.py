@@ -26,7 +26,7 @@ from stretto.background.board import (
 )
 from stretto.background.devices import open_device
 from stretto.errors import SpecError
-from stretto.foreground_marks import NO_MARKS
+from stretto.foreground_marks import NO_MARKS, StepMarker
 from stretto.logs import get_logger
 
 if TYPE_CHECKING:
@@ -172,7 +172,14 @@ class Foreground:
         if now is not None and self._other_steps < _OTHER_STEPS:
             return False
         self._source, self._other_steps = weakref.ref(source), 0
+        if isinstance(source, StepMarker) and (now is not None or source.windows):
+            self.set_windows(source.windows)
         return True
+
+    def predict(self, source: object, windows: Sequence[Window]) -> None:
+        """Set the windows of a model's steps, if the model marks the steps."""
+        if self._source() is source:
+            self.set_windows(windows)
 
     def begin_wait(self, what: str, *, uses_device: bool = False) -> None:
         """Mark that the device is idle until `end_wait`.

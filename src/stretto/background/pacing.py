@@ -37,12 +37,10 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, final
+from typing import final
 
+from stretto.background.windows import Expected
 from stretto.errors import SpecError
-
-if TYPE_CHECKING:
-    from stretto.background.windows import Expected
 
 BLOCK = 7
 """Steps with background between two control steps."""

@@ -121,6 +121,9 @@ class Expected(NamedTuple):
     """How many waits of the step are usually at least as long, itself included."""
 
 
+_UNKNOWN = Expected(0.0, 0.0, 0)
+
+
 @final
 @dataclass(slots=True)
 class _Position:
@@ -130,7 +133,7 @@ class _Position:
     begin_s: float
     lengths_s: deque[float] = field(default_factory=lambda: deque(maxlen=_LENGTHS))
     seen: int = 0
-    expected: Expected = Expected(0.0, 0.0, 0)
+    expected: Expected = _UNKNOWN
 
     def add(self, begin_s: float, length_s: float) -> None:
         self.seen += 1

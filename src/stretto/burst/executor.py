@@ -34,6 +34,7 @@ from stretto.burst.rank_meeting import RankMeeting
 from stretto.burst.requirements import checked_plan, refuse_callers
 from stretto.burst.tracing.reads import normal_tensors
 from stretto.errors import SpecError, StrettoError
+from stretto.planners.burst.simulated import simulate
 from stretto.runtime.agreement import Agreement, ranks_of
 
 if TYPE_CHECKING:
@@ -42,12 +43,14 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from stretto.background.windows import Window
     from stretto.burst.backward_pass import EndedForward
     from stretto.burst.rank_groups import RankRange
     from stretto.burst.schedule import ExecutionPlan
     from stretto.burst.tracing.layers import LayerGraph
     from stretto.burst.tracing.packing import Results
-    from stretto.schema.burst import BurstPlan, LayerTiming
+    from stretto.schema import Cluster
+    from stretto.schema.burst import BurstPlan, LayerProfile, LayerTiming
 
 BUCKET_BYTES = 4 * 2**20
 
@@ -422,6 +425,7 @@ class BurstParallel(nn.Module):
                 plan is kept.
         """
         self._plan_change.apply(plan, optimizers)
+        self._parts.clock.marker.predict(())  # what was predicted was the old plan's
 
     @normal_tensors()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -481,6 +485,39 @@ class BurstParallel(nn.Module):
         By kind of wait, medians; ``total`` is the median of their sum.
         """
         return self._parts.timings.waiting()
+
+    def predict_windows(
+        self, profile: LayerProfile, cluster: Cluster, *, cores: float | None = None
+    ) -> tuple[Window, ...]:
+        """Predict this rank's idle windows in a step, for a background beside it.
+
+        A `stretto.Foreground` passes them on until the background has seen some steps
+        and knows their waits. They are forgotten when the plan changes. Local to this
+        rank.
+
+        Args:
+            profile: the layers and their times, for which the plan was made.
+            cluster: the network, such as that of `stretto.probe`.
+            cores: processors that all ranks of an emulated cluster share.
+
+        Returns:
+            Windows in seconds from the begin of a step, in their order.
+
+        Raises:
+            PlanMismatch: the profile is of another model.
+            SpecError: the cluster has fewer ranks than the plan.
+        """
+        step = simulate(
+            profile,
+            self.plan,
+            cluster,
+            bucket_bytes=self._parts.settings.bucket_bytes,
+            lanes=self._parts.settings.lanes,
+            cores=cores,
+        )
+        windows = step.windows[self._parts.ranks.rank]
+        self._parts.clock.marker.predict(windows)
+        return windows
 
 
 def _accept_module_names(
