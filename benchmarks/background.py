@@ -5,7 +5,8 @@ Rows of the result, each with its target:
 - ``cpu``: both jobs compute on one core, tasks of 1.1 and 4.7 ms. The foreground's loss
   and the background's rate over its own rate alone, over the foreground's idle share.
 - ``priority``: processor time of a busy loop over that of a foreground's, after the
-  priority is set, by launch form.
+  priority is set, by launch form: a session of its own, the foreground's, a cgroup of
+  equal weight.
 - ``fits``, ``outstanding``: the emulated device, where sleep stands for device time.
 - ``limit``: tasks that cost 46 % or more at one outstanding: the first step from which
   every eight steps are within the limit and 2 points.
@@ -196,7 +197,7 @@ def cpu_row(options: argparse.Namespace, rate: float) -> dict:
                 by_itself = tasks_per_s_alone(task_s, rate)
                 shares.append(totals["tasks"] / totals["s"] / by_itself / idle)
         result[name] = {
-            "loss": spread(losses),
+            "loss": spread(losses) | {"worst": max(losses)},
             "share_over_idle": spread(shares),
             "isolation": isolation,
         }
@@ -208,9 +209,52 @@ def priority_row() -> dict:
     for method in priority.METHODS:
         found = priority.probe([method])
         forms[f"own session, {method}"] = {"ratio": found.ratio, "how": found.detail}
-    found = priority.probe()
-    forms["own session, chosen"] = {"ratio": found.ratio, "how": found.detail}
+    for name, where in LAUNCH_FORMS.items():
+        found = launched(**where)
+        forms[f"{name}, chosen"] = {"ratio": found[2], "how": found[1]}
     return forms
+
+
+LOWER = """
+import json, sys
+from stretto.background import priority
+found = priority.lower(foreground_pid=int(sys.argv[1]))
+print(json.dumps([found.method, found.detail, found.ratio]))
+"""
+
+LAUNCH_FORMS = {
+    "own session": {"session": True, "cgroup": False},
+    "the foreground's session": {"session": False, "cgroup": False},
+    "a cgroup of equal weight, as a container's": {"session": True, "cgroup": True},
+}
+
+
+def launched(*, session: bool, cgroup: bool) -> list:
+    """Return method, detail and ratio of a background beside this process."""
+    own = priority.own_cgroup() / f"stretto-bench-{os.getpid()}" if cgroup else None
+
+    def enter() -> None:
+        if own is not None:
+            (own / "cgroup.procs").write_text(str(os.getpid()))
+
+    if own is not None:
+        try:
+            own.mkdir()
+        except OSError as exc:
+            return ["", f"no permission for cgroups: {exc}", None]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", LOWER, str(os.getpid())],
+            start_new_session=session,
+            preexec_fn=enter,
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=120,
+        )
+    finally:
+        if own is not None:
+            own.rmdir()
+    return json.loads(done.stdout)
 
 
 def fits_row(options: argparse.Namespace) -> dict:

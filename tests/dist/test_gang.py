@@ -66,6 +66,29 @@ def test_a_claim_that_is_late_is_computed_by_another_and_counts_once(
     assert found[1]["own"] == 0 or found[1]["done"] < found[1]["own"]
 
 
+def rank_leaves_early(rank: int, size: int) -> tuple[str, float]:
+    torch.set_default_dtype(torch.float64)
+    model = model_of()
+    gang = stretto.Gang(model, micro_batches=COUNT, seed=3, timeout_s=60.0)
+    for index in gang.claims():
+        loss_of(model, 0, index).backward()
+        break
+    began_s = time.perf_counter()
+    with pytest.raises(SpecError) as caught:
+        gang.reduce()
+    return str(caught.value), time.perf_counter() - began_s
+
+
+def test_ranks_that_all_leave_their_claims_early_get_one_error(ranks: Any) -> None:
+    found = ranks(rank_leaves_early, 2)
+    assert {text for text, _ in found} == {
+        f"step 0 of a gang: every rank left its loop over claims() early, and {COUNT} "
+        f"of {COUNT} micro-batches have no gradient: let the loop end by itself on at "
+        "least one rank"
+    }
+    assert all(seconds < 60.0 for _, seconds in found)  # not by the time-out
+
+
 def rank_replays(rank: int, size: int) -> bool:
     model = model_of()
     gang = stretto.Gang(model, micro_batches=COUNT, seed=3)

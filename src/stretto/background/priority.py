@@ -9,6 +9,7 @@ permitted. If it may not, it lowers its session's autogroup and itself.
 
 Whether that works depends on groups that this process may not even see. So `lower` ends
 with a test: two busy loops on one core, one started before and one after the change.
+The first joins the foreground's cgroup, if there is a foreground and it is permitted.
 
 # Note [Which cgroups a process may leave]
 A child of the process's own cgroup is idle only relative to that cgroup's other
@@ -129,6 +130,8 @@ def lower(
     shares = _shares_session(foreground_pid)
     reference = _Loop(new_session=not shares) if test else None
     try:
+        if reference is not None and foreground_pid:
+            reference.join(foreground_pid)
         found = _lowered(methods, shares=shares)
         if reference is not None:
             found.ratio = _ratio(reference)
@@ -199,14 +202,18 @@ def _move_to(cgroup: Path) -> None:
     (cgroup / "cgroup.procs").write_text(str(os.getpid()))
 
 
-def own_cgroup(proc: Path = _PROC) -> Path:
-    """Return the folder of this process's cgroup that divides processors.
+def own_cgroup(proc: Path = _PROC, pid: int | str = "self") -> Path:
+    """Return the folder of a process's cgroup that divides processors.
+
+    Args:
+        proc: where the system describes processes.
+        pid: whose; this process's if not given.
 
     Raises:
         OSError: no such cgroup is mounted.
     """
     paths = {"": "/"}
-    for line in (proc / "self/cgroup").read_text().splitlines():
+    for line in (proc / f"{pid}/cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
         paths |= dict.fromkeys(names.split(","), path)
     mounts = [
@@ -344,8 +351,17 @@ class _Loop:
         # The processor time of another process, see clock_getcpuclockid(3).
         self._clock = (~self._process.pid << 3) | 2
 
-    def start(self) -> None:
-        """Start to compute; return once it does.
+    def join(self, pid: int) -> None:
+        """Move to another process's cgroup, if that is permitted."""
+        with contextlib.suppress(OSError):
+            procs = own_cgroup(pid=pid) / "cgroup.procs"
+            procs.write_text(str(self._process.pid))
+
+    def start(self, *, waits: bool = True) -> None:
+        """Start to compute.
+
+        Args:
+            waits: return once it does.
 
         Raises:
             OSError: it does not.
@@ -355,8 +371,16 @@ class _Loop:
             raise AssertionError("a loop has no pipes")
         send.write(b"\n")
         send.flush()
+        if not waits:
+            return
         if not select.select([answer], [], [], _ANSWER_S)[0] or not answer.readline():
             raise OSError("a busy loop did not start")
+
+    @property
+    def wants_processor(self) -> bool:
+        """Whether it computes, or would if the processor were free."""
+        row = stat_row(self._process.pid)
+        return row is not None and row[0] == "R"
 
     def used_s(self) -> float:
         """Return its processor time so far."""
@@ -372,9 +396,12 @@ def _ratio(reference: _Loop) -> float | None:
     """Return the processor time of a loop started now over that of the reference."""
     low = _Loop(new_session=False)
     try:
-        low.start()
+        # Where others fill the core, a loop of low priority does not even answer.
+        low.start(waits=False)
         reference.start()
         ratios = [_ratio_now(reference, low)]
+        if not low.wants_processor:
+            return None
         # A ratio between the two cases is noise: measure it again.
         while len(ratios) < 3 and MOST_RATIO < ratios[-1] < 0.5:
             ratios.append(_ratio_now(reference, low))

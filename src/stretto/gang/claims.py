@@ -116,6 +116,17 @@ class Claims:
         self._store.add("finished", 1)
         return True
 
+    def leave(self) -> None:
+        """Note that this rank claims nothing more, though micro-batches are missing."""
+        self._store.set(f"left/{self._rank}", "1")
+
+    def all_left(self, ranks: Collection[int]) -> bool:
+        """Return whether all these ranks have left, and the step is incomplete."""
+        return (
+            bool(self._store.check([f"left/{rank}" for rank in ranks]))
+            and not self.is_complete
+        )
+
     def claim_overdue(self, limit_s: float) -> int | None:
         """Claim a micro-batch that another rank should have finished long ago.
 

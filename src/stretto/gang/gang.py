@@ -199,7 +199,12 @@ class Gang:
         Args:
             claims: of this step.
             computes: whether this rank claims any.
+
+        Raises:
+            SpecError: no rank claims any, and some are missing.
         """
+        if not computes:
+            claims.leave()
         waited_since_s = time.perf_counter()
         finished, pause_s = -1, _PAUSE_S
         while True:
@@ -215,6 +220,13 @@ class Gang:
             now_finished = claims.finished
             if claims.is_complete:
                 return None
+            if not computes and claims.all_left(self._membership.members):
+                raise SpecError(
+                    f"step {self.step} of a gang: every rank left its loop over "
+                    f"claims() early, and {self._count - now_finished} of "
+                    f"{self._count} micro-batches have no gradient: let the loop end "
+                    "by itself on at least one rank"
+                )
             if now_finished != finished:
                 finished, waited_since_s = now_finished, time.perf_counter()
             if time.perf_counter() - waited_since_s > self._ranks.timeout_s:
@@ -338,7 +350,8 @@ class Gang:
         A parameter that no micro-batch used keeps ``None``.
 
         Raises:
-            SpecError: `claims` has not been called for this step.
+            SpecError: `claims` has not been called for this step, or every rank left
+                its loop early.
             CommTimeout: the store is lost, or the others have given this rank up.
         """
         claims = self._claims

@@ -20,6 +20,7 @@ import pytest
 
 import stretto
 from stretto.background.board import Board
+from stretto.background.pacing import Policy
 from stretto.background.windows import Window, usable_s
 
 pytestmark = [
@@ -259,7 +260,7 @@ def test_a_background_that_hangs_in_its_lease_is_reported_and_then_ended(jobs):
 
 # A lease that begins before the foreground does, and a background without priority.
 IN_A_LEASE = """
-import time
+import os, signal, time
 import stretto
 job = stretto.Background({device!r}, isolates=False)
 with job.lease():
@@ -274,6 +275,7 @@ def in_a_lease(device, task):
     job = subprocess.Popen(
         [sys.executable, "-c", IN_A_LEASE.format(device=device, task=task)],
         stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
     )
     try:
@@ -282,6 +284,26 @@ def in_a_lease(device, task):
     finally:
         job.kill()
         job.communicate()
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("raise MemoryError", 1), ("os.kill(os.getpid(), signal.SIGKILL)", -9)],
+)
+def test_a_background_that_runs_out_of_memory_in_a_lease_leaves_the_device(end, code):
+    """By an error of its own, or killed by the system."""
+    with in_a_lease(DEVICE, f"time.sleep(0.5); {end}") as job:
+        with stretto.Foreground(DEVICE) as foreground:
+            foreground.step()  # waits for the device
+            assert job.wait(timeout=60) == code
+            with stretto.Background(
+                DEVICE, policy=Policy.OUTSTANDING, adapts=False
+            ) as following:
+                foreground.step()
+                with foreground.waiting("network"):
+                    assert following.wait(timeout_s=60.0)
+                    following.end_task()
+                foreground.step()
 
 
 @pytest.mark.parametrize(
