@@ -112,8 +112,8 @@ _PLANNER_OPTIONS = {
         click.STRING,
         (
             "joint, exhaustive: dimensions to search: all, or some of "
-            f"{','.join(DIMS)}. Default: {','.join(RUNNABLE_DIMS)}. The runtime executes "
-            "these and forward."
+            f"{','.join(DIMS)}. Default: {','.join(RUNNABLE_DIMS)}. The runtime "
+            "executes these and forward."
         ),
     ),
     "time_limit_s": (

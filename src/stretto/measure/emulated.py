@@ -80,8 +80,8 @@ class EmulatedModel(nn.Module):
         self._forward_s = workload.forward_s
         self._backward_s = workload.backward_s
         self._clock = DeviceClock()
-        # By tensor in the order of readiness. Both lists exist before tensors are added,
-        # so that one of their name is refused.
+        # By tensor in the order of readiness. Both lists exist before tensors are
+        # added, so that one of their name is refused.
         self._parts: list[tuple[float, float, nn.Module, str]] = []
         self._by_need: list[int] = []
         self._parts += [

@@ -84,7 +84,8 @@ class JointPlanner(AbstractPlanner):
     cluster's ``contention``) and ``algorithm`` (ring, halving-doubling, tree, and
     hierarchical where hosts have several ranks), each for every bucket separately, and
     overlap ``forward`` with a launch order; ``"all"`` opens all. The default is the
-    dimensions that the runtime applies to every script. Without ``fusion`` the buckets are DDP's.
+    dimensions that the runtime applies to every script. Without ``fusion`` the buckets
+    are DDP's.
 
     The method is multi-start hill climbing. Starts: for every number of lanes ``k`` up
     to ``max_lanes`` and every number of slices ``s`` that divides it, all buckets in

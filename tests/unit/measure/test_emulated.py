@@ -130,7 +130,9 @@ def test_an_evaluation_has_no_graph():
         assert not model().requires_grad
 
 
-@pytest.mark.parametrize("names", [("a.b", "a"), ("a", "a.b"), ("forward",), ("_parts.a",)])
+@pytest.mark.parametrize(
+    "names", [("a.b", "a"), ("a", "a.b"), ("forward",), ("_parts.a",)]
+)
 def test_a_name_that_cannot_be_a_parameters_is_refused(names):
     rows = [(name, 4, "float32", 0.001, 0.001) for name in names]
     with pytest.raises(SpecError, match="cannot be a parameter"):
