@@ -106,9 +106,9 @@ def command(
     settings = DemoSettings(
         out=str(Path(out).absolute()),
         model=model,
-        batch_per_rank=batch or (32 if model == "convnet" else 4),
+        batch_per_rank=_given(batch, 32 if model == "convnet" else 4),
         width=width,
-        steps=steps or (6 if quick else 24),
+        steps=_given(steps, 6 if quick else 24),
         screening_steps=2 if quick else 4,
         screening_warmup=1 if quick else 2,
         profile_steps=10 if quick else 16,
@@ -131,6 +131,11 @@ def command(
         f"{Path(out) / 'trace.json'} in ui.perfetto.dev. Took {minutes} min {seconds} "
         "s."
     )
+
+
+def _given(value: int | None, default: int) -> int:
+    """Return an option's value, 0 included, or its default."""
+    return default if value is None else value
 
 
 def _background(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stretto.errors import SpecError
+from stretto.errors import SpecError, StrettoError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
 MODULE = "-m"
 
@@ -239,10 +241,12 @@ def _launch(arguments: tuple[str, ...], *, convert: bool) -> None:
     if parsed.module:
         given.insert(0, MODULE)
     parsed.module = True
+    parsed.run_path = False  # every script runs in the interpreter of its rank's module
     parsed.training_script = "stretto.script"
     parsed.training_script_args = [*given, *parsed.training_script_args]
     try:
-        run(parsed)
+        with _one_line_errors():
+            run(parsed)
     except ChildFailedError as exc:
         rank, failure = exc.get_first_failure()
         code = failure.exitcode
@@ -252,6 +256,40 @@ def _launch(arguments: tuple[str, ...], *, convert: bool) -> None:
             err=True,
         )
         sys.exit(code if code > 0 else 128 - code)
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Raise what torchrun raises before it starts ranks as errors of one line.
+
+    Ranks are other processes, so nothing of the script raises here.
+
+    Raises:
+        SpecError: torchrun refuses the value of an option.
+        StrettoError: the launchers cannot meet.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    try:
+        yield
+    except (ValueError, AssertionError, OSError) as error:
+        # The agent's own checks carry no text.
+        reason = _one_line(error) or (
+            "--nproc-per-node and --monitor-interval must be greater than 0"
+        )
+        raise SpecError(f"torchrun refuses its options: {reason}") from error
+    except (RendezvousError, DistError) as error:
+        reason = _one_line(error) or type(error).__name__
+        raise StrettoError(
+            f"torchrun started no ranks: {reason}; check --master-addr, --master-port "
+            "or --rdzv-endpoint, and that the other hosts are started"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    """Return the first line of an error's text, without the stack that may follow."""
+    return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 def _check_conversion(script: Path) -> None:

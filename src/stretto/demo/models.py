@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from stretto.demo.settings import HEADS
+
 
 class ConvNet(nn.Module):
     """Eight 3x3 convolutions with batch norm for 8x8 gray images, 10 classes.
@@ -42,7 +44,7 @@ class Transformer(nn.Module):
     """A causal transformer over bytes, with about 5 million parameters by default."""
 
     def __init__(
-        self, width: int = 320, layers: int = 4, heads: int = 5, context: int = 32
+        self, width: int = 320, layers: int = 4, heads: int = HEADS, context: int = 32
     ) -> None:
         super().__init__()
         self.token = nn.Embedding(256, width)

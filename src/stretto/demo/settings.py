@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
 MODELS = ("convnet", "transformer")
 
+HEADS = 5
+"""Attention heads of the transformer, which share its width equally."""
+
+LARGEST_SEED = 2**32 - 1
+
 BUCKET_SIZES_MIB: tuple[float | None, ...] = (None, 10.0, 5.0, 2.0, 1.0)
 """DDP's default (1 MiB, then 25 MiB) and four others; the best of them is a method."""
 
@@ -77,6 +82,12 @@ class DemoSettings(Exchanged):
         for name in ("batch_per_rank", "screening_steps", "profile_steps"):
             if getattr(self, name) < 1:
                 raise SpecError(f"{name} must be >= 1, got {getattr(self, name)}")
+        parts = HEADS if self.model == "transformer" else 1
+        if self.width is not None and (self.width < 1 or self.width % parts):
+            multiple = f" and a multiple of {parts}" if parts > 1 else ""
+            raise SpecError(f"width must be >= 1{multiple}, got {self.width}")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise SpecError(f"seed must be 0 to {LARGEST_SEED}, got {self.seed}")
         if self.steps < 6:
             raise SpecError(f"steps must be >= 6, with 2 as warm-up, got {self.steps}")
 

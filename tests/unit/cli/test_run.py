@@ -2,12 +2,17 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import zipfile
 from functools import partial
 
 import pytest
+from click.testing import CliRunner
+
+from stretto.cli.run import command
+from stretto.errors import SpecError, StrettoError
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -272,3 +277,57 @@ def test_an_error_in_a_script_s_text_is_shown_as_by_plain_python(program):
     done = as_rank_0("train.py", folder=folder)
     assert done.stderr.strip().endswith(expected.stderr.strip())
     assert done.returncode == 1
+
+
+REFUSED_OPTIONS = (
+    (("--nproc-per-node", "x"), "Unsupported nproc_per_node value: x"),
+    (("--nproc-per-node", "0"), "--nproc-per-node and --monitor-interval"),
+    (("--nnodes", "0"), "min_nodes must be > 0"),
+    (("--nnodes", "1:x"), "'x'"),
+    (("--max-restarts", "-1"), "max_restarts must be >= 0"),
+    (("--redirects", "9"), "9 does not match"),
+    (("--rdzv-conf", "x"), "option 'x' must have a value"),
+    (("--rdzv-backend", "none"), "'none' is not registered"),
+    (("--master-port", "99999"), "must be an integer between"),
+    (("--log-dir", "/proc/none", "--redirects", "3"), "/proc/none"),
+)
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    """Return a function that runs the command in this process, outside any rank."""
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("STRETTO_PLAN", "auto")  # the command sets it
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as does torchrun
+    return partial(CliRunner().invoke, command)
+
+
+@pytest.mark.parametrize(("options", "reason"), REFUSED_OPTIONS)
+def test_values_that_torchrun_refuses_are_errors_of_one_line(
+    options, reason, script, launcher
+):
+    """A traceback of torchrun's code was shown for each of these."""
+    done = launcher([*options, str(script("print()"))])
+    assert isinstance(done.exception, SpecError), done.exception
+    assert reason in str(done.exception)
+    assert "\n" not in str(done.exception)
+
+
+def test_a_port_in_use_is_an_error_of_one_line(script, launcher):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        options = ("--rdzv-backend", "static", "--master-port", port)
+        done = launcher([*options, str(script("print()"))])
+    assert isinstance(done.exception, StrettoError), done.exception
+    assert "--master-port" in str(done.exception)
+    assert "\n" not in str(done.exception)
+
+
+def test_a_script_that_torchrun_would_run_by_its_path_runs(script):
+    path = script("print('ran', __name__)")
+    done = stretto_run("--standalone", "--run-path", path)
+    assert done.returncode == 0, done.stderr
+    assert "ran __main__" in done.stdout
