@@ -128,6 +128,19 @@ def is_held(gradient: torch.Tensor, more: int = 0) -> bool:
     return sys.getrefcount(gradient) - more > _HELD_ALONE
 
 
+_count_uses: Any = torch._C._storage_Use_Count  # noqa: SLF001
+
+
+def uses_of(tensor: torch.Tensor) -> int:
+    """Return how many tensors and other owners refer to a tensor's memory."""
+    return int(_count_uses(tensor.untyped_storage()._cdata)) - 1  # noqa: SLF001
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Return whether another tensor or process has the memory of this one."""
+    return uses_of(tensor) > 1 or tensor.is_shared()
+
+
 def _held_alone() -> int:
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)

@@ -38,7 +38,7 @@ import torch
 from stretto.errors import StrettoError
 from stretto.logs import get_logger
 from stretto.runtime.forward import steps
-from stretto.runtime.forward.lazy import is_held, wrap
+from stretto.runtime.forward.lazy import is_held, is_shared, uses_of, wrap
 from stretto.runtime.forward.member import Member
 from stretto.runtime.forward.pending import guard, plainly, unguard
 from stretto.runtime.forward.readers import Readers
@@ -117,6 +117,7 @@ class ForwardOverlap:
         )
         self._unseen = {m: None for row in self._members for m in row}
         self._readers = Readers(self, root)
+        self._aliased = False
         self._in_forward = False
         self.armed = True
         """Whether the next backward may return with communication under way."""
@@ -145,6 +146,9 @@ class ForwardOverlap:
     def take(self, index: int, bucket: torch.Tensor) -> torch.Tensor:
         """Note a bucket that is being launched; return the tensor to send."""
         sent = bucket
+        # In views' mode, its memory is that of the bucket and of each gradient.
+        if self._views and uses_of(bucket) > 1 + len(self._members[index]):
+            self._aliased = True
         if self._poisons:
             sent = bucket.clone()
             self._poisoned[index] = bucket
@@ -166,6 +170,9 @@ class ForwardOverlap:
             for index in self._unfinished:
                 for member in self._members[index]:
                     why = self._replace_gradient(member) or why
+        if self._aliased:
+            self._aliased = False
+            why = "the program keeps tensors that share the memory of gradients"
         if why is not None:
             self.warn(why)
             self.settle_all()
@@ -176,7 +183,7 @@ class ForwardOverlap:
         gradient = parameter.grad
         if gradient is None:  # unused everywhere: the Reducer leaves it
             return None
-        held = is_held(gradient)
+        held = is_held(gradient) or (not self._views and is_shared(gradient))
         member.note_shape()
         member.gradient = gradient
         member.lazy = wrap(gradient, self.settle_all, member, member.lazy)

@@ -16,17 +16,17 @@ before they look at any parameter.
 
 from __future__ import annotations
 
-import copy
 import functools
 import threading
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 import torch.optim.optimizer as torch_optimizer
 
-from stretto.runtime.forward.lazy import LazyGradient
+from stretto.runtime.forward.lazy import LazyGradient, is_shared
 from stretto.runtime.forward.member import Member, Overlap
 from stretto.runtime.forward.pending import member_of, plainly
 from stretto.runtime.forward.undisturbed import has_modes, undisturbed
@@ -60,14 +60,12 @@ SEPARABLE_NAMES = (
 _SEPARABLE = {getattr(torch.optim, name, None) for name in SEPARABLE_NAMES} - {None}
 
 _declared: weakref.WeakSet[Any] = weakref.WeakSet()
-_stepped: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimizers that have made a step, so that their states exist.
+_stepped: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""Optimizers that have made a step, and which of their options were on in it.
 
-Each first step is executed as it is called: states are made in the usual order.
+Each first step, also after an option was switched on, is executed as it is called: it
+makes the states, in the usual order.
 """
-
-_ALONE = 2
-"""Use count of a storage that only its tensor and the asking object refer to."""
 
 
 class _Executing(threading.local):
@@ -97,8 +95,17 @@ def separable(optimizer: _O) -> _O:
 class Update:
     """One call of an optimizer's ``step``, executed in parts."""
 
-    def __init__(self, optimizer: Optimizer, groups: Iterable[int]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        groups: Iterable[int],
+        parameters: Iterable[torch.Tensor],
+    ) -> None:
         self._optimizer = optimizer
+        # The program may load or clear states before this is executed.
+        state = optimizer.state
+        with plainly():
+            self._states = {p: state[p] for p in parameters if p in state}
         self._options = {
             index: {
                 key: _copied(value)
@@ -119,28 +126,38 @@ class Update:
                 {**self._options[index], "params": groups[index]}
                 for index in sorted(groups)
             ],
+            self._states,
         )
 
 
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    return copy.copy(value) if isinstance(value, list | dict) else value
+    if type(value) in (list, tuple):
+        return type(value)(_copied(v) for v in value)
+    return {k: _copied(v) for k, v in value.items()} if type(value) is dict else value
 
 
-def call_step(optimizer: Any, groups: list[dict[str, Any]]) -> None:
-    """Call an optimizer's own step, without its hooks, with other groups."""
+def call_step(
+    optimizer: Any, groups: list[dict[str, Any]], states: dict[Any, Any] | None = None
+) -> None:
+    """Call an optimizer's own step, without its hooks, with other groups.
+
+    With ``states``, these are its states for the call, whatever it has now.
+    """
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
-    own = optimizer.param_groups
+    own, state = optimizer.param_groups, optimizer.state
     before, _executing.active = _executing.active, True
     optimizer.param_groups = groups
+    if states:
+        optimizer.state = defaultdict(dict, states)
     try:
         with undisturbed():
             step(optimizer)
     finally:
-        optimizer.param_groups = own
+        optimizer.param_groups, optimizer.state = own, state
         _executing.active = before
 
 
@@ -212,7 +229,7 @@ def _decide(optimizer: Any) -> None:
     if any(member.gradient is None for member in members):
         owners, members, others = _sorted_out(optimizer)
     why = _why_not(optimizer, members)
-    if why is not None or optimizer not in _stepped or not members:
+    if why is not None or _stepped.get(optimizer) != _in_use(optimizer) or not members:
         for owner in owners:
             owner.settle_all()
             if why:
@@ -222,6 +239,17 @@ def _decide(optimizer: Any) -> None:
     _hidden[id(optimizer)] = _Hidden(optimizer, lists, members, others)
     for group, _ in lists:
         group["params"] = []
+
+
+def _in_use(optimizer: Any) -> list[Any]:
+    """Return whether states exist, and which options are on, which decide which do."""
+    return [
+        bool(optimizer.state),
+        *(
+            {k: bool(v) for k, v in group.items() if isinstance(v, bool | int | float)}
+            for group in optimizer.param_groups
+        ),
+    ]
 
 
 def _settle_earlier(optimizer: Any) -> None:
@@ -290,7 +318,6 @@ def _why_not(optimizer: Any, members: Sequence[Member]) -> str | None:
     if getattr(optimizer, "grad_scale", None) is not None or has_modes():
         return ""
     state = optimizer.state
-    count: Any = torch._C._storage_Use_Count  # noqa: SLF001
     with plainly():
         for member in members:
             parameter = member.parameter
@@ -301,7 +328,17 @@ def _why_not(optimizer: Any, members: Sequence[Member]) -> str | None:
                 member.states = [
                     v for v in found.values() if isinstance(v, torch.Tensor)
                 ]
-            if count(parameter.untyped_storage()._cdata) > _ALONE:  # noqa: SLF001
+                if len(member.states) < len(found):
+                    return (
+                        f"{kind.__qualname__} keeps other values than tensors in its "
+                        "state, whose readers can't be seen"
+                    )
+                if any(map(is_shared, member.states)):
+                    return (
+                        f"a state of parameter {member.name!r} shares its memory with "
+                        "another tensor, whose readers can't be seen"
+                    )
+            if is_shared(parameter):
                 return (
                     f"parameter {member.name!r} shares its memory with another "
                     "tensor, whose readers can't be seen"
@@ -313,12 +350,16 @@ def _why_not(optimizer: Any, members: Sequence[Member]) -> str | None:
 def _after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if _executing.active:
         return
-    _stepped.add(optimizer)
+    _stepped[optimizer] = _in_use(optimizer)
     hidden = _hidden.pop(id(optimizer), None)
     if hidden is None:
         return
     _show(hidden)
-    update = Update(optimizer, {member.group for member in hidden.members})
+    update = Update(
+        optimizer,
+        {member.group for member in hidden.members},
+        [member.parameter for member in hidden.members],
+    )
     owners: dict[int, tuple[Overlap, list[Member]]] = {}
     for member in hidden.members:
         found = owners.setdefault(id(member.owner), (member.owner, []))
