@@ -7,6 +7,7 @@ import collections
 import contextvars
 import functools
 import itertools
+import logging
 import os
 import random
 import types
@@ -247,3 +248,18 @@ def test_a_method_that_is_replaced_is_noticed() -> None:
     assert graph.outdated() == (
         "test_a_method_that_is_replaced_is_noticed.<locals>.Doubles.forward"
     )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: logging.getLogger("stretto_test_freezing"),
+        random.Random,
+        lambda: functools.partial(len, [1]),
+    ],
+)
+@pytest.mark.parametrize("left", [0, 1, 2, 20])
+def test_a_state_behind_many_values_stays_equal_to_itself(make, left):
+    value = [[[] for _ in range(MOST_ITEMS - left)], make()]
+    freeze = Freezer(None, ())
+    assert freeze(value) == freeze(value)

@@ -56,6 +56,9 @@ ATOMS = (
 
 MOST_ITEMS = 20_000
 MOST_DEPTH = 50
+_MOST_MADE, _LEVELS_MADE = 16, 4
+"""Limits of the containers in the state of a known type, which are new each time."""
+
 MOST_BYTES = 1 << 24
 _MOST_KEPT = 1 << 12
 """Bytes of an array that are kept as they are; of longer ones a digest."""
@@ -219,6 +222,8 @@ class _Freeze:
             return None if referent is None else (id(referent), self._fields(referent))
         if type(value).__module__ != "builtins":
             self._meet(type(value))
+        if type(value) is logging.Logger:  # its handlers and caches decide nothing
+            return _Same(value) if self._is_near_limits() else self.of(_state_of(value))
         fields = self._fields(value)
         # Copied first: reading one value may add others.
         if isinstance(value, _MAPPINGS):
@@ -231,7 +236,7 @@ class _Freeze:
         if (found := _bytes_of(value)) is not None:
             return found
         if (state := _state_of(value)) is not None:
-            return self.of(state), fields
+            return _Same(value) if self._is_near_limits() else self.of(state), fields
         if isinstance(value, nn.Module):
             held = (value._parameters, value._buffers, value._modules)  # noqa: SLF001
             return fields, tuple(self.of(part) for part in held)
@@ -241,7 +246,11 @@ class _Freeze:
             return fields
         if hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
             return _Same(value)
-        return self._reduced(value)
+        return _Same(value) if self._is_near_limits() else self._reduced(value)
+
+    def _is_near_limits(self) -> bool:
+        """Return whether a state made for this copy might be compared by identity."""
+        return self._left < _MOST_MADE or len(self._path) > MOST_DEPTH - _LEVELS_MADE
 
     def _fields(self, value: Any) -> tuple[Any, ...]:
         """Return copies of an object's own attributes."""
