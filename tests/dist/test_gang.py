@@ -81,11 +81,9 @@ def rank_leaves_early(rank: int, size: int) -> tuple[str, float]:
 
 def test_ranks_that_all_leave_their_claims_early_get_one_error(ranks: Any) -> None:
     found = ranks(rank_leaves_early, 2)
-    assert {text for text, _ in found} == {
-        f"step 0 of a gang: every rank left its loop over claims() early, and {COUNT} "
-        f"of {COUNT} micro-batches have no gradient: let the loop end by itself on at "
-        "least one rank"
-    }
+    (text,) = {text for text, _ in found}
+    assert "step 0 of a gang: every rank left its loop over claims() early" in text
+    assert f"and {COUNT} of {COUNT} micro-batches have no gradient" in text
     assert all(seconds < 60.0 for _, seconds in found)  # not by the time-out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
+from collections import deque
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
@@ -41,6 +42,10 @@ _PAUSES_S = {Reason.CLOSED: 1e-2, Reason.STALE: 1e-3, Reason.CONTROL: 1e-3}
 _STEP_PAUSES, _LONGEST_PAUSE_S = 500, 2e-3
 """Looks in a step of the foreground in which the gate is shut, at least: a look costs
 processor time, a late one the begin of a window."""
+
+_LENGTHS = 8
+"""Last lengths of tasks of one label. Three of four are at most the usual one: a task
+that the system has held up says nothing about the next."""
 
 _LATE_SHARE = 0.4
 """Of the permitted loss, for tasks that outlast waits."""
@@ -160,6 +165,7 @@ class Background:
         self._foregrounds = 0
         self._windows_number = 0
         self._usual_s: dict[str, float] = {}
+        self._lengths_s: dict[str, deque[float]] = {}
         self._too_long: dict[str, int] = {}
         self._measure_after: dict[str, int] = {}
         self._label = ""
@@ -298,13 +304,11 @@ class Background:
             self._add_ended(task)
 
     def _add_ended(self, task: EndedTask) -> None:
-        usual_s = self._usual_s.get(task.label)
-        if usual_s is None:
-            usual_s = task.length_s
-        else:
-            # A task that is longer than usual may be the first of many.
-            weight = 0.5 if task.length_s > usual_s else 0.1
-            usual_s += weight * (task.length_s - usual_s)
+        if task.label not in self._usual_s:
+            self._lengths_s[task.label] = deque(maxlen=_LENGTHS)
+        lengths_s = self._lengths_s[task.label]
+        lengths_s.append(task.length_s)
+        usual_s = sorted(lengths_s)[3 * len(lengths_s) // 4]
         self._usual_s[task.label] = usual_s
         if self._foreground:
             self._view.task_ended(task.end_s)

@@ -72,6 +72,19 @@ def test_a_lease_waits_for_a_wait_of_the_foreground_that_fits(foreground):
         assert not job.wait(timeout_s=0.0)
 
 
+def test_a_task_that_was_held_up_does_not_change_the_usual_length():
+    def usual_s(*lengths_s):
+        with background() as job:
+            for length_s in lengths_s:
+                job._add_ended(EndedTask("", length_s, 0.0))
+            return job._usual_s[""]
+
+    assert usual_s(0.002) == 0.002
+    assert usual_s(*[0.002] * 6, 0.9) == 0.002
+    assert usual_s(*[0.002] * 6, 0.004, 0.004) == 0.004  # the first of many
+    assert usual_s(0.5, *[0.002] * 8) == 0.002
+
+
 def test_an_error_in_a_task_ends_its_lease():
     with background() as job:
         with pytest.raises(KeyError), job.lease():

@@ -292,18 +292,21 @@ def in_a_lease(device, task):
 )
 def test_a_background_that_runs_out_of_memory_in_a_lease_leaves_the_device(end, code):
     """By an error of its own, or killed by the system."""
-    with in_a_lease(DEVICE, f"time.sleep(0.5); {end}") as job:
-        with stretto.Foreground(DEVICE) as foreground:
-            foreground.step()  # waits for the device
-            assert job.wait(timeout=60) == code
-            with stretto.Background(
-                DEVICE, policy=Policy.OUTSTANDING, adapts=False
-            ) as following:
-                foreground.step()
-                with foreground.waiting("network"):
-                    assert following.wait(timeout_s=60.0)
-                    following.end_task()
-                foreground.step()
+    with (
+        in_a_lease(DEVICE, f"time.sleep(0.5); {end}") as job,
+        stretto.Foreground(DEVICE) as foreground,
+    ):
+        foreground.step()  # waits for the device
+        assert job.wait(timeout=60) == code
+        with stretto.Background(
+            DEVICE, policy=Policy.OUTSTANDING, adapts=False
+        ) as following:
+            following.wait(timeout_s=0.0)  # it follows the marks from now on
+            foreground.step()
+            with foreground.waiting("network"):
+                assert following.wait(timeout_s=60.0)
+                following.end_task()
+            foreground.step()
 
 
 @pytest.mark.parametrize(
