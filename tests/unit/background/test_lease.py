@@ -13,6 +13,7 @@ import pytest
 
 import stretto
 from stretto.background.board import COMMUNICATING, COMPUTING, WAITING, Mark
+from stretto.background.devices.base import EndedTask
 from stretto.background.foreground_view import ForegroundView
 from stretto.background.pacing import Policy, Reason, StepRecord
 from stretto.background.windows import Window
