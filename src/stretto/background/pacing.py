@@ -24,7 +24,7 @@ loss that is large against it counts at once.
 # Note [Several ranks]
 Ranks of one job wait for each other, so a background on any of them lengthens the steps
 of all. Control steps are those whose numbers divide by 8 (4 while little is known). The
-ranks of a job count their steps alike, so these are without background on all ranks,
+ranks of a job count the same steps, so these are without background on all ranks,
 and each controller keeps the loss by all backgrounds within the limit.
 """
 
