@@ -829,7 +829,7 @@ def rank_passes_options(rank: int, size: int) -> list[Any]:
 def test_the_option_overlap_decides_what_a_plan_may_do(ranks: Any) -> None:
     refused = "overlap='forward' needs a plan that was made for it, not"
     for found in ranks(rank_passes_options, 2):
-        assert found[:4] == ["forward", "backward", "forward", "backward"]
+        assert found[:4] == ["backward", "backward", "forward", "backward"]
         assert found[4] == f"{refused} a plan with overlap 'backward'"
         assert found[5] == f"{refused} plan='auto'"
         assert "got 'auto'" in found[6]

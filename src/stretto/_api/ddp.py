@@ -59,9 +59,9 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         wire_dtype: With ``"auto"``, the type in which gradients may travel, narrower
             than their own: ``"float16"`` or ``"bfloat16"``. A plan has its own.
         tune: With ``"auto"``, options of the search within the run; see `TuneOptions`.
-        overlap: ``"forward"`` requires that communication also overlaps with the next
-            forward, for which the plan must be made; ``"backward"`` executes such a
-            plan without it. By default ``STRETTO_OVERLAP``, or else as the plan says.
+        overlap: ``"forward"`` (experimental) lets communication also overlap with the
+            next forward, for which the plan must be made; ``"backward"`` executes such
+            a plan without it. By default ``STRETTO_OVERLAP``, or else ``"backward"``.
         **kwargs: Passed on to PyTorch's class, and ``record``, ``timeout_s``,
             ``error_feedback``, ``nan``, ``nan_patience``, ``order``, ``lanes``,
             ``unit_bytes`` and ``lane_backend`` to
@@ -234,7 +234,7 @@ def _with_overlap(
         SpecError: the option is invalid, or the plan does not fit it.
     """
     if overlap is None:
-        return plan
+        overlap = "backward"
     if overlap not in OVERLAPS:
         choices = " or ".join(map(repr, OVERLAPS))
         raise SpecError(
@@ -251,6 +251,10 @@ def _with_overlap(
             what = f"a plan with overlap {plan.overlap!r}"
         raise SpecError(
             f"overlap='forward' needs a plan that was made for it, not {what}: "
-            "plan with planner 'joint' and its dimension 'overlap', and pass the plan."
+            "plan with planner 'joint' and its dimension 'forward', and pass the plan."
         )
+    _log.warning(
+        "overlap='forward' is experimental: compare a run with overlap='backward' before "
+        "you rely on it"
+    )
     return plan

@@ -112,8 +112,7 @@ def replay(
     if plan.ranks != dist.get_world_size():
         raise PlanMismatch(
             f"the plan was made for {plan.ranks} ranks, but {dist.get_world_size()} "
-            "run: plan again for a cluster of so many, or start as many ranks as the "
-            "plan has"
+            "run: plan again for this number of ranks, or start the plan's"
         )
     predicted = _Predicted(workload, replace(cluster, contention=None), plan)
     watch = _Watch()
