@@ -166,7 +166,7 @@ class Agent:
                 self._folders,
                 self._devices,
                 meeting=meeting,
-                lease_left_s=self._link.lease_left_s,
+                lease_until_s=self._link.lease_until_s,
             )
             folder.mkdir(mode=0o700, exist_ok=True)
             attempt.save(folder)
@@ -229,7 +229,11 @@ class Agent:
                 # Its start was cut short before the supervisor's.
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
-            indices = tuple(self._devices.index(name) for name in attempt.devices)
+            indices = tuple(
+                self._devices.index(name)
+                for name in attempt.devices
+                if name in self._devices
+            )
             self._parts[attempt.fence] = _Part(folder, attempt, indices)
             latest = max(attempt.attempt, self._latest.get(attempt.job, 0))
             self._latest[attempt.job] = latest
@@ -254,7 +258,7 @@ class Agent:
             lambda channel, message: self._on_report(fence, channel, message),
             lambda channel: self._on_detached(fence, channel),
         )
-        part.channel.send({"do": "attach", "left_s": self._link.lease_left_s})
+        part.channel.send({"do": "attach", "until_s": self._link.lease_until_s})
 
     def _on_detached(self, fence: Fence, channel: Channel) -> None:
         part = self._parts.get(fence)
@@ -332,10 +336,10 @@ class Agent:
         self._link.report(events.ENDED, fence, end, forget)
 
     def _renew_leases(self) -> None:
-        left_s = self._link.lease_left_s
+        until_s = self._link.lease_until_s
         for part in self._parts.values():
             if part.channel is not None:
-                part.channel.send({"do": "lease", "left_s": left_s})
+                part.channel.send({"do": "lease", "until_s": until_s})
 
 
 def _next_life(path: Path) -> int:

@@ -66,8 +66,8 @@ class Attempt:
     """How long other ranks may go on after one has failed, to report what they saw."""
 
     lease_s: float = 60.0
-    first_lease_s: float | None = None
-    """What is left of the lease at the start; ``None``: all."""
+    first_lease_until_s: float | None = None
+    """End of the lease at the start, as of `loop.now_s`; ``None``: all is left."""
 
     report_every_s: float = 10.0
     extra: dict[str, str] | None = None

@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, final
 
+from stretto.cluster import reports
 from stretto.cluster.commands import Command, MakePlan
 from stretto.cluster.events import PLANNED, REFUSED, Event
 from stretto.errors import Infeasible, SpecError, StoreUnavailable
@@ -81,8 +82,14 @@ class Coordinator:
 
     # Users.
 
-    def submit(self, spec: Job, *, user: str = "") -> str:
+    def submit(self, spec: Job, *, user: str = "", request: str = "") -> str:
         """Return the id of a new job.
+
+        Args:
+            spec: the job.
+            user: who submits it.
+            request: what no other submission has; a request that comes again, because
+                its answer was lost, gets the job that it has made.
 
         Raises:
             Infeasible: it can never fit.
@@ -92,9 +99,11 @@ class Coordinator:
         self._keep([])
         if self.trouble:
             raise StoreUnavailable(self.trouble)
+        if known := self.ledger.state.requests.get(request):
+            return known
         now_s = self._clock()
         try:
-            events = self.ledger.submit(spec, now_s, user=user)
+            events = self.ledger.submit(spec, now_s, user=user, request=request)
         except (Infeasible, SpecError) as exc:
             data = {"name": spec.name, "why": str(exc)}
             with contextlib.suppress(StoreUnavailable):
@@ -145,8 +154,11 @@ class Coordinator:
         The coordinator's time is filled in, and ``host`` and ``agent``.
 
         Raises:
-            SpecError: an event is of no agent's kind.
+            SpecError: an event is of no agent's kind, or its data is not what that
+                kind has; nothing was taken in.
         """
+        for event in events:  # all, before the first changes anything
+            reports.check(event)
         now_s = self._clock()
         kept: list[Event] = []
         for event in events:

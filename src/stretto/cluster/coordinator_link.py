@@ -84,9 +84,12 @@ class CoordinatorLink:
         self._is_flushing = False
 
     @property
-    def lease_left_s(self) -> float:
-        """What is left of the lease that the last contact has renewed."""
-        return max(0.0, self._contact_s + self._lease_s - now_s())
+    def lease_until_s(self) -> float:
+        """End of the lease that the last contact has renewed, as of `loop.now_s`.
+
+        A time, not what is left: however late a supervisor reads it, it means the same.
+        """
+        return self._contact_s + self._lease_s
 
     def connect(self) -> None:
         """Connect, now or as soon as a coordinator runs."""

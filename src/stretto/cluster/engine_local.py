@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -203,6 +204,9 @@ def ask(
         ClusterError: no cluster runs here, or it does not answer.
         StrettoError: the coordinator refused the request.
     """
+    if message["do"] == "submit":
+        # If the answer is lost, the same request again makes no second job.
+        message = {"request": uuid.uuid4().hex} | message
     deadline_s = now_s() + patience_s
     while True:
         try:

@@ -8,7 +8,8 @@ from typing import Any
 
 # By users, through the coordinator.
 SUBMITTED = "submitted"
-"""``job`` is its new id. Data: ``spec``, a `schema.job.Job`; ``number``."""
+"""``job`` is its new id. Data: ``spec``, a `schema.job.Job`; ``number``; ``request``,
+which no other submission has, if the client gave one."""
 REFUSED = "refused"
 """A job file that was not accepted. Data: ``name``, ``why``."""
 STOP_REQUESTED = "stop-requested"

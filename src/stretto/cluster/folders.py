@@ -54,6 +54,7 @@ class Folders:
         self.coordinator_log = root / "coordinator.log"
         self.keeper_lock = root / "keeper.lock"
         self.keeper_log = root / "keeper.log"
+        self.clock = root / "clock.json"
         self.down = root / "down.json"
         """Exists while the cluster is to be down: nothing is started again."""
 

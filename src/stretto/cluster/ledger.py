@@ -57,7 +57,7 @@ from __future__ import annotations
 import heapq
 import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from stretto.cluster import events as ev
 from stretto.cluster import outstanding
@@ -117,7 +117,9 @@ class Ledger:
 
     # What users want.
 
-    def submit(self, spec: Job, now_s: float, *, user: str = "") -> list[Event]:
+    def submit(
+        self, spec: Job, now_s: float, *, user: str = "", request: str = ""
+    ) -> list[Event]:
         """Add a job; the first returned event's ``job`` is its id.
 
         Raises:
@@ -127,7 +129,10 @@ class Ledger:
         self._check_fits(spec)
         after = tuple(self.job(name).id for name in spec.after)
         number = len(self.state.records) + 1
-        data = {"spec": replace(spec, user=user) if user else spec, "number": number}
+        spec = replace(spec, user=user) if user else spec
+        data: dict[str, Any] = {"spec": spec, "number": number}
+        if request:
+            data["request"] = request
         if after:
             data["after"] = after
         name = f"{spec.name}-{number}"
@@ -180,7 +185,9 @@ class Ledger:
 
     def _check_fits(self, spec: Job) -> None:
         """Refuse what the known hosts could not run even if they were empty."""
-        hosts = self.cluster.hosts.values()
+        # One that is drained and silent has left the cluster.
+        known = self.cluster.hosts.values()
+        hosts = [host for host in known if host.is_up or not host.is_drained]
         if not hosts:
             return
         need, size = spec.gpus.least, spec.memory_bytes
@@ -225,8 +232,6 @@ class Ledger:
         if event.kind == ev.PLANNED:
             record = self.state.records.get(event.job)
             return record is not None and record.needs_plan
-        if event.kind not in ev.FROM_AGENTS:
-            raise SpecError(f"an agent cannot report {event.kind!r}")
         part = self.state.part(event)
         if part is None:
             stray = (event.job, event.attempt)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from stretto.cluster import job_plans, queries
+from stretto.cluster.attempt import write_json
 from stretto.cluster.channel import Channel, Listener, listening
 from stretto.cluster.commands import Command, MakePlan, StartPart
 from stretto.cluster.coordinator import Clock, Coordinator
@@ -39,6 +40,7 @@ _SILENT_BEATS = 4
 _LEAST_MARGIN_S = 5.0
 """Within which a supervisor on a busy host must end its ranks after its lease."""
 
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SHORTEST_PAUSE_S = 0.001
 _MOST_MEETINGS = 4096
 _MOST_ROWS = 1000
@@ -48,6 +50,25 @@ _MOST_ROWS = 1000
 def wall_s() -> float:
     """Return the wall clock's time, which may jump."""
     return time.clock_gettime(time.CLOCK_REALTIME)
+
+
+def steady_wall(folders: Folders) -> Callable[[], float]:
+    """Return the wall clock as the first coordinator since the host's start saw it.
+
+    Fences are times on it, so no change of the time of day between two coordinators may
+    move it.
+    """
+    boot = _BOOT.read_text().strip()
+    try:
+        found = json.loads(folders.clock.read_bytes())
+        base_s = float(found["base_s"]) if found["boot"] == boot else None
+    except (OSError, ValueError, KeyError, TypeError):
+        base_s = None
+    if base_s is None:
+        base_s = wall_s() - now_s()
+        with contextlib.suppress(OSError):
+            write_json(folders.clock, {"boot": boot, "base_s": base_s})
+    return lambda: base_s + now_s()
 
 
 @final
@@ -69,7 +90,7 @@ class Server:
         )
         self.ledger = Ledger(registry.get(settings.policy), limits)
         self.store = Store(folders.root)
-        self.clock = Clock(self.store.last_s, wall_s, now_s)
+        self.clock = Clock(self.store.last_s, steady_wall(folders), now_s)
         self.coordinator = Coordinator(self.ledger, self.store, self.clock)
         self._loop = Loop()
         self._agents: dict[str, Channel] = {}
@@ -228,7 +249,8 @@ class Server:
     def _submit(self, message: dict[str, Any]) -> dict[str, Any]:
         source = str(message.get("source", "job"))
         spec = codec.decode(message["spec"].encode(), Job, source=source)
-        return {"job": self.coordinator.submit(spec, user=str(message["user"]))}
+        user, request = str(message["user"]), str(message.get("request", ""))
+        return {"job": self.coordinator.submit(spec, user=user, request=request)}
 
     def _stop(self, message: dict[str, Any]) -> dict[str, Any]:
         job = self.ledger.job(str(message["job"])).id

@@ -56,6 +56,8 @@ class State:
         """Jobs and attempts that changed since the store's last write, and ``None``
         where a job has no attempt."""
         self.dependents: dict[str, list[str]] = {}
+        self.requests: dict[str, str] = {}
+        """Jobs by the request that has submitted them."""
         self.last_s = 0.0
         self._handlers: dict[str, Callable[[Event], None]] = {
             ev.SUBMITTED: self._submitted,
@@ -132,6 +134,8 @@ class State:
         after = tuple(event.data.get("after", ()))
         record = Record(view=view, after=after)
         self.records[event.job] = record
+        if request := event.data.get("request"):
+            self.requests[request] = event.job
         self._mark(record)
         for name in after:
             if self.records[name].view.state != DONE:
@@ -158,6 +162,7 @@ class State:
             self.dependents[name].remove(job)
         self.touched.pop(job, None)
         self.dirty.pop((job, 0), None)
+        self.requests = {r: made for r, made in self.requests.items() if made != job}
 
     def _stop_requested(self, event: Event) -> None:
         self.records[event.job].stop_requested = event.data.get("by") or "a user"

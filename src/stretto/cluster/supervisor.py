@@ -46,6 +46,9 @@ _CHUNK_BYTES = 1 << 16
 _MOST_PIECES = 64
 """Of an ended rank's output, copied at once: what it started may go on to write."""
 
+_LONGEST_CHECK_S = 1.0
+"""Between two looks at the lease."""
+
 _KILL_AFTER_S = 5.0
 _DRAIN_S = 1.0
 _RETRY_S = 1.0
@@ -72,9 +75,9 @@ class Supervisor:
         self._events: list[dict[str, Any]] = []
         self._next_number = 1
         self._agent: Channel | None = None
-        first_s = self._attempt.first_lease_s
-        lease_s = self._attempt.lease_s if first_s is None else first_s
-        self._lease_until_s = now_s() + lease_s
+        first_s = self._attempt.first_lease_until_s
+        full_s = now_s() + self._attempt.lease_s
+        self._lease_until_s = full_s if first_s is None else min(first_s, full_s)
         self._wanted: tuple[str, ...] | None = None
         self._why, self._code = "", 0
         self._failed_rank: int | None = None
@@ -101,6 +104,19 @@ class Supervisor:
             }
         )
         listener = Listener(self._loop, self._socket, self._on_message, self._on_close)
+        if now_s() < self._lease_until_s:
+            self._begin()
+        else:  # this host stood still: another attempt may run by now
+            self._check_lease()
+            self._finish()
+        period_s = min(_LONGEST_CHECK_S, max(0.05, self._attempt.lease_s / 20))
+        self._loop.every(period_s, self._check_lease)
+        self._loop.run()
+        listener.close()
+
+    # ranks
+
+    def _begin(self) -> None:
         try:
             note = self._prepare()
             self._start_ranks(rank_commands(self._attempt, self._folder))
@@ -109,11 +125,6 @@ class Supervisor:
         else:
             self._emit("started", pid=os.getpid(), note=note)
             self._loop.every(self._attempt.report_every_s, self._report_steps)
-        self._loop.every(max(0.05, self._attempt.lease_s / 20), self._check_lease)
-        self._loop.run()
-        listener.close()
-
-    # ranks
 
     def _prepare(self) -> str:
         """Create the ranks' surroundings; return what could not be had."""
@@ -368,8 +379,8 @@ class Supervisor:
             channel.send({"event": event})
 
     def _renew(self, _channel: Channel, message: dict[str, Any]) -> None:
-        left_s = float(message.get("left_s", 0.0))
-        until_s = now_s() + min(left_s, self._attempt.lease_s)
+        # A time of this host's clock: a message that was read late renews nothing.
+        until_s = min(float(message.get("until_s", 0.0)), now_s() + self._attempt.lease_s)
         self._lease_until_s = max(self._lease_until_s, until_s)
 
     def _acknowledge(self, _channel: Channel, message: dict[str, Any]) -> None:

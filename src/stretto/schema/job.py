@@ -36,9 +36,18 @@ SET_BY_CLUSTER = (
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "GROUP_RANK",
     "CUDA_VISIBLE_DEVICES",
+    "STRETTO_RUNTIME_DIR",
+    "STRETTO_STEP_COUNTS",
+    "STRETTO_DEVICE",
+    "STRETTO_FOREGROUND",
+    "STRETTO_BACKGROUND",
+    "STRETTO_BACKGROUND_MAX_LOSS",
 )
-"""Environment variables that a job file cannot set."""
+"""Environment variables that a job file cannot set, beside those of `CLUSTER_PREFIX`."""
+
+CLUSTER_PREFIX = "STRETTO_CLUSTER_"
 
 MOST_GPUS = 2**20
 MOST_PRIORITY = 1000
@@ -263,7 +272,7 @@ class Job:
                 raise SpecError(
                     f"{name!r} is not the name of an environment variable", place=place
                 )
-            if name in SET_BY_CLUSTER:
+            if name in SET_BY_CLUSTER or name.startswith(CLUSTER_PREFIX):
                 raise SpecError(f"{name} is set by the cluster: remove it", place=place)
             _text(place, value)
 
@@ -305,3 +314,9 @@ def _short_name(place: str, value: str) -> None:
 def _text(place: str, value: str) -> None:
     if "\0" in value:
         raise SpecError("must not contain the character NUL", place=place)
+    try:
+        value.encode()
+    except UnicodeEncodeError as exc:
+        raise SpecError(
+            f"must be text that UTF-8 can encode, got {value!r:.80}", place=place
+        ) from exc

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from stretto.cluster import events as ev
 from stretto.cluster.policies import registry
-from stretto.errors import Infeasible, SpecError
+from stretto.errors import Infeasible, SpecError, StoreUnavailable
 from support.cluster_world import LIMITS, World
 
 
@@ -161,6 +163,71 @@ def test_what_a_host_lost_while_it_was_down_starts_again(world):
     assert world.ledger.job(job).attempt == 2
 
 
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"life": None}, r"\$\.data\.life"),
+        ({"devices": [{}]}, r"\$\.data\.devices\[0\]\.index"),
+        ({"devices": [{"index": 1}]}, r"\$\.data\.devices"),
+        ({"attempts": None}, r"\$\.data\.attempts"),
+        ({"attempts": [{"attempt": 1}]}, r"\$\.data\.attempts\[0\]\.job"),
+        (
+            {"attempts": [{"job": "j", "attempt": 1, "state": "?"}]},
+            r"attempts\[0\]\.state",
+        ),
+        (
+            {"attempts": [{"job": "j", "attempt": 1, "state": "running"}]},
+            r"attempts\[0\]\.devices",
+        ),
+        (
+            {
+                "attempts": [
+                    {"job": "j", "attempt": 1, "state": "running", "devices": [2]}
+                ]
+            },
+            r"attempts\[0\]\.devices\[0\]",
+        ),
+    ],
+)
+def test_a_damaged_report_is_refused_whole_and_names_the_place(world, change, place):
+    host, before = world.hosts[0], len(world.store.kept)
+    good = ev.Event(
+        ev.JOINED,
+        0.0,
+        data={"life": 2, "devices": [{"index": 0}, {"index": 1}], "attempts": []},
+        agent_seq=1,
+    )
+    bad = replace(good, data={**good.data, **change}, agent_seq=2)
+    with pytest.raises(SpecError, match=place):
+        world.coordinator.push(host.name, f"{host.name}#2", [good, bad])
+    assert len(world.store.kept) == before
+    world.check()
+
+
+def test_a_request_that_comes_again_makes_no_second_job(world):
+    spec = world.spec()
+    first = world.coordinator.submit(spec, request="r1")
+    world.restart()
+    assert world.coordinator.submit(spec, request="r1") == first
+    assert world.coordinator.submit(spec, request="r2") != first
+
+
+def test_a_request_that_could_not_be_kept_may_come_again(world):
+    world.store.fails = True
+    with pytest.raises(StoreUnavailable):
+        world.coordinator.submit(world.spec(), request="r1")
+    world.store.fails = False
+    assert state(world, world.coordinator.submit(world.spec(), request="r1"))
+
+
+def test_a_drained_host_that_has_left_counts_no_more(world):
+    world.coordinator.drain("h0")
+    world.hosts[0].fail("host", 1e9)
+    world.advance(6.0, 6)
+    with pytest.raises(Infeasible, match="needs 3 devices, the cluster has 2"):
+        world.submit(least=3)
+
+
 def test_devices_that_a_background_leaves_are_free_when_it_has_left():
     world = World(registry.get("deeppool"), (3,))
     gang = world.submit("background", 1, 3)
@@ -170,6 +237,7 @@ def test_devices_that_a_background_leaves_are_free_when_it_has_left():
     world.coordinator.tick()
     assert len(world.ledger.job(gang).devices) == 2
     assert world.ledger.cluster.free.num_free() == 0
+    assert not world.ledger.cluster.foreground  # the background has not left yet
     world.advance(3.0, 3)
     world.check()
     assert len(world.ledger.cluster.foreground) == 1

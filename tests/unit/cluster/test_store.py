@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sqlite3
 import stat
 
 import pytest
 
+from stretto.cluster import server, wire
 from stretto.cluster import store as stores
-from stretto.cluster import wire
+from stretto.cluster.attempt import Attempt, base_environment, rank_commands
 from stretto.cluster.coordinator import Clock
+from stretto.cluster.folders import Folders
 from stretto.cluster.ledger import Ledger
 from stretto.cluster.policies import registry
 from stretto.cluster.store import Store, read_events, read_only, read_spec, read_table
 from stretto.cluster.tables import TABLES, all_rows
-from stretto.errors import ClusterError, StoreUnavailable
+from stretto.errors import ClusterError, SpecError, StoreUnavailable
 from support.cluster_world import LIMITS, World
+from support.clusters import job
 
 
 @pytest.fixture
@@ -136,6 +140,48 @@ def test_the_clock_never_goes_back():
     assert clock() == 250.0
     wall[0], monotonic[0] = 0.0, 7.0
     assert clock() == 252.0
+
+
+def test_a_restarted_coordinators_clock_follows_no_jump_of_the_wall_clock(
+    tmp_path, monkeypatch
+):
+    folders = Folders(tmp_path)
+    before_s = server.steady_wall(folders)()
+    monkeypatch.setattr(server, "wall_s", lambda: 1e12)
+    assert server.steady_wall(folders)() - before_s < 1e6
+
+
+def test_a_clock_of_an_earlier_start_of_the_host_is_not_used(tmp_path, monkeypatch):
+    folders = Folders(tmp_path)
+    folders.clock.write_text('{"boot": "another", "base_s": 0.0}')
+    monkeypatch.setattr(server, "wall_s", lambda: 1e12)
+    assert server.steady_wall(folders)() >= 1e12
+
+
+def test_no_variable_that_a_rank_gets_from_the_cluster_can_be_set(tmp_path):
+    attempt = Attempt(
+        job="j",
+        attempt=1,
+        role="background",
+        launch="direct",
+        command=("true",),
+        directory="/",
+        environment={},
+        devices=("cuda:0",),
+        first_rank=0,
+        world_size=1,
+        master_address="127.0.0.1",
+        master_port=1,
+        files="",
+        logs="",
+        boards="",
+    )
+    both = [attempt, dataclasses.replace(attempt, role="foreground")]
+    ranks = [rank_commands(each, tmp_path)[0] for each in both]
+    usual = {*base_environment(), "OMP_NUM_THREADS"}
+    for name in {name for rank in ranks for name in rank.environment} - usual:
+        with pytest.raises(SpecError, match="is set by the cluster"):
+            job(tmp_path, "true", environment={name: "x"})
 
 
 def test_events_and_commands_survive_the_wire(world):

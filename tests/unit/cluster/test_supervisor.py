@@ -17,6 +17,7 @@ import pytest
 from stretto.cluster import processes, supervisor_start
 from stretto.cluster.attempt import ATTEMPT_VARIABLE, LOCK_FILE, SOCKET_FILE, Attempt
 from stretto.cluster.channel import connected, encoded
+from stretto.cluster.loop import now_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,11 +55,11 @@ AGENTS: list[Agent] = []
 class Agent:
     """A connection to a supervisor."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, until_s: float = 1e18) -> None:
         self.socket = connected(folder / SOCKET_FILE, timeout_s=LIMIT_S)
         self.lines = self.socket.makefile("rb")
         AGENTS.append(self)
-        self.send(do="attach", left_s=1e9)
+        self.send(do="attach", until_s=until_s)
 
     def send(self, **message: Any) -> None:
         self.socket.sendall(encoded(message))
@@ -120,6 +121,17 @@ def starter() -> Iterator[None]:
 
 
 STARTER: list[subprocess.Popen[str]] = []
+
+
+def awaited_end(folder: Path) -> dict[str, Any]:
+    """Return how an attempt ended, once its supervisor has ended, too."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while processes.is_locked(folder / LOCK_FILE):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    end = supervisor_start.read_end(folder)
+    assert end is not None
+    return end
 
 
 def started(folder: Path, attempt: Attempt, *, forks: bool = True) -> Agent:
@@ -293,21 +305,37 @@ def test_a_renewed_lease_keeps_the_attempt(folder: Path) -> None:
     command = shell("sleep 1.5; exit 4")
     agent = started(folder, attempt_of(folder, *command, lease_s=1.0))
     for _ in range(15):
-        agent.send(do="lease", left_s=1.0)
+        agent.send(do="lease", until_s=now_s() + 1.0)
         time.sleep(0.1)
     # On a machine that stood still for a second the lease may have ended.
     assert agent.event("ended")["code"] in (4, 128 + signal.SIGKILL)
 
 
+def test_a_renewal_that_is_read_after_its_lease_renews_nothing(folder: Path) -> None:
+    # As if the supervisor had not run since the message was sent.
+    sent_until_s = now_s() - 1.0
+    attempt = attempt_of(folder, *shell("exec sleep 600"), lease_s=1e6)
+    attempt = dataclasses.replace(attempt, first_lease_until_s=now_s() + 3.0)
+    attempt.save(folder)
+    assert start_supervisor(folder) is not None
+    with contextlib.suppress(OSError):  # a busy machine: it has ended already
+        Agent(folder, until_s=sent_until_s)
+    assert awaited_end(folder)["why"].startswith("no agent renewed the lease")
+
+
+def test_ranks_do_not_start_after_their_first_lease(folder: Path) -> None:
+    attempt = attempt_of(folder, *shell("touch ran"))
+    attempt = dataclasses.replace(attempt, first_lease_until_s=now_s() - 1.0)
+    attempt.save(folder)
+    assert start_supervisor(folder) is not None
+    assert awaited_end(folder)["code"] == 128 + signal.SIGKILL
+    assert not (folder / "ran").exists()
+
+
 def test_an_end_that_nobody_acknowledged_is_kept_in_a_file(folder: Path) -> None:
     attempt = attempt_of(folder, *shell("exit 9"), lease_s=1.0)
     started(folder, attempt).close()
-    deadline_s = time.monotonic() + LIMIT_S
-    while processes.is_locked(folder / LOCK_FILE):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-    end = supervisor_start.read_end(folder)
-    assert end is not None
+    end = awaited_end(folder)
     assert end["code"] == 9
 
 
