@@ -45,6 +45,8 @@ TAKE_TURNS = {
     "unit/burst/test_capture.py": 2,
     "unit/burst/test_reads.py": 2,
     "unit/cli/test_run.py": 2,
+    "unit/cluster/test_engine_local.py": 2,
+    "unit/cluster/test_supervisor.py": 2,
 }
 """Files all of whose tests take turns, and how many commits run all of them."""
 

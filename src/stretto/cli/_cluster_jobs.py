@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stretto.cluster.folders import Folders
 
 _POLL_S = 0.2
+_CHUNK_BYTES = 1 << 20
 _ENDED = ("done", "failed", "stopped")
 
 
@@ -164,37 +165,63 @@ def logs_command(
     is_json: bool,
 ) -> None:
     """Print what a rank of a job wrote; with --json one object per line."""
+    found = engine_local.ask(folders, {"do": "show", "job": job})
+    job, number = found["job"], attempt or found["attempt"]
+    log = _Log(folders.logs(job, number), rank, number, is_json=is_json)
     while True:
-        found = engine_local.ask(folders, {"do": "show", "job": job})
-        number = attempt or found["attempt"]
-        path = folders.logs(found["job"], number) / f"rank{rank}.log"
-        has_ended = found["state"] in _ENDED
-        if path.exists() or has_ended or not follow:
+        is_later = found["attempt"] > number
+        is_over = is_later or found["state"] in _ENDED
+        # What was written before the end is read after it.
+        log.copy(is_last=is_over or not follow)
+        if is_later and follow and attempt is None:
+            number += 1
+            log = _Log(folders.logs(job, number), rank, number, is_json=is_json)
+            continue
+        if is_over or not follow:
             break
         time.sleep(_POLL_S)
-    if not path.exists():
+        found = engine_local.ask(folders, {"do": "show", "job": job})
+    if not log.exists:
         raise SpecError(
-            f"{job}: rank {rank} of attempt {number} has no log ({path}); the job is "
-            f"{found['state']}"
+            f"{job}: rank {rank} of attempt {number} has no log ({log.path}); the job "
+            f"is {found['state']}"
         )
-    with path.open("rb") as file:
-        while True:
-            _copy(file.read(), rank, number, is_json=is_json)
-            if has_ended or not follow:
-                return
-            time.sleep(_POLL_S)
-            found = engine_local.ask(folders, {"do": "show", "job": job})
-            # What was written before the end is read once more.
-            has_ended = found["state"] in _ENDED or found["attempt"] != number
 
 
-def _copy(data: bytes, rank: int, attempt: int, *, is_json: bool) -> None:
-    if not is_json:
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
-        return
-    for line in data.decode(errors="replace").splitlines():
-        click.echo(json.dumps({"rank": rank, "attempt": attempt, "line": line}))
+class _Log:
+    """A log that is printed as it grows, with JSON line by line."""
+
+    def __init__(self, folder: Path, rank: int, attempt: int, *, is_json: bool) -> None:
+        self.path = folder / f"rank{rank}.log"
+        self._rank, self._attempt, self._is_json = rank, attempt, is_json
+        self._read_bytes, self._rest = 0, b""
+
+    @property
+    def exists(self) -> bool:
+        """Whether the rank has started."""
+        return self.path.exists()
+
+    def copy(self, *, is_last: bool) -> None:
+        """Print what is new."""
+        if not self.exists:
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._read_bytes)
+            while piece := file.read(_CHUNK_BYTES):
+                self._read_bytes += len(piece)
+                self._put(piece)
+        if is_last and self._rest:
+            self._put(b"\n")
+
+    def _put(self, piece: bytes) -> None:
+        if not self._is_json:
+            sys.stdout.buffer.write(piece)
+            sys.stdout.buffer.flush()
+            return
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            row = {"rank": self._rank, "attempt": self._attempt}
+            click.echo(json.dumps(row | {"line": line.decode(errors="replace")}))
 
 
 @click.command(name="stop")

@@ -35,7 +35,7 @@ def read_job(path: Path) -> Job:
 def _body(data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):  # the codec says what is wrong
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -58,7 +58,10 @@ def check_files(job: Job, *, source: str) -> None:
                 f"{source}: $.command[0]: {program!r} is missing or cannot be "
                 "executed: give a path, or a program on PATH"
             )
-    elif program != "-m" and not (folder / program).is_file():
+    elif program == "-m":
+        if len(job.command) == 1:
+            raise SpecError(f"{source}: $.command: names no module after -m")
+    elif not (folder / program).is_file():
         raise SpecError(f"{source}: $.command[0]: no such script: {folder / program}")
     if job.burst is not None:
         _check_burst(job, folder, source)

@@ -29,10 +29,9 @@ def check(event: Event) -> None:
         _check_joined(data, place)
     elif event.kind == ev.ENDED:
         _check_end(data, place)
-    elif event.kind in (ev.ATTACHED, ev.DETACHED):
-        _check_devices(data, place, _ANY)
-    elif event.kind == ev.STARTED and data.get("devices") is not None:
-        _check_devices(data, place, _ANY)
+    elif event.kind in (ev.ATTACHED, ev.DETACHED, ev.STARTED):
+        if event.kind != ev.STARTED or data.get("devices") is not None:
+            _check_devices(data, place, _ANY)
     elif event.kind == ev.PROFILED and not isinstance(data.get("profile"), str):
         raise _wrong(f"{place}.profile", "text", data.get("profile"))
 

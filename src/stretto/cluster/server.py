@@ -121,6 +121,8 @@ class Server:
         self._tick_soon()
         self._loop.run()
         listener.close()
+        with contextlib.suppress(OSError):
+            self.folders.socket.unlink()  # while no other coordinator can have its own
         self.store.close()
 
     # messages

@@ -380,7 +380,9 @@ class Supervisor:
 
     def _renew(self, _channel: Channel, message: dict[str, Any]) -> None:
         # A time of this host's clock: a message that was read late renews nothing.
-        until_s = min(float(message.get("until_s", 0.0)), now_s() + self._attempt.lease_s)
+        until_s = min(
+            float(message.get("until_s", 0.0)), now_s() + self._attempt.lease_s
+        )
         self._lease_until_s = max(self._lease_until_s, until_s)
 
     def _acknowledge(self, _channel: Channel, message: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ SET_BY_CLUSTER = (
     "STRETTO_BACKGROUND",
     "STRETTO_BACKGROUND_MAX_LOSS",
 )
-"""Environment variables that a job file cannot set, beside those of `CLUSTER_PREFIX`."""
+"""Variables that a job file cannot set, nor any that begins with `CLUSTER_PREFIX`."""
 
 CLUSTER_PREFIX = "STRETTO_CLUSTER_"
 
@@ -314,9 +314,3 @@ def _short_name(place: str, value: str) -> None:
 def _text(place: str, value: str) -> None:
     if "\0" in value:
         raise SpecError("must not contain the character NUL", place=place)
-    try:
-        value.encode()
-    except UnicodeEncodeError as exc:
-        raise SpecError(
-            f"must be text that UTF-8 can encode, got {value!r:.80}", place=place
-        ) from exc

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from stretto.cli import main
+from stretto.cli._cluster_jobs import _Log
 from stretto.cluster import engine_local
 from stretto.cluster.folders import Folders
 from support.clusters import WAITS, await_file, await_that
@@ -96,11 +97,39 @@ def test_logs_follow_a_job_to_its_end(run: Run, tmp_path: Path) -> None:
     assert run("logs", job, "-f")[1] == "last\n"
 
 
+def test_logs_follow_a_job_through_its_restarts(run: Run, tmp_path: Path) -> None:
+    script = "echo begin; [ -e again ] && exit 0; touch again; printf cut; exit 1"
+    restart = {"attempts": 1, "backoff_s": 0.1}
+    job = submitted(run, job_file(tmp_path, script, restart=restart))
+    rows = [json.loads(row) for row in run("logs", job, "-f", "--json")[1].splitlines()]
+    found = [(row["attempt"], row["line"]) for row in rows]
+    assert found == [(1, "begin"), (1, "cut"), (2, "begin")]
+
+
+def test_a_log_is_followed_to_the_end_of_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = _Log(tmp_path, 0, 1, is_json=True)
+    path, text = tmp_path / "rank0.log", "größe\u2028\n".encode()
+    for size in (3, len(text)):  # the first cuts a character
+        path.write_bytes(text[:size])
+        log.copy(is_last=False)
+    assert [
+        json.loads(row)["line"] for row in capsys.readouterr().out.split("\n")[:-1]
+    ] == ["größe\u2028"]
+
+
 def test_logs_as_json_name_rank_and_attempt(run: Run, tmp_path: Path) -> None:
     job = submitted(run, job_file(tmp_path, "echo a; echo b"))
     await_end(run, job)
     lines = [json.loads(line) for line in run("logs", job, "--json")[1].splitlines()]
     assert lines[1] == {"rank": 0, "attempt": 1, "line": "b"}
+
+
+def test_a_file_nested_too_deep_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    code, _, err = run("submit", tmp_path / "deep.json")
+    assert (code, "deep.json" in err) == (2, True)
 
 
 def test_a_missing_rank_of_a_log_is_named(run: Run, tmp_path: Path) -> None:
@@ -157,6 +186,7 @@ def test_a_job_that_can_never_fit_is_exit_code_3(run: Run, tmp_path: Path) -> No
         ({"directory": "nowhere"}, "$.directory: no such folder: "),
         ({"command": ["no-such-program"]}, "'no-such-program' is missing or cannot"),
         ({"launch": "stretto run", "command": ["no.py"]}, "no such script: "),
+        ({"launch": "torchrun", "command": ["-m"]}, "names no module after -m"),
         ({"after": ["tiny"]}, "cannot start after itself"),
         ({"after": ["unknown-job"]}, "unknown-job"),
         ({"surprise": 1}, "surprise"),

@@ -343,6 +343,7 @@ def test_a_cluster_that_was_down_goes_on_with_its_jobs(tmp_path: Path) -> None:
         await_file(tmp_path / "ready")
         assert engine_local.down(found.folders, timeout_s=60.0)
         assert (tmp_path / "saved").exists()
+        assert not found.folders.socket.exists()
         with pytest.raises(ClusterError, match="no cluster runs in"):
             engine_local.ask(found.folders, {"do": "status"})
         (tmp_path / "go").touch()

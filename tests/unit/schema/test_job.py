@@ -54,8 +54,6 @@ def test_a_short_file_has_defaults():
             "$.environment.STRETTO_CLUSTER_ATTEMPT",
             "set by the cluster",
         ),
-        ({"command": ["\ud800"]}, "$.command[0]", "UTF-8"),
-        ({"directory": "/\ud800"}, "$.directory", "UTF-8"),
         ({"environment": {"A B": "0"}}, "$.environment.A B", "is not the name"),
         ({"after": ["vgg"]}, "$.after[0]", "cannot start after itself"),
         ({"after": ["a", "a"]}, "$.after[1]", "is a duplicate"),
