@@ -104,6 +104,8 @@ class Ledger:
     def __init__(self, policy: AbstractPolicy, limits: Limits | None = None) -> None:
         self.limits = Limits() if limits is None else limits
         self.state = State()
+        self.gone: frozenset[str] = frozenset()
+        """Hosts that were known once and will not return, as the engine says."""
         self.refused_decision = ""
         """The last decision of the policy that broke a rule; empty if none did."""
         self._policy = policy
@@ -185,9 +187,8 @@ class Ledger:
 
     def _check_fits(self, spec: Job) -> None:
         """Refuse what the known hosts could not run even if they were empty."""
-        # One that is drained and silent has left the cluster.
         known = self.cluster.hosts.values()
-        hosts = [host for host in known if host.is_up or not host.is_drained]
+        hosts = [host for host in known if host.name not in self.gone]
         if not hosts:
             return
         need, size = spec.gpus.least, spec.memory_bytes

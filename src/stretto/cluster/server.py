@@ -92,6 +92,8 @@ class Server:
         self.store = Store(folders.root)
         self.clock = Clock(self.store.last_s, steady_wall(folders), now_s)
         self.coordinator = Coordinator(self.ledger, self.store, self.clock)
+        known = frozenset(self.ledger.cluster.hosts)
+        self.ledger.gone = known - settings.hosts.keys()
         self._loop = Loop()
         self._agents: dict[str, Channel] = {}
         self._sent: dict[str, set[Any]] = {}

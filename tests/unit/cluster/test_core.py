@@ -220,10 +220,8 @@ def test_a_request_that_could_not_be_kept_may_come_again(world):
     assert state(world, world.coordinator.submit(world.spec(), request="r1"))
 
 
-def test_a_drained_host_that_has_left_counts_no_more(world):
-    world.coordinator.drain("h0")
-    world.hosts[0].fail("host", 1e9)
-    world.advance(6.0, 6)
+def test_a_host_that_will_not_return_counts_no_more(world):
+    world.ledger.gone = frozenset({"h0"})
     with pytest.raises(Infeasible, match="needs 3 devices, the cluster has 2"):
         world.submit(least=3)
 
