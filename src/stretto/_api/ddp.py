@@ -254,7 +254,7 @@ def _with_overlap(
             "plan with planner 'joint' and its dimension 'forward', and pass the plan."
         )
     _log.warning(
-        "overlap='forward' is experimental: compare a run with overlap='backward' before "
-        "you rely on it"
+        "overlap='forward' is experimental: compare a run with overlap='backward' "
+        "before you rely on it"
     )
     return plan

@@ -130,8 +130,8 @@ def _torchrun_options() -> dict[str, argparse.Action]:
 @click.option(
     "--overlap",
     type=click.Choice(["backward", "forward"]),
-    help="Overlap communication with backward only, or (experimental) also with the next "
-    "forward, for which the plan must be made.  [default: backward]",
+    help="Overlap communication with backward only, or (experimental) also with the "
+    "next forward, for which the plan must be made.  [default: backward]",
 )
 @click.option(
     "--foreground",
