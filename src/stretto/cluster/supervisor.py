@@ -106,7 +106,7 @@ class Supervisor:
         listener = Listener(self._loop, self._socket, self._on_message, self._on_close)
         if now_s() < self._lease_until_s:
             self._begin()
-        else:  # this host was still: another attempt may run by now
+        else:  # the process did not run for a while: another attempt may run by now
             self._check_lease()
             self._finish()
         period_s = min(_LONGEST_CHECK_S, max(0.05, self._attempt.lease_s / 20))
