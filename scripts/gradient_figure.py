@@ -105,7 +105,7 @@ def drawing() -> str:
                 "Reducer was given: its n-th",
                 "all-reduce is bucket n",
             ],
-            "hook.py",
+            "planned_group.py",
         ),
         box(
             638,
@@ -138,7 +138,7 @@ def drawing() -> str:
             "ours",
             "end of backward",
             ["waits for all works once,", "finds NaN, reports failures"],
-            "hook.py, numerics.py",
+            "planned_group.py, nan_check.py",
         ),
         box(20, 292, 136, 92, "torch", "optimizer", ["all gradients", "in place"], ""),
         words(20, 428, 'Order found while running: order="negotiated"', "row"),
@@ -178,7 +178,7 @@ def drawing() -> str:
                 "on a control group of its",
                 "own: ready on all ranks",
             ],
-            "control.py",
+            "control_thread.py, rounds.py",
         ),
         box(
             638,
@@ -186,9 +186,9 @@ def drawing() -> str:
             172,
             112,
             "ours",
-            "units",
+            "buckets",
             ["small tensors packed,", "large ones cut, in", "index order"],
-            "units.py, sending.py",
+            "buckets.py, send.py",
         ),
         box(
             412,
@@ -198,7 +198,7 @@ def drawing() -> str:
             "ours",
             "stable order",
             ["once stable: no rounds"],
-            "steps.py, fixed_order.py",
+            "stable_order.py",
         ),
         box(
             412,

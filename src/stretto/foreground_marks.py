@@ -20,10 +20,10 @@ class ForegroundMarks(Protocol):
     """Receives what a training loop does; see `stretto.Foreground`."""
 
     def step(self, source: object = None) -> None:
-        """Mark the begin of a step; ``source`` is the model that begins it."""
+        """Mark the start of a step; ``source`` is the model that begins it."""
 
     def begin_wait(self, what: str, *, uses_device: bool = False) -> None:
-        """Mark the begin of a wait."""
+        """Mark the start of a wait."""
 
     def end_wait(self) -> None:
         """Mark its end."""

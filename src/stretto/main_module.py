@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def new_main_module() -> dict[str, Any]:
-    """Replace the main module by an empty one, and return its names."""
+    """Replace the main module with an empty one, and return its names."""
     main = ModuleType("__main__")
     names = vars(main)
     names["__builtins__"] = builtins
@@ -33,10 +33,10 @@ def new_main_module() -> dict[str, Any]:
 
 
 def new_script_module(path: str) -> dict[str, Any]:
-    """Replace the main module by an empty one for a script, and return its names.
+    """Replace the main module with an empty one for a script, and return its names.
 
     Its attributes are those of ``python PATH``: ``__file__`` is absolute, so that a
-    script finds its files after it has changed the folder.
+    script finds its files after it has changed the working directory.
     """
     names = new_main_module()
     file = main_file(path)

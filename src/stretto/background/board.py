@@ -189,7 +189,7 @@ def file_of(device: str, ending: str) -> Path:
 
 @contextlib.contextmanager
 def clear_errors(path: Path) -> Iterator[None]:
-    """Turn what the system refuses for a device's file into one clear error.
+    """Raise a BackgroundError in place of an OSError on a device's file.
 
     Raises:
         BackgroundError: instead of an OSError.
@@ -320,7 +320,7 @@ class Board:
 
         Args:
             step: number of the step.
-            state: ``COMPUTING``, ``WAITING`` or ``COMMUNICATING``.
+            state: ``FREE``, ``COMPUTING``, ``WAITING`` or ``COMMUNICATING``.
             kind: what it waits for, as `kind_number` returned it.
         """
         number = next(self._numbers)

@@ -139,7 +139,7 @@ class Foreground:
         return None if self._is_closed else self._board.background()
 
     def step(self, source: object = None) -> None:
-        """Mark the begin of a step; the device computes from now on.
+        """Mark the start of a step; the device computes from now on.
 
         Args:
             source: the model that begins it. If several models begin steps, those of
@@ -330,7 +330,7 @@ def _leave_to_parent(foreground: Foreground | None) -> None:
 
 
 _LOOP = object()
-"""Stands for a training loop that marks steps itself."""
+"""Source of the steps of a training loop that marks them itself."""
 
 
 def _training_loop() -> object:

@@ -41,7 +41,7 @@ _PAUSES_S = {Reason.CLOSED: 1e-2, Reason.STALE: 1e-3, Reason.CONTROL: 1e-3}
 
 _STEP_PAUSES, _LONGEST_PAUSE_S = 500, 2e-3
 """Looks in a step of the foreground in which the gate is shut, at least: a look costs
-processor time, a late one the begin of a window."""
+processor time, a late one the start of a window."""
 
 _LENGTHS = 8
 """Last lengths of tasks of one label. Three of four are at most the usual one: a task

@@ -46,7 +46,7 @@ BLOCK = 7
 """Steps with background between two control steps."""
 
 SHORT_BLOCK = 3
-"""The same while little is known, at the begin and after a change."""
+"""The same while little is known, at the start and after a change."""
 
 MOST_MARGIN = 4.0
 """Margin beyond which the background is closed."""

@@ -37,7 +37,7 @@ class Window:
     """One interval of a step in which the device is idle."""
 
     begin_s: float
-    """From the begin of the step."""
+    """From the start of the step."""
 
     length_s: float
 

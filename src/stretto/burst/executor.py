@@ -501,7 +501,7 @@ class BurstParallel(nn.Module):
             cores: processors that all ranks of an emulated cluster share.
 
         Returns:
-            Windows in seconds from the begin of a step, in their order.
+            Windows in seconds from the start of a step, in their order.
 
         Raises:
             PlanMismatch: the profile is of another model.

@@ -67,7 +67,7 @@ class Forward:
         self._norms: dict[LayerNode, list[NormSync]] = {}
         self._stands_for: dict[LayerGraph, dict[Any, Any]] = {}
         self._graph: LayerGraph | None = None
-        """The number of the running forward."""
+        """The graph of the running forward."""
         # Backward passes through it if a rank has no parameters of its own.
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 

@@ -20,7 +20,7 @@ from stretto.schema import NARROWER, Cluster, Workload
     "--planner",
     default="joint",
     show_default=True,
-    help="Name of the method, stretto's or an installed package's.",
+    help="Planner: one of stretto's, or an installed package's.",
 )
 @click.option(
     "-o",

@@ -3,8 +3,11 @@
 `ledger` holds all decisions: events in, commands out. `events` and `commands` are its
 vocabulary, `views` what its policies see, `policies` choose where jobs run. `store`
 keeps the events, and `coordinator` joins ledger, store and clock for an engine.
-`engine_sim` executes commands in virtual time, for traces that `traces` reads. None of
-these imports torch.
+`state`, `records` and `devices` are what the ledger holds, `consequences` and
+`outstanding` what follows from it, `decisions` what a policy's decisions become, and
+`reports` checks what agents send. `tables` and `wire` are rows and JSON of all that.
+`engine_sim` executes commands in virtual time, for traces that `traces` reads and
+`replay` runs, with speeds of `speeds`. None of these imports torch.
 
 `engine_local` starts the processes of a cluster on this machine: `server`, which is the
 coordinator behind a socket, and an `agent` per host with its `coordinator_link`. An

@@ -268,7 +268,8 @@ class Ledger:
                 break
         else:
             _logger.warning(
-                "policy %s still changes its mind after %d rounds",
+                "policy %s still returned decisions after %d rounds; the rest wait for "
+                "the next event. decide() must return nothing if nothing has changed",
                 self._policy.name,
                 _MOST_ROUNDS,
             )

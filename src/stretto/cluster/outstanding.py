@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def commands(state: State, host: str | None = None) -> list[Command]:
-    """Return the outstanding commands, all or those of a host."""
+    """Return outstanding commands: all (``None``), a host's, or of no host ("")."""
     found: list[Command] = []
     names = list(state.cluster.hosts) if host is None else [host] if host else []
     for name in names:
@@ -35,7 +35,7 @@ def commands(state: State, host: str | None = None) -> list[Command]:
                     attempt=number,
                     signal="KILL",
                     grace_s=0.0,
-                    why="it should not run here any more",
+                    why="it should no longer run here",
                 )
             )
     if not host:

@@ -214,7 +214,7 @@ class JobsView:
             self._stopping.setdefault(job.role, {})[job.id] = job
 
     def remove_live(self, job: JobView) -> None:
-        """Remove a job that has no devices any more."""
+        """Remove a job that no longer has devices."""
         if self._live[job.role].pop(job.id, None) is not None:
             self._unhost(job)
             self.show_growth(job)

@@ -1,4 +1,4 @@
-"""Reduce workloads of many tensors to workloads of few."""
+"""Join neighboring tensors until a workload is small enough to search."""
 
 from __future__ import annotations
 

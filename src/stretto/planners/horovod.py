@@ -40,7 +40,7 @@ class HorovodPlanner(AbstractPlanner):
         self._cycle_s = cycle_s
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
-        """Return the cycles' buckets for the cluster's a and b on one lane."""
+        """Return one bucket per fused buffer, on one lane, for the cluster's costs."""
         tensors = workload.tensors
         starts = dtype_starts(workload)
         cost = linear_cost(workload, cluster)

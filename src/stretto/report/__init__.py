@@ -1,4 +1,10 @@
-"""Show measurements and predictions: tables, traces, pages."""
+"""Show measurements and predictions: tables, traces, pages.
+
+`tables` prints on a terminal, `trace` writes trace files, `results` is what a demo or a
+run found. `page` makes HTML pages, of which `ranks_page`, `burst`, `background`,
+`cluster` and `tuning` are kinds, from `svg`, `curves` and `bars`. `gather` reads the
+files that `stretto report` is given; `ranks` compares ranks.
+"""
 
 from stretto.report.page import render, save
 from stretto.report.results import (

@@ -109,7 +109,7 @@ def _with_timeline(
 
 
 def _name_and_word(path: Path) -> tuple[str, str]:
-    """Return the method and kind of a timeline from its file name, or ``None``."""
+    """Return a timeline's method and kind from its file name; the kind may be empty."""
     for word in (PREDICTED, MEASURED, RANKS):
         for sign in " -_.":
             if path.stem.endswith(sign + word):

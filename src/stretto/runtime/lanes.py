@@ -1,4 +1,4 @@
-"""Lanes: communicators that run collectives concurrently.
+"""Lanes: collectives on one lane run in order, those on different lanes concurrently.
 
 Collectives on one lane start in launch order; lanes run in parallel. A lane is a
 backend of its own over the ranks of the model's process group, not a

@@ -1,4 +1,4 @@
-"""Check a plan against a model, and compute the route of each bucket."""
+"""Check a plan against a model, and compute each bucket's route."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def connections_among(new: set[Socket], store: Store) -> set[Socket]:
             if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 mine[local] = (number, inode) in new
             elif (number, inode) in new:
-                with contextlib.suppress(OSError):  # not connected any more
+                with contextlib.suppress(OSError):  # no longer connected
                     connected.append(((number, inode), local, found.getpeername()[1]))
     return {
         row

@@ -141,7 +141,7 @@ def own_connection(ranks: Ranks, *, limit_s: float | None = None) -> Store:
     def in_vain() -> bool:
         return bool(watch.lost(ranks.names[:1])) or time.perf_counter() > deadline
 
-    # If no process listens any more, connecting is retried for many minutes.
+    # If no process listens anymore, connecting is retried for many minutes.
     ended, found = call_aside(
         partial(_clone, ranks.store, limit_s), name="stretto-connecting", look=in_vain
     )

@@ -95,11 +95,11 @@ def ddp_step_s_at(found: CachedPlan, now_s: float) -> float | None:
 def profile_again(
     found: CachedPlan, *, planner: str, wire_dtype: str | None
 ) -> ProfileResult:
-    """Return the result of an earlier run's profile, planned with again.
+    """Plan again from an earlier run's measurements.
 
     Raises:
         Infeasible: the planner finds no plan.
-        SpecError: the same.
+        SpecError: the planner rejects its options.
     """
     return ProfileResult(
         workload=found.workload,

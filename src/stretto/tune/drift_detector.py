@@ -121,7 +121,7 @@ class DriftDetector:
         """Continue after a search that a change reopened; ``better``: another plan won.
 
         If none won, the plan is known to be right at both speeds, so neither is a
-        change any more. A step time outside both is ignored for a rest period that
+        change anymore. A step time outside both is ignored for a rest period that
         doubles each time, because a wandering step time must not trigger endless
         searches.
         """

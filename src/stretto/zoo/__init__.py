@@ -1,4 +1,9 @@
-"""The papers' models and testbeds, generated from their definitions."""
+"""The papers' models and testbeds, generated from their definitions.
+
+`graph` has layers and shapes; `convolutional`, `inception` and `transformer` define
+architectures, which `models` lists. `timing` and `profiles` add times and make
+workloads and layer profiles. `clusters` has the testbeds.
+"""
 
 from stretto.zoo.clusters import CLUSTERS, cluster
 from stretto.zoo.graph import Layer, LayerGraph, Parameter

@@ -1,4 +1,4 @@
-"""The models by name."""
+"""The papers' models by name, each with its builder."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class CpuDevice(AbstractDevice):
         return isolation.works
 
     def start_task(self, label: str, *, waits: bool, depth: int) -> bool:
-        """Note the begin of a task."""
+        """Note the start of a task."""
         del waits, depth
         self._running = label, perf_counter()
         return True

@@ -70,7 +70,7 @@ class CudaDevice(AbstractDevice):
             cuda: the module ``torch.cuda``.
 
         Raises:
-            SpecError: the name has no number of a device.
+            SpecError: the part after the colon is not a number.
         """
         super().__init__(name)
         number = name.partition(":")[2] or "0"

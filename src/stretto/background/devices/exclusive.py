@@ -59,7 +59,8 @@ class ExclusiveDevice(AbstractDevice):
             )
         except OSError as exc:
             raise BackgroundError(
-                f"the queue {self._path} cannot be opened ({exc.strerror}): remove it"
+                f"the queue {self._path} cannot be opened ({exc.strerror}): remove "
+                "that file"
             ) from exc
         self._lock = threading.Lock()
         self._pid, self._started = os.getpid(), own_start()
@@ -116,7 +117,8 @@ class ExclusiveDevice(AbstractDevice):
                 return False
             if number - served >= _TICKETS:
                 raise BackgroundError(
-                    f"more than {_TICKETS} launches wait: {self.name}"
+                    f"device {self.name} has {_TICKETS} waiting launches already: end "
+                    "some background jobs"
                 )
             self._words[_NEXT] = number + 1
             at = _TICKETS_AT + 2 * (number % _TICKETS)

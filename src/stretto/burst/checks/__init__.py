@@ -19,7 +19,7 @@ Optimizers:
 
 - `optimizer_use`: they are used equally, with the same options.
 - `optimizer_options`: their options as numbers and as JSON (for `optimizer_use`).
-- `optimizers`: what they keep outside their state is the same.
+- `optimizers`: what they keep outside their state is the same (for `plan_change`).
 - `joined_calls`: calls that join gradients, such as clipping, are for the same
   parameters (for `burst.torch_calls`).
 - `separable`: an optimizer treats parameters separately (for `stale_guard` too).

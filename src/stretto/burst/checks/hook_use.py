@@ -76,7 +76,7 @@ class HookUse:
         self._differ = False
         """Whether ranks had different hooks at the last forward."""
         self._registered = -1
-        """How many hooks nodes had got when those of the parameters had none."""
+        """Count of registered hooks when the parameters last had none; -1 before."""
         self._elsewhere: dict[int, type] = {}
         """The types of modules and parameters that only other ranks run, by ids."""
         self._changed: set[str] = set()
@@ -217,7 +217,7 @@ class HookUse:
         return _key(f"parameter {self._names.get(id(parameter))!r}", "", hook)
 
     def _module_hooks(self) -> Iterator[tuple[str, str, dict[int, Any], Any]]:
-        """Yield where hooks are, their kind, and they; the module, or None for all."""
+        """Yield each group of hooks: place, kind, hooks, their module (None: all)."""
         for kind, hooks in _GLOBAL.items():
             if hooks:
                 yield "all modules", kind, hooks, None

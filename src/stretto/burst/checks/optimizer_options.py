@@ -34,7 +34,10 @@ class OptionDigest:
         self._read: dict[int, tuple[Tensor, int, float]] = {}
 
     def of(self, options: list[Any]) -> tuple[int, float]:
-        """Return a digest of what is no number, and a sum that the numbers enter."""
+        """Return a digest of values that are no numbers, and a sum for the numbers.
+
+        The weighted sum is over the logarithms of the numbers.
+        """
         is_constant = all(
             type(value) in _CONSTANT
             or (type(value) is tuple and all(type(v) in _CONSTANT for v in value))
@@ -123,7 +126,7 @@ def is_near(one: Any, other: Any) -> bool:
 
 
 def logarithm(value: float) -> float:
-    """Return a number of moderate size that differs as values differ relatively."""
+    """Return a signed logarithm: equal relative changes give equal differences."""
     if math.isnan(value):
         return -1.0
     size = min(abs(value), _LARGEST)

@@ -29,7 +29,7 @@ class ExclusivePolicy(AbstractPolicy):
     Jobs start in the order of priority, then submission. If the first does not fit,
     later ones that fit may pass it. How long jobs will run is not known, so this could
     go on for ever. When the first has waited for ``patience_s``, devices that become
-    free are kept for it, and no job passes it any more.
+    free are kept for it, and no job passes it anymore.
 
     # Note [Backgrounds give way]
     A background has a device alone while no foreground needs it. If a foreground does

@@ -72,7 +72,7 @@ def growth(
 
 
 class SizedPolicy(ExclusivePolicy):
-    """Gives a foreground as many of the free devices as it becomes faster with.
+    """Gives a foreground the number of free devices at which it runs fastest.
 
     A job whose speeds are not known gets as many as are free.
     """
@@ -82,7 +82,7 @@ class SizedPolicy(ExclusivePolicy):
     def __init__(
         self, *, patience_s: float = PATIENCE_S, settle_s: float = SETTLE_S
     ) -> None:
-        """Set how long jobs may pass the first one, and keep what they have."""
+        """Set how long jobs may pass the first one, and how long they keep devices."""
         super().__init__(patience_s=patience_s)
         self._settle_s = at_least_zero("settle_s", settle_s)
 

@@ -73,7 +73,7 @@ class ProcessSet:
         self._rank = None
 
     def invalidate(self) -> None:
-        """Mark the set as removed: it has no ranks any more."""
+        """Mark the set as removed: it no longer has ranks."""
         self.left()
         self.ranks = None
 

@@ -1,4 +1,4 @@
-"""Start and end of a job, and a rank's place in it."""
+"""Horovod's init and shutdown, rank and size, and process sets: the shared state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Decide when the next round may begin, and report ranks that wait long."""
+"""Pace rounds, name the ranks that a request waits for, share why the engine ended.
+
+The control thread uses all three.
+"""
 
 from __future__ import annotations
 
