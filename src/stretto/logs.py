@@ -13,7 +13,7 @@ from typing import Any, final
 
 
 @final
-class _LastResort(logging.Handler):
+class LastResort(logging.Handler):
     """Prints warnings and results as `logging.lastResort` does, with stretto's name.
 
     Active only if the program has set up no logging.
@@ -30,7 +30,7 @@ class _LastResort(logging.Handler):
 
 
 if not logging.getLogger("stretto").handlers:
-    logging.getLogger("stretto").addHandler(_LastResort(logging.INFO))
+    logging.getLogger("stretto").addHandler(LastResort(logging.INFO))
 
 
 @final

@@ -26,7 +26,7 @@ from torch import multiprocessing
 
 from stretto._api.ddp import DistributedDataParallel
 from stretto.errors import SpecError, StrettoError
-from stretto.logs import get_logger
+from stretto.logs import LastResort, get_logger
 from stretto.main_module import main_file, run_file, run_named
 from stretto.network_interfaces import check_interfaces
 
@@ -186,7 +186,7 @@ def _report_steps() -> None:
 def _show_log() -> None:
     """Show log lines if the script sets up no logging of its own."""
     logger = logging.getLogger("stretto")
-    own = [h for h in logger.handlers if type(h).__module__ != "stretto"]
+    own = [h for h in logger.handlers if not isinstance(h, LastResort)]
     if not own and not logging.getLogger().handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("stretto: %(message)s"))

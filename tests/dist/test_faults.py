@@ -106,8 +106,8 @@ def rank_asks_too_much(rank: int, size: int) -> dict[str, tuple[str, str]]:
     names = reversed_names(mixed)
     plan = plan_in_turn([names], ranks=size)
     found["dtypes"] = raised(make, mixed, plan=plan)
-    forward = plan_in_turn([names], ranks=size, overlap="forward")
-    found["overlap"] = raised(make, model, plan=forward)
+    halves = plan_in_turn([names], ranks=size, overlap="halves")
+    found["overlap"] = raised(make, model, plan=halves)
     return found
 
 
@@ -117,7 +117,7 @@ def test_what_can_not_be_executed_is_refused(ranks: Any) -> None:
         "algorithm": "'tree'",
         "wire": "'float64'",
         "dtypes": "float32 and float64",
-        "overlap": "'forward'",
+        "overlap": "'halves'",
     }.items():
         assert found[case][0] == "PlanMismatch", case
         assert word in found[case][1]

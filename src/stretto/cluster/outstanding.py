@@ -67,7 +67,7 @@ def _for_part(record: Record, attempt: Attempt, part: Part) -> Iterator[Command]
             purpose=attempt.purpose,
             devices=part.wanted,
             first_rank=part.first_rank,
-            ranks=sum(len(each.wanted) for each in attempt.parts.values()),
+            ranks=sum(each.num_ranks for each in attempt.parts.values()),
             hosts=tuple(attempt.parts),
             way=attempt.way,
             batch=attempt.batch,

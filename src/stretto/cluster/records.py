@@ -27,7 +27,10 @@ class Part:
     first_rank: int
 
     wanted: tuple[int, ...]
-    """The devices that it should use, in the order of ranks."""
+    """The devices that it should use, in the order of ranks; none once it has ended."""
+
+    num_ranks: int
+    """Its ranks, also once it has ended: parts that start later count them."""
 
     held: tuple[int, ...]
     """The devices that it may be using; a superset of ``wanted``."""

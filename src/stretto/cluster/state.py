@@ -337,9 +337,14 @@ class State:
         self.jobs.add_live(view)
 
     def _add_part(self, attempt: Attempt, host: str, numbers: tuple[int, ...]) -> None:
-        first = sum(len(part.wanted) for part in attempt.parts.values())
+        others = (part for name, part in attempt.parts.items() if name != host)
+        first = sum(part.num_ranks for part in others)
         attempt.parts[host] = Part(
-            host=host, first_rank=first, wanted=numbers, held=numbers
+            host=host,
+            first_rank=first,
+            wanted=numbers,
+            num_ranks=len(numbers),
+            held=numbers,
         )
         self.on_host[host][attempt.job, attempt.number] = attempt
 
@@ -390,6 +395,7 @@ class State:
                 self._add_part(attempt, host, numbers)
             else:
                 part.wanted += numbers
+                part.num_ranks = len(part.wanted)
                 part.held += tuple(n for n in numbers if n not in part.held)
         record.view.devices += devices
         self.jobs.show_growth(record.view)
@@ -404,6 +410,7 @@ class State:
         for host, numbers in by_host(devices).items():
             part = attempt.parts[host]
             part.wanted = tuple(n for n in part.wanted if n not in numbers)
+            part.num_ranks = len(part.wanted)
             part.is_released = not part.wanted
         left = set(devices)
         record.view.devices = tuple(d for d in record.view.devices if d not in left)

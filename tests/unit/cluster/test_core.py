@@ -239,3 +239,14 @@ def test_devices_that_a_background_leaves_are_free_when_it_has_left():
     world.advance(3.0, 3)
     world.check()
     assert len(world.ledger.cluster.foreground) == 1
+
+
+def test_a_part_that_starts_late_counts_the_ranks_of_one_that_has_ended(world):
+    job = world.submit(least=4)
+    first, second = world.hosts
+    world.beat(first)
+    world.beat(first)
+    first.report(ev.ENDED, job, 1, code=0, signaled=False)
+    world.beat(first)
+    (command,) = world.ledger.commands(second.name)
+    assert (command.first_rank, command.ranks) == (2, 4)
