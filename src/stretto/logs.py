@@ -20,6 +20,7 @@ class LastResort(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write a line if the program has set up no logging."""
         logger = logging.getLogger("stretto")
         if logging.getLogger().handlers or logger.handlers != [self]:
             return
