@@ -52,10 +52,11 @@ class Forked:
     def __init__(self, server: RankServer, pid: int) -> None:
         self._server = server
         self.pid = pid
+        self.status: int | None = None
 
     def poll(self) -> int | None:
         """The exit status, negative for a signal; ``None`` while it runs."""
-        return self._server.statuses.get(self.pid)
+        return self.status
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end; `subprocess.TimeoutExpired` after `timeout` seconds."""
@@ -80,8 +81,9 @@ class RankServer:
     def __init__(self) -> None:
         self.environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
         self.changed = threading.Condition()
-        self.statuses: dict[int, int] = {}
-        self._started: list[int] = []
+        self._running: dict[int, Forked] = {}
+        """By process id, which the system uses again once a process has ended."""
+        self._started: list[Forked] = []
         self._process = subprocess.Popen(
             [sys.executable, str(PROGRAM), "serve"],
             env=self.environment,
@@ -102,17 +104,19 @@ class RankServer:
             self._process.stdin.flush()
             if not self.changed.wait_for(lambda: len(self._started) > before, START_S):
                 raise RuntimeError("the server of ranks did not answer")
-            return Forked(self, self._started[-1])
+            return self._started[-1]
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             what, *numbers = line.split()
             with self.changed:
+                pid = int(numbers[0]) if numbers else 0
                 if what == "started":
-                    self._started.append(int(numbers[0]))
+                    self._running[pid] = Forked(self, pid)
+                    self._started.append(self._running[pid])
                 elif what == "ended":
-                    self.statuses[int(numbers[0])] = int(numbers[1])
+                    self._running.pop(pid).status = int(numbers[1])
                 self.changed.notify_all()
 
     def close(self) -> None:
