@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto import units
+from stretto.cli._ranks import process_group, require_ranks
 from stretto.errors import SpecError
-from stretto.network_interfaces import check_interfaces
 from stretto.schema import Cluster, codec
 
 if TYPE_CHECKING:
@@ -106,12 +105,7 @@ def command(
         return
     if output is None:
         raise SpecError("stretto probe writes a cluster file: name it with -o FILE")
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise SpecError(
-            "stretto probe runs on every rank of a cluster, but RANK and WORLD_SIZE "
-            "are not set: start it with `stretto lab run ... -- stretto probe ...` or "
-            "`torchrun --no-python ... stretto probe ...`"
-        )
+    require_ranks("probe")
     options: dict[str, Any] = {
         "budget_s": budget_s,
         "repetitions": repetitions,
@@ -120,20 +114,9 @@ def command(
     }
     if sizes:
         options["sizes_bytes"] = [units.parse_bytes(part) for part in sizes.split(",")]
-    check_interfaces(os.environ)
-    # Imported here: `stretto probe --help` must not wait for torch.
-    import torch
-    import torch.distributed as dist
+    with process_group() as rank:
+        from stretto._api.measuring import probe, probe_contention
 
-    from stretto._api.measuring import probe, probe_contention
-    from stretto.runtime import backends
-
-    usual = backends.on_this_machine()
-    if "cuda" in usual:  # not yet run on a GPU
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(usual.get("cuda", usual["cpu"]).name)
-    try:
-        rank = dist.get_rank()
         with _progress(rank) as progress:
             cluster = probe(name=name, hosts=hosts, progress=progress, **options)
             if levels:
@@ -147,9 +130,6 @@ def command(
             if as_json:
                 click.echo(codec.encode(cluster).decode(), nl=False)
             click.echo(_summary(cluster, output), err=True)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -11,8 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from stretto.cli._outputs import writable
-from stretto.errors import SpecError
-from stretto.network_interfaces import check_interfaces
+from stretto.cli._ranks import process_group, require_ranks
 from stretto.schema import Cluster, Plan, Workload
 from stretto.units import format_bytes, format_s
 
@@ -83,30 +81,14 @@ def command(
     Rank 0 prints. The prediction leaves out contention: waiting does not become slower
     beside communication.
     """  # noqa: D301
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise SpecError(
-            "stretto replay runs on every rank of a cluster, but RANK and WORLD_SIZE "
-            "are not set: start it with `stretto lab run ... -- stretto replay ...` or "
-            "`torchrun --no-python ... stretto replay ...`"
-        )
+    require_ranks("replay")
     workload, plan = Workload.load(workload_file), Plan.load(plan_file)
     plan.check_matches(workload)
     cluster = None if cluster_file is None else Cluster.load(cluster_file)
-    check_interfaces(os.environ)
-    # Imported here: `stretto replay --help` must not wait for torch.
-    import torch
-    import torch.distributed as dist
+    with process_group() as rank:
+        from stretto._api.measuring import probe
+        from stretto._api.replaying import replay
 
-    from stretto._api.measuring import probe
-    from stretto._api.replaying import replay
-    from stretto.runtime import backends
-
-    usual = backends.on_this_machine()
-    if "cuda" in usual:  # not yet run on a GPU
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(usual.get("cuda", usual["cpu"]).name)
-    try:
-        rank = dist.get_rank()
         if cluster is None:
             _say(rank, f"measuring the network, at most {budget_s:g} s")
             cluster = probe(budget_s=budget_s, contention=False)
@@ -116,9 +98,6 @@ def command(
             if trace is not None:
                 found.timeline.save(trace)
             click.echo(json.dumps(_row(found)) if as_json else _table(found))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def _say(rank: int, text: str) -> None:
