@@ -173,4 +173,4 @@ def test_a_gradient_is_ready_when_the_slowest_rank_has_it(ranks):
     assert first.provenance["ranks"] == 2
     ready_s = {tensor.name: tensor.ready_s for tensor in first.tensors}
     assert ready_s["first.weight"] >= ready_s["last.weight"] + 0.03 * 0.9
-    assert first.backward_s >= 0.03
+    assert first.backward_s >= 0.03 * 0.9
