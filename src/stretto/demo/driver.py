@@ -13,6 +13,7 @@ from stretto.demo.settings import DemoSettings, Outcome
 from stretto.errors import LabError, MissingPackage, SpecError
 from stretto.lab import LabSpec, Mode, run_lab
 from stretto.measure.others import OthersLoad, busy_note
+from stretto.measure.steady import DEFAULT_MAX_SPREAD_RATIO
 from stretto.report import (
     DemoReport,
     MethodResult,
@@ -154,7 +155,11 @@ def _report(
         bound_s=outcome.bound_s,
         bound_scope=outcome.bound_scope,
         environment=_environment(settings, spec, outcome),
-        notes=(*_notes(outcome), *([] if busy is None else [busy])),
+        notes=(
+            *_notes(outcome),
+            *spread_notes(workload.provenance["backward_spread_ratio"]),
+            *([] if busy is None else [busy]),
+        ),
     )
 
 
@@ -206,6 +211,20 @@ def _notes(outcome: Outcome) -> tuple[str, ...]:
         ),
         *bound_notes(
             outcome.bound_s, min(statistics.median(m.steps_s) for m in outcome.methods)
+        ),
+    )
+
+
+def spread_notes(spread_ratio: float) -> tuple[str, ...]:
+    """Return a note if the profile's steps were too unsteady to predict with."""
+    if spread_ratio <= DEFAULT_MAX_SPREAD_RATIO:
+        return ()
+    return (
+        (
+            "While the profile was measured, the time of backward was unsteady: its "
+            f"quartiles were {100 * spread_ratio:.0f} % of the median apart. "
+            "Predictions may be wrong by as much. Run the demo again on a quiet "
+            "machine."
         ),
     )
 

@@ -8,6 +8,7 @@ all of them equally. The results are written into the scratch folder for the com
 from __future__ import annotations
 
 import logging
+import math
 import platform
 import statistics
 import sys
@@ -192,7 +193,9 @@ def measure_workload(task: Task) -> Workload:
         trainee.run()
         profile.end_step()
     profile.stop()
-    return profile.workload(name=settings.model, warmup=warmup, max_spread_ratio=1.0)
+    return profile.workload(
+        name=settings.model, warmup=warmup, max_spread_ratio=math.inf
+    )
 
 
 def plan_methods(workload: Workload, cluster: Cluster) -> list[Method]:

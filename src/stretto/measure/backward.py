@@ -20,7 +20,12 @@ from stretto.autograd_engine import graph_task_id, queue_callback
 from stretto.errors import SpecError
 from stretto.measure.clocks import clock_for
 from stretto.measure.network import device_of
-from stretto.measure.steady import quartile_distance, require_steady, spread_ratio
+from stretto.measure.steady import (
+    DEFAULT_MAX_SPREAD_RATIO,
+    quartile_distance,
+    require_steady,
+    spread_ratio,
+)
 from stretto.schema import TensorSpec, Workload
 
 if TYPE_CHECKING:
@@ -33,7 +38,6 @@ disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # noq
 
 DEFAULT_WARMUP = 3
 DEFAULT_REPETITIONS = 10
-DEFAULT_MAX_SPREAD_RATIO = 0.35
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stretto.errors import SpecError
 from stretto.main_module import run_file
-from stretto.measure.backward import (
-    DEFAULT_MAX_SPREAD_RATIO,
-    DEFAULT_WARMUP,
-    StepObserver,
-)
+from stretto.measure.backward import DEFAULT_WARMUP, StepObserver
+from stretto.measure.steady import DEFAULT_MAX_SPREAD_RATIO
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

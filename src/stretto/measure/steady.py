@@ -11,6 +11,9 @@ from stretto.units import format_s
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+DEFAULT_MAX_SPREAD_RATIO = 0.35
+"""Largest accepted distance between quartiles, as a share of the median."""
+
 
 def quartile_distance(values: Sequence[float]) -> float:
     """Return the distance between the quartiles; below four values, the whole range."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stretto import planners
-from stretto.demo.driver import bound_notes
+from stretto.demo.driver import bound_notes, spread_notes
 from stretto.tune.cached_plans import settled_of
 from stretto.tune.plan_cache import CachedPlan, Job
 from stretto.tune.result import TuningResult, summary
@@ -115,3 +115,9 @@ def test_the_demo_says_where_its_bound_does_not_hold() -> None:
     (note,) = bound_notes(0.5, 0.25)
     assert "2.0 times as busy" in note
     assert "are invalid" in note
+
+
+def test_the_demo_says_how_unsteady_its_profile_was() -> None:
+    assert spread_notes(0.2) == ()
+    (note,) = spread_notes(1.2)
+    assert "120 % of the median" in note
