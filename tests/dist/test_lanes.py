@@ -73,7 +73,7 @@ def rank_with_resources(rank: int, size: int) -> dict[str, Any]:
                 for p, q in zip(model.parameters(), reference.parameters(), strict=True)
             )
         found[f"{overlap} pieces"] = [
-            len(route.slices) for route in model._planned.routes
+            len(schedule.slices) for schedule in model._planned.schedules
         ]
         found[f"{overlap} connections"] = sorted(
             backend.options._threads for backend in set(model._planned._lanes.values())

@@ -63,7 +63,7 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 
 def buckets_in_use(model: Any) -> list[tuple[str, ...]]:
-    return [route.tensors for route in model._planned.routes]
+    return [schedule.tensors for schedule in model._planned.schedules]
 
 
 def rank_copies(rank: int, size: int) -> dict[str, bool]:

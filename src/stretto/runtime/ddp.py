@@ -268,7 +268,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         self._waiting_plan = None
         trouble: Exception | None = None
         try:
-            self._routes(self.module, plan)
+            self._schedules(self.module, plan)
         except StrettoError as exc:
             trouble = exc
         if self.static_graph and not self._gradients_come_once:
@@ -453,7 +453,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
                 "reduce",
                 self._ranks.name(0),
                 name,
-                len(self._planned.routes),
+                len(self._planned.schedules),
             )
 
     # Copies and pickles.

@@ -18,7 +18,7 @@ from stretto.runtime.lanes import LanePool
 from stretto.runtime.nan_check import NanCheck
 from stretto.runtime.plan_binding import (
     parameter_rows,
-    routes_of,
+    schedules_of,
     sparse_parameters,
 )
 from stretto.runtime.presence import is_communication_error
@@ -190,12 +190,12 @@ class RankedDDP(TorchDDP):
             if trouble is not None:
                 raise trouble
             if plan is not None:
-                self._routes(module, plan)  # says that plans can't run there
+                self._schedules(module, plan)  # says that plans can't run there
             return
         rows = [row for row, _ in self._table(module)]
         if plan is not None and trouble is None:
             try:
-                self._routes(module, plan)
+                self._schedules(module, plan)
             except StrettoError as exc:
                 trouble = exc
         require_matching_setup(
@@ -226,8 +226,8 @@ class RankedDDP(TorchDDP):
             return self._trained
         return parameter_rows(module, self._ignored)
 
-    def _routes(self, module: nn.Module, plan: Plan) -> list[BucketSchedule]:
-        """Return the route of each bucket of ``plan``.
+    def _schedules(self, module: nn.Module, plan: Plan) -> list[BucketSchedule]:
+        """Return the schedule of each bucket of ``plan``.
 
         Raises:
             PlanMismatch: the plan is for another model, or needs a feature that this
@@ -236,7 +236,7 @@ class RankedDDP(TorchDDP):
         if self._unplannable is not None:
             raise PlanMismatch(f"{self._unplannable} Leave it out, or pass plan=None.")
         backends.get(self._backend)  # also carries what is not in a bucket
-        return routes_of(
+        return schedules_of(
             plan,
             self._table(module),
             module,

@@ -89,7 +89,10 @@ class ReplaceableReducerDDP(RankedDDP):
         if self._planned is None:
             return []
         dtypes = {row.name: row.dtype for row in self.tensor_table()}
-        return [route.row(dtypes[route.tensors[0]]) for route in self._planned.routes]
+        return [
+            schedule.row(dtypes[schedule.tensors[0]])
+            for schedule in self._planned.schedules
+        ]
 
     def ready_order(self) -> tuple[str, ...]:
         """Return names in the order in which the last reduced backward made them ready.
@@ -136,7 +139,7 @@ class ReplaceableReducerDDP(RankedDDP):
                 "plan=None."
             )
         self._watched = None
-        indices = [route.parameters for route in self._planned.routes]
+        indices = [schedule.parameters for schedule in self._planned.schedules]
         build_reducer(self, indices, self._planned, arguments)
 
     def _overlap_with_forward(self, planned: PlannedGroup) -> None:
@@ -159,7 +162,7 @@ class ReplaceableReducerDDP(RankedDDP):
             ForwardOverlap(
                 self.module,
                 table,
-                planned.routes,
+                planned.schedules,
                 views=self.gradient_as_bucket_view,
                 sender=planned.sender,
                 marker=self._marker,
@@ -183,7 +186,7 @@ class ReplaceableReducerDDP(RankedDDP):
         return PlannedGroup(
             base=group,
             device=self._device_used,
-            routes=self._routes(module, plan),
+            schedules=self._schedules(module, plan),
             pool=self._pool(),
             failures=self._failures,
             marker=self._marker,

@@ -210,7 +210,7 @@ class NarrowLanes:
 
     def __init__(
         self,
-        routes: Sequence[BucketSchedule],
+        schedules: Sequence[BucketSchedule],
         lanes: Mapping[Need, Any],
         *,
         device: torch.device,
@@ -222,9 +222,9 @@ class NarrowLanes:
         self._error_feedback = error_feedback
         backends = {
             _key(lanes[part.lane, part.resource]): part.lane
-            for route in routes
-            if route.wire is not None and lanes
-            for part in route.slices
+            for schedule in schedules
+            if schedule.wire is not None and lanes
+            for part in schedule.slices
         }
         self._scratches = {key: Scratch() for key in backends}
         self._threads = {
@@ -235,41 +235,41 @@ class NarrowLanes:
         self._reduces: dict[tuple[int, int], NarrowReduce] = {}
         self._streams: dict[int, torch.cuda.Stream] = {}
 
-    def reduce(self, route: BucketSchedule, part: Slice) -> Any:
+    def reduce(self, schedule: BucketSchedule, part: Slice) -> Any:
         """Return a lane's ``allreduce`` for a slice, including conversion."""
         lane = self._lanes[part.lane, part.resource]
         thread = self._threads.get(_key(lane))
         if thread is None:
             return lane.allreduce
-        if route.wire is None:
+        if schedule.wire is None:
             return partial(_start_wide, thread, lane)
-        return partial(_start_narrow, thread, self._narrow(route, part))
+        return partial(_start_narrow, thread, self._narrow(schedule, part))
 
     def has_thread(self, part: Slice) -> bool:
         """Return whether `reduce` runs a slice on a thread instead of the lane."""
         return _key(self._lanes[part.lane, part.resource]) in self._threads
 
     def launcher_on_streams(
-        self, route: BucketSchedule
+        self, schedule: BucketSchedule
     ) -> Callable[[torch.Tensor, Any], dist.Work]:
         """Return a launcher of a narrow bucket on CUDA."""
         rows = []
-        for part in route.slices:
+        for part in schedule.slices:
             if part.lane not in self._streams:
                 self._streams[part.lane] = torch.cuda.Stream(self._device)
             stream = self._streams[part.lane]
-            rows.append((stream, self._narrow(route, part), part.start, part.end))
+            rows.append((stream, self._narrow(schedule, part), part.start, part.end))
         return partial(_launch_on_streams, rows)
 
-    def _narrow(self, route: BucketSchedule, part: Slice) -> NarrowReduce:
+    def _narrow(self, schedule: BucketSchedule, part: Slice) -> NarrowReduce:
         # Cached, because residuals must outlive a change of observers.
-        key = (route.index, part.start)
+        key = (schedule.index, part.start)
         if key not in self._reduces:
-            assert route.wire is not None  # noqa: S101
+            assert schedule.wire is not None  # noqa: S101
             lane = self._lanes[part.lane, part.resource]
             self._reduces[key] = NarrowReduce(
                 lane=lane,
-                wire=getattr(torch, route.wire),
+                wire=getattr(torch, schedule.wire),
                 scratch=self._scratches[_key(lane)],
                 error_feedback=self._error_feedback,
             )

@@ -1,4 +1,4 @@
-"""Check a plan against a model, and compute each bucket's route."""
+"""Check a plan against a model, and compute each bucket's schedule."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def parameter_rows(
     return rows
 
 
-def routes_of(
+def schedules_of(
     plan: Plan,
     table: Sequence[tuple[TensorRow, nn.Parameter]],
     module: nn.Module,
@@ -79,7 +79,7 @@ def routes_of(
     backend: str,
     device: torch.device,
 ) -> list[BucketSchedule]:
-    """Return the route of each bucket of ``plan``, in launch order.
+    """Return the schedule of each bucket of ``plan``, in launch order.
 
     Raises:
         PlanMismatch: the plan is for another model, or needs a feature that this
@@ -91,8 +91,8 @@ def routes_of(
     kind = backends.get(backend)
     _check_supported(plan, kind, device)
     sparse = sparse_parameters(module)
-    routes = [
-        _route(
+    schedules = [
+        _schedule_of(
             i,
             bucket,
             plan,
@@ -104,14 +104,14 @@ def routes_of(
         for i, bucket in enumerate(plan.buckets)
     ]
     if device.type != kind.device_type:
-        for route in routes:
-            if route.wire is not None:
+        for schedule in schedules:
+            if schedule.wire is not None:
                 raise PlanMismatch(
-                    f"bucket {route.index} has wire_dtype {route.wire!r}, which "
+                    f"bucket {schedule.index} has wire_dtype {schedule.wire!r}, which "
                     f"{backend} does not support for tensors on {device.type}: plan "
                     "without a wire_dtype, or use the device's own backend."
                 )
-    return routes
+    return schedules
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -211,7 +211,7 @@ def _check_wire(
         )
 
 
-def _route(
+def _schedule_of(
     index: int,
     bucket: Bucket,
     plan: Plan,

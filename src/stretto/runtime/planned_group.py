@@ -78,7 +78,7 @@ _USED = "the all-reduce of which parameters were used"
 
 def _settle(
     weak: weakref.ref[PlannedGroup],
-    route: BucketSchedule,
+    schedule: BucketSchedule,
     buffer: torch.Tensor,
     ended: Any,
 ) -> torch.Tensor:
@@ -89,7 +89,7 @@ def _settle(
         group = weak()
         if group is None:
             raise
-        group.fail(route, exc)
+        group.fail(schedule, exc)
     return buffer
 
 
@@ -114,7 +114,7 @@ class PlannedGroup(dist.ProcessGroup):
         *,
         base: dist.ProcessGroup,
         device: torch.device,
-        routes: Sequence[BucketSchedule],
+        schedules: Sequence[BucketSchedule],
         pool: LanePool,
         failures: FailureReporter,
         marker: StepMarker,
@@ -135,7 +135,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._register_backend(device, kind, own)
         self._set_default_backend(kind)
         self._base = base
-        self._routes = tuple(routes)
+        self._schedules = tuple(schedules)
         self._pool = pool
         self._failures = failures
         self._marker = marker
@@ -151,8 +151,8 @@ class PlannedGroup(dist.ProcessGroup):
         """Whether to decide in the next forward if communication overlaps with it."""
 
         self._streams = backend.stream_launch(device) if base.size() > 1 else None
-        self._elements = tuple(route.elements for route in routes)
-        self._following = (*range(1, len(self._routes)), 0)
+        self._elements = tuple(schedule.elements for schedule in schedules)
+        self._following = (*range(1, len(self._schedules)), 0)
         self._next = 0
         self._raises_late = True
         self._native = False
@@ -164,13 +164,17 @@ class PlannedGroup(dist.ProcessGroup):
         self._held: list[tuple[Any, torch.Tensor, Any, Future[Any]]] = []
         self._rebuild_rows: list[list[int]] = []
         self._forwards: tuple[Any, ...] = ()
-        self._nothing = self._closing([launch_nothing] * len(self._routes))
-        needs = {(p.lane, p.resource): None for route in routes for p in route.slices}
+        self._nothing = self._closing([launch_nothing] * len(self._schedules))
+        needs = {
+            (p.lane, p.resource): None
+            for schedule in schedules
+            for p in schedule.slices
+        }
         self.needs = tuple(needs)
         """The lanes in use, including those of communication hooks."""
         self._lanes = pool.open(needs) if self.size() > 1 else {}
         narrow = NarrowLanes(
-            routes,
+            schedules,
             self._lanes,
             device=device,
             error_feedback=error_feedback,
@@ -221,7 +225,7 @@ class PlannedGroup(dist.ProcessGroup):
         buckets, then each bucket's number of parameters. Every rank knows them from the
         plan, so they are filled in and nothing is sent.
         """
-        rows = [route.parameters for route in self._routes]
+        rows = [schedule.parameters for schedule in self._schedules]
         flat = [*(i for row in rows for i in row), len(rows)]
         sizes = [len(row) for row in rows]
         wanted = self._rebuild_rows.pop() if self._rebuild_rows else flat
@@ -235,15 +239,15 @@ class PlannedGroup(dist.ProcessGroup):
     # Called by the model.
 
     @property
-    def routes(self) -> tuple[BucketSchedule, ...]:
-        """The route of each bucket, in launch order."""
-        return self._routes
+    def schedules(self) -> tuple[BucketSchedule, ...]:
+        """The schedule of each bucket, in launch order."""
+        return self._schedules
 
     def bucket_groups(self) -> tuple[Any, ...]:
         """Return one group per bucket for hooks that replace the plan; collective."""
         if self.size() == 1:
             return (self._base,)
-        parts = [route.slices for route in self._routes]
+        parts = [schedule.slices for schedule in self._schedules]
         if self._streams is not None:
             return tuple(self._lanes[row[0].lane, row[0].resource] for row in parts)
         # Note [A communicator per bucket on Gloo] in `stretto.runtime.torch_compat`.
@@ -298,10 +302,10 @@ class PlannedGroup(dist.ProcessGroup):
     def observe(self, observer: AbstractStepObserver | None) -> None:
         """Set up the launchers, reporting to ``observer`` if there is one."""
         self._observer = observer
-        settling = [self._settling(route, observer) for route in self._routes]
+        settling = [self._settling(schedule, observer) for schedule in self._schedules]
         quick = settling
         if observer is None and self._streams is None and self.size() > 1:
-            quick = [self._quick(route) for route in self._routes]
+            quick = [self._quick(schedule) for schedule in self._schedules]
         if self._deferred:
             plain = quick is settling
             settling = self._deferring(settling, self._hold, self._launch_held)
@@ -316,7 +320,9 @@ class PlannedGroup(dist.ProcessGroup):
             settling = [partial(self._look_at, launch) for launch in settling]
             quick = [partial(self._look_at, launch) for launch in quick]
         if self._overlap is not None:
-            forwards = [self._forward(route, observer) for route in self._routes]
+            forwards = [
+                self._forward(schedule, observer) for schedule in self._schedules
+            ]
             self._forwards = self._closing(forwards)
         self._tables = (self._closing(settling), self._closing(quick))
         self._launchers = self._tables[0]
@@ -342,13 +348,15 @@ class PlannedGroup(dist.ProcessGroup):
     # Setup.
 
     def _forward(
-        self, route: BucketSchedule, observer: AbstractStepObserver | None
+        self, schedule: BucketSchedule, observer: AbstractStepObserver | None
     ) -> Any:
         """Return a launcher of a bucket that nothing in this backward waits for."""
         launch = partial(
-            self._launch_under_forward, self._sender.launcher(route, observer), route
+            self._launch_under_forward,
+            self._sender.launcher(schedule, observer),
+            schedule,
         )
-        return partial(self._in_order_under_forward, launch, route.index)
+        return partial(self._in_order_under_forward, launch, schedule.index)
 
     def _ordering(
         self, settling: Sequence[Any], quick: Sequence[Any]
@@ -361,21 +369,21 @@ class PlannedGroup(dist.ProcessGroup):
         return ordered, quicks
 
     def _settling(
-        self, route: BucketSchedule, observer: AbstractStepObserver | None
+        self, schedule: BucketSchedule, observer: AbstractStepObserver | None
     ) -> Any:
         """Return a launcher of a bucket whose future other code waits for."""
         if self.size() == 1:
             return launch_nothing
         if self._streams is not None:
-            launch = self._sender.launcher_on_streams(route, observer)
-            return partial(self._launch_guarded, launch, route)
-        settle = partial(_settle, weakref.ref(self), route)
-        start = self._sender.starter(route, observer)
-        return partial(self._launch_settling, start, settle, route)
+            launch = self._sender.launcher_on_streams(schedule, observer)
+            return partial(self._launch_guarded, launch, schedule)
+        settle = partial(_settle, weakref.ref(self), schedule)
+        start = self._sender.starter(schedule, observer)
+        return partial(self._launch_settling, start, settle, schedule)
 
-    def _quick(self, route: BucketSchedule) -> Any:
+    def _quick(self, schedule: BucketSchedule) -> Any:
         """Return a launcher of a bucket that is waited for at the end of backward."""
-        return self._sender.work_launcher(route, partial(self._give_up, route))
+        return self._sender.work_launcher(schedule, partial(self._give_up, schedule))
 
     def _deferring(self, launchers: Sequence[Any], hold: Any, last: Any) -> list[Any]:
         held = [partial(hold, launch) for launch in launchers[:-1]]
@@ -390,24 +398,24 @@ class PlannedGroup(dist.ProcessGroup):
         self,
         start: Start,
         settle: Any,
-        route: BucketSchedule,
+        schedule: BucketSchedule,
         buffer: torch.Tensor,
         opts: Any,
     ) -> dist.Work:
         try:
             futures = [work.get_future() for work in start(buffer, opts)]
         except RuntimeError as exc:
-            return self._give_up(route, buffer, exc)
+            return self._give_up(schedule, buffer, exc)
         future = futures[0] if len(futures) == 1 else collect_all(futures)
         return self._awaited(future.then(partial(settle, buffer)))
 
     def _launch_guarded(
-        self, launch: Any, route: BucketSchedule, buffer: torch.Tensor, opts: Any
+        self, launch: Any, schedule: BucketSchedule, buffer: torch.Tensor, opts: Any
     ) -> dist.Work:
         try:
             work: dist.Work = launch(buffer, opts)
         except RuntimeError as exc:  # an aborted communicator
-            return self._give_up(route, buffer, exc)
+            return self._give_up(schedule, buffer, exc)
         return work
 
     def _awaited(self, future: Future[Any]) -> dist.Work:
@@ -474,15 +482,15 @@ class PlannedGroup(dist.ProcessGroup):
         return Launched(done(buffer))
 
     def _launch_under_forward(
-        self, launch: Any, route: BucketSchedule, buffer: torch.Tensor, opts: Any
+        self, launch: Any, schedule: BucketSchedule, buffer: torch.Tensor, opts: Any
     ) -> None:
         if self._failures.error is not None or self._overlap is None:
             return
-        sent = self._overlap.take(route.index, buffer)
+        sent = self._overlap.take(schedule.index, buffer)
         try:
             launch(sent, opts)
         except RuntimeError as exc:
-            self.fail(route, exc)
+            self.fail(schedule, exc)
 
     def _look_at(self, launch: Any, buffer: torch.Tensor, opts: Any) -> dist.Work:
         assert self._numerics is not None  # noqa: S101
@@ -527,18 +535,18 @@ class PlannedGroup(dist.ProcessGroup):
             queue_callback(self._before_finalize)
         return launched
 
-    def fail(self, route: BucketSchedule, cause: RuntimeError) -> None:
+    def fail(self, schedule: BucketSchedule, cause: RuntimeError) -> None:
         """Report a failed collective; raise the error if a caller waits for it."""
-        error = self._sender.report(route, cause)
+        error = self._sender.report(schedule, cause)
         # Later buckets would wait on lanes that are closed.
         self._launchers = self._nothing
         if not (self._raises_late and self._in_backward):
             raise error
 
     def _give_up(
-        self, route: BucketSchedule, buffer: torch.Tensor, cause: RuntimeError
+        self, schedule: BucketSchedule, buffer: torch.Tensor, cause: RuntimeError
     ) -> dist.Work:
-        self.fail(route, cause)
+        self.fail(schedule, cause)
         return Launched(done(buffer))
 
     # Note [Failures are raised around the Reducer's end]

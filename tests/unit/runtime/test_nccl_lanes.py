@@ -173,7 +173,7 @@ def streams(monkeypatch):
     return SimpleNamespace(seen=seen, current=current, reduce_on=reduce_on)
 
 
-def route(*cuts):
+def schedule(*cuts):
     return BucketSchedule(
         index=5,
         tensors=("a",),
@@ -190,7 +190,7 @@ def test_slices_go_to_their_lanes_and_a_stream_of_ours_waits_for_them(streams):
     launch = nccl.NcclLaunch(DEVICE)
     reduces = [streams.reduce_on(0), streams.reduce_on(1)]
     buffer = Buffer(streams.seen)
-    work = launch.launcher(route(4, 7), reduces, None)(buffer, None)
+    work = launch.launcher(schedule(4, 7), reduces, None)(buffer, None)
     gather = "stream 0"
     assert streams.seen == [
         ("lane 0 sends (0, 4)", "computation"),
@@ -204,7 +204,7 @@ def test_slices_go_to_their_lanes_and_a_stream_of_ours_waits_for_them(streams):
 
 def test_a_bucket_in_one_piece_is_handed_on_as_nccls_own_work(streams):
     launch = nccl.NcclLaunch(DEVICE)
-    work = launch.launcher(route(7), [streams.reduce_on(0)], None)("all", None)
+    work = launch.launcher(schedule(7), [streams.reduce_on(0)], None)("all", None)
     assert streams.seen == [("lane 0 sends all", "computation")]
     assert not isinstance(work, dist.Work)  # handed on as it came
 
@@ -219,7 +219,7 @@ def test_an_observer_marks_each_slice_on_a_stream_that_ends_with_it(streams):
 
     launch = nccl.NcclLaunch(DEVICE)
     reduces = [streams.reduce_on(0), streams.reduce_on(1)]
-    launch.launcher(route(4, 7), reduces, Observer())(Buffer(streams.seen), None)
+    launch.launcher(schedule(4, 7), reduces, Observer())(Buffer(streams.seen), None)
     assert streams.seen == [
         ("bucket 5", "computation"),
         ("lane 0 sends (0, 4)", "computation"),

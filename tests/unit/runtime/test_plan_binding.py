@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from stretto.errors import PlanMismatch
-from stretto.runtime.plan_binding import parameter_rows, routes_of
+from stretto.runtime.plan_binding import parameter_rows, schedules_of
 from support.plans import plan_in_turn
 
 
-def routes(module: nn.Module, backend: str = "gloo", **bucket: Any) -> Any:
+def schedules(module: nn.Module, backend: str = "gloo", **bucket: Any) -> Any:
     table = parameter_rows(module)
     bucket = {"wire_dtype": table[0][0].dtype} | bucket
     plan = plan_in_turn([[row.name for row, _ in table]], lanes=2, **bucket)
     device = next(module.parameters()).device
-    return routes_of(plan, table, module, backend=backend, device=device)
+    return schedules_of(plan, table, module, backend=backend, device=device)
 
 
 @pytest.mark.parametrize(
@@ -34,10 +34,10 @@ def routes(module: nn.Module, backend: str = "gloo", **bucket: Any) -> Any:
 def test_a_narrower_type_is_converted_to(
     dtype: torch.dtype, wire: str, expected: str | None
 ) -> None:
-    (route,) = routes(nn.Linear(3, 5).to(dtype), wire_dtype=wire, slices=3)
-    assert route.wire == expected
-    assert [(p.start, p.end) for p in route.slices] == [(0, 7), (7, 14), (14, 20)]
-    assert [p.lane for p in route.slices] == [0, 1, 0]
+    (schedule,) = schedules(nn.Linear(3, 5).to(dtype), wire_dtype=wire, slices=3)
+    assert schedule.wire == expected
+    assert [(p.start, p.end) for p in schedule.slices] == [(0, 7), (7, 14), (14, 20)]
+    assert [p.lane for p in schedule.slices] == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -53,17 +53,17 @@ def test_a_type_that_is_not_narrower_is_refused(
     dtype: torch.dtype, wire: str, instead: str
 ) -> None:
     with pytest.raises(PlanMismatch, match="bucket 0 has wire_dtype") as raised:
-        routes(nn.Linear(3, 5).to(dtype), wire_dtype=wire)
+        schedules(nn.Linear(3, 5).to(dtype), wire_dtype=wire)
     assert instead in str(raised.value)
 
 
 def test_sparse_gradients_are_not_converted() -> None:
     with pytest.raises(PlanMismatch, match="sparse float32"):
-        routes(nn.Embedding(4, 3, sparse=True), wire_dtype="float16")
+        schedules(nn.Embedding(4, 3, sparse=True), wire_dtype="float16")
 
 
 def test_gloo_converts_on_the_cpu_only() -> None:
     with torch.device("meta"):
         module = nn.Linear(3, 5)
     with pytest.raises(PlanMismatch, match=r"(on the CPU|cpu) "):
-        routes(module, wire_dtype="float16")
+        schedules(module, wire_dtype="float16")

@@ -113,7 +113,7 @@ class AbstractStreamLaunch(abc.ABC):
     @abc.abstractmethod
     def launcher(
         self,
-        route: BucketSchedule,
+        schedule: BucketSchedule,
         reduces: Sequence[Any],
         observer: AbstractStepObserver | None,
     ) -> Callable[[torch.Tensor, Any], dist.Work]:

@@ -460,14 +460,14 @@ class NcclLaunch(AbstractStreamLaunch):
 
     def launcher(
         self,
-        route: BucketSchedule,
+        schedule: BucketSchedule,
         reduces: Sequence[Reduce],
         observer: AbstractStepObserver | None,
     ) -> Callable[[torch.Tensor, Any], dist.Work]:
         """Return a function that starts a bucket's collectives."""
-        rows = list(zip(reduces, route.slices, strict=True))
+        rows = list(zip(reduces, schedule.slices, strict=True))
         if observer is not None:
-            return partial(self._observed, observer, route.index, rows)
+            return partial(self._observed, observer, schedule.index, rows)
         if len(rows) == 1:
             return partial(_native, rows[0][0])
         return partial(self._slices, rows)
