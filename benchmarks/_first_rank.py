@@ -15,13 +15,13 @@ CYCLE_S = 70.0
 """Cycles of two tuned and two known runs are repeated until the known runs took this
 long, because short runs vary more ..."""
 
-MOST_CYCLES = 5
+MAX_CYCLES = 5
 """... at most this often."""
 
 
 def cycles_left(known: list[dict], cycles: int) -> bool:
     """Return whether another cycle is needed; equal on all ranks, which is rank 0's."""
-    needed = [sum(run["whole_s"] for run in known) < CYCLE_S and cycles < MOST_CYCLES]
+    needed = [sum(run["whole_s"] for run in known) < CYCLE_S and cycles < MAX_CYCLES]
     dist.broadcast_object_list(needed)
     return bool(needed[0])
 

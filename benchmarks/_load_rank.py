@@ -16,14 +16,14 @@ from _tune_rank import Job, final, joined, paired, rank_parser
 from stretto.schema import Plan
 from stretto.tune import TuneOptions, summary
 
-MOST_STEPS = 700
+MAX_STEPS = 700
 
 
 def search(job: Job, folder: Path) -> dict:
     """Train until the search has settled; rank 0 saves the plan and DDP's."""
     trainee, settled = job.tuned(TuneOptions(watch=False, memory=False))
     steps = 0
-    while not settled and steps < MOST_STEPS:
+    while not settled and steps < MAX_STEPS:
         trainee.run()
         steps += 1
     if not settled:

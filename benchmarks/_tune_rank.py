@@ -34,7 +34,7 @@ SETTLED_STEPS = 64
 """Steps between settling and the change of the network, in which the drift detector
 learns the usual range.
 """
-MOST_MORE_STEPS = 600
+MAX_MORE_STEPS = 600
 BLIND = TuneOptions(
     model=False,
     techniques=ENSEMBLE,
@@ -160,7 +160,7 @@ def tuned_run(job: Job, options: TuneOptions, steps: int) -> dict:
     whole = whole_run(trainee, steps)
     more = 0
     # A search earns the time that it may lose.
-    while not settled and more < MOST_MORE_STEPS:
+    while not settled and more < MAX_MORE_STEPS:
         trainee.run()
         more += 1
     if not settled:

@@ -32,7 +32,7 @@ from stretto._api import burst
 from stretto.burst.executor import BUCKET_BYTES
 from stretto.testing.models import VGG, Transformer
 
-MOST_SPREAD = 10.0
+MAX_SPREAD = 10.0
 """Accepted spread of a profile: on a shared machine its rounds differ, but its medians
 do not.
 """
@@ -229,7 +229,7 @@ def profiled(options, model, x, ranks):
         ),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         least_layer_s=options.least_layer_s,
-        max_spread_ratio=MOST_SPREAD,
+        max_spread_ratio=MAX_SPREAD,
     )
 
 

@@ -27,7 +27,7 @@ _MAGIC = int.from_bytes(b"strsteps", "big")
 _HEADER = struct.Struct("=QQ")  # magic, ranks
 _SLOT = struct.Struct("=QddQ")  # steps, first, last, steps again
 _SLOT_BYTES = 64
-_MOST_RANKS = 1 << 16
+_MAX_RANKS = 1 << 16
 
 
 @final
@@ -69,7 +69,7 @@ def _mapped(path: str | Path) -> tuple[mmap.mmap, int]:
     finally:
         os.close(descriptor)
     magic, ranks = _HEADER.unpack_from(found, 0)
-    if magic != _MAGIC or not 0 < ranks <= _MOST_RANKS:
+    if magic != _MAGIC or not 0 < ranks <= _MAX_RANKS:
         found.close()
         raise SpecError(f"{path}: not a file of step counts")
     if size < _SLOT_BYTES * (ranks + 1):

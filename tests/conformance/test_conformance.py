@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 HERE = Path(__file__).parent
 PARTS = 4
-LEAST_PASSED = 60 // PARTS
+MIN_PASSED = 60 // PARTS
 FORMS = ("auto", "forced")
 """Without a plan, with one of three lanes, and overlapping with forward only if all is
 tested."""
@@ -45,6 +45,6 @@ def test_what_passes_with_ddp_passes_with_ours(part: int, tmp_path: Path) -> Non
     found = json.loads(out.read_text())
     known = json.loads((HERE / "known.json").read_text())["fails"]
     with_ddp = passed(found, "ddp")
-    assert len(with_ddp) >= LEAST_PASSED
+    assert len(with_ddp) >= MIN_PASSED
     for form in FORMS:
         assert with_ddp - passed(found, form) <= set(known.get(form, {})), form

@@ -36,7 +36,7 @@ REBUILT = 3
 net = partial(mlp, 64, 200, 200, 4)
 
 
-MOST_STEPS = 400
+MAX_STEPS = 400
 """By then tuning has settled, also on a busy machine."""
 
 
@@ -157,10 +157,10 @@ FAULTS = {
 def faults(rank: int, size: int) -> dict[str, tuple[bool, bool, list[str]]]:
     found = {}
     lines = Lines(logging.WARNING)
-    theirs = train(TorchDDP(net()), rank, most=MOST_STEPS)
+    theirs = train(TorchDDP(net()), rank, most=MAX_STEPS)
 
     def trained(model: Any) -> tuple[bool, bool, list[str]]:
-        ours = train(model, rank, most=MOST_STEPS)
+        ours = train(model, rank, most=MAX_STEPS)
         return ours == theirs[: len(ours)], model.plan is None, lines.lines[:]
 
     for name, (target, attribute, where) in FAULTS.items():

@@ -201,7 +201,7 @@ def test_plans_keep_gradients_of_every_type_as_ddp_has_them(
         assert wrong == []
 
 
-MOST_STEPS = 4000
+MAX_STEPS = 4000
 """Tuning has settled by then; steps last milliseconds."""
 
 
@@ -230,7 +230,7 @@ def tuned(kind: str, rank: int) -> tuple[dict[str, Any], bool]:
             "" if model.plan is None else model.plan.digest
         )
     )
-    ours = train(model, rank, MOST_STEPS, settled)
+    ours = train(model, rank, MAX_STEPS, settled)
     expected = train(TorchDDP(net(kind)), rank, len(ours))
     row = {
         "wrong": differences(ours, expected, 0.0),

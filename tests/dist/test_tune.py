@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
-MOST_STEPS = 400
+MAX_STEPS = 400
 """By then every tuning here has settled, also on a busy machine."""
 
 TorchDDP = nn.parallel.DistributedDataParallel
@@ -58,7 +58,7 @@ class Training:
 
     def until(self, settled: list[Any], number: int = 1) -> None:
         """Steps until tuning has settled so often; the number of steps may vary."""
-        while len(settled) < number and self.number < MOST_STEPS:
+        while len(settled) < number and self.number < MAX_STEPS:
             self.steps(1)
         self.steps(3)
 
@@ -281,7 +281,7 @@ def drifts(rank: int, size: int) -> dict[str, Any]:
     ours, settled, model = tuned(rank, options)
     ours.until(settled)
     ours.steps((REFERENCE_WINDOWS + 1) * WINDOW_STEPS)
-    while len(settled) < 2 and ours.number < MOST_STEPS:
+    while len(settled) < 2 and ours.number < MAX_STEPS:
         ours.steps(1, pause_s=0.3)
     theirs = Training(TorchDDP(net()), rank)
     theirs.steps(ours.number, pause_s=0.0)
@@ -306,7 +306,7 @@ def evaluates(rank: int, size: int) -> dict[str, Any]:
     """Rank 0 evaluates after every third step; one run is shorter than the budget."""
     options = TuneOptions(steps=30, lost_ratio=5.0, watch=False, memory=False)
     ours, settled, _model = tuned(rank, options)
-    while not settled and ours.number < MOST_STEPS:
+    while not settled and ours.number < MAX_STEPS:
         ours.steps(3)
         if rank == 0:
             with torch.no_grad():

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
-MOST_STEPS = 250
+MAX_STEPS = 250
 """By then every tuning here has settled, also on a busy machine."""
 
 OPTIONS = TuneOptions(steps=40, lost_ratio=5.0, watch=False)
@@ -73,7 +73,7 @@ def ends_before_it_has_settled(folder: Path, rank: int) -> dict[str, Any]:
         variable = "STRETTO_SAVE_PLAN" if name == "plan" else f"STRETTO_{name.upper()}"
         del os.environ[variable]
     optimizer, number, over = sgd(model), 0, 0
-    while not over and number < MOST_STEPS:
+    while not over and number < MAX_STEPS:
         step(model, optimizer, number, rank)
         number += 1
         over = model._auto._sync.broadcast_int(int(knows(model)))
@@ -96,7 +96,7 @@ def goes_on(rank: int) -> dict[str, Any]:
         net(), on_settled=settled.append, tune=OPTIONS
     )
     optimizer, losses, first = sgd(model), [], None
-    while not settled and len(losses) < MOST_STEPS:
+    while not settled and len(losses) < MAX_STEPS:
         losses.append(step(model, optimizer, len(losses), rank))
         first = first or model.plan
     theirs = TorchDDP(net())

@@ -131,7 +131,7 @@ def test_plans_treat_unused_parameters_as_ddp_does(ranks: Any) -> None:
         assert wrong == []
 
 
-MOST_STEPS = 2000
+MAX_STEPS = 2000
 """Tuning has settled by then; steps last milliseconds."""
 
 
@@ -146,7 +146,7 @@ def rank_tunes(rank: int, size: int) -> list[dict[str, Any]]:
             tune=TuneOptions(steps=12, lost_ratio=100.0, watch=False, memory=False),
             **settings,
         )
-        ours = train(model, rank, MOST_STEPS, settled=settled, **way)
+        ours = train(model, rank, MAX_STEPS, settled=settled, **way)
         expected = train(TorchDDP(net(), **settings), rank, len(ours), **way)
         found.append(
             {

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stretto.schema.burst import BurstPlan, LayerProfile, LayerTiming
     from stretto.schema.efficiency import SampleEfficiency
 
-MOST_SIMULATED = 64
+MAX_SIMULATED = 64
 """Largest number of GPUs for which plans are compared by simulated steps."""
 
 
@@ -133,7 +133,7 @@ def plan_layers(
         widths=widths,
         cluster=cluster,
     )
-    if cluster is None or gpus > MOST_SIMULATED:
+    if cluster is None or gpus > MAX_SIMULATED:
         return plan(task)
     return plan_on(task, cluster, cores=cores)[0]
 

@@ -21,7 +21,7 @@ from stretto.measure.load import backward, convolutions
 from stretto.measure.network import device_of
 from stretto.runtime import backends
 from stretto.runtime.agreement import Agreement
-from stretto.runtime.backends.nccl import most_ctas_of
+from stretto.runtime.backends.nccl import max_ctas_of
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.resource_launch import ResourceLaunch
 from stretto.runtime.store import ranks_of
@@ -136,16 +136,16 @@ def probe_device(
         )
     device = device or torch.device("cuda", torch.cuda.current_device())
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    most = most_ctas_of(count)
-    if max(resources) > most:
+    max_ctas = max_ctas_of(count)
+    if max(resources) > max_ctas:
         raise SpecError(
-            f"resources must be <= {most}, half of this device's {count} "
+            f"resources must be <= {max_ctas}, half of this device's {count} "
             f"multiprocessors, got {max(resources)}"
         )
     bench = SyntheticBench(
         load=load or backward(device),
         device=device,
-        most=max(resources),
+        max_blocks=max(resources),
         block_bytes_per_s=block_bytes_per_s or DEFAULT_BLOCK_BYTES_PER_S,
     )
     return read_contention(bench, resources=resources, **options)

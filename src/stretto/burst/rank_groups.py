@@ -17,7 +17,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.burst.refusals import Refusals
-from stretto.cost.burst import MOST_DIRECT
+from stretto.cost.burst import MAX_DIRECT
 from stretto.errors import CommTimeout
 from stretto.runtime import backends
 from stretto.runtime.failure import FailureReporter
@@ -126,13 +126,13 @@ class RankGroups:
     def exchange(self, numbers: list[int]) -> list[list[int]]:
         """Return the numbers that each rank passed, by rank; all pass equally many.
 
-        If there are few ranks, each sends directly to every other, see `MOST_DIRECT`.
+        If there are few ranks, each sends directly to every other, see `MAX_DIRECT`.
         """
         if self._numbers is None:
             return [numbers]
         size = self.ranks.size
         found = torch.empty((size, len(numbers)), dtype=torch.int64, device="cpu")
-        if size <= MOST_DIRECT:
+        if size <= MAX_DIRECT:
             copies = [numbers] * size
             mine = torch.tensor(copies, dtype=torch.int64, device="cpu")
             work = self._numbers.alltoall_base(found, mine, [], [], self._direct)

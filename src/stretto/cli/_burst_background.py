@@ -52,9 +52,9 @@ def require_cluster(cluster: Cluster | None, gpus: int) -> Cluster:
             "--background needs --cluster: idle windows are those of a simulated "
             "step. `stretto zoo cluster deeppool -o cluster.json` writes DeepPool's"
         )
-    if gpus > burst.MOST_SIMULATED:
+    if gpus > burst.MAX_SIMULATED:
         raise click.UsageError(
-            f"--background simulates at most {burst.MOST_SIMULATED} GPUs, got {gpus}"
+            f"--background simulates at most {burst.MAX_SIMULATED} GPUs, got {gpus}"
         )
     return cluster
 

@@ -124,7 +124,8 @@ def _lines(profile: LayerProfile) -> list[str]:
         profile.layers, key=lambda layer: layer.compute_s(counts[-1]), reverse=True
     )
     for layer in longest[:5]:
-        most = layer.compute_s(counts[-1])
-        least = layer.compute_s(counts[0])
-        lines.append(f"{format_s(most):>12} to {format_s(least):>10}  {layer.name}")
+        longest_s = layer.compute_s(counts[-1])
+        shortest_s = layer.compute_s(counts[0])
+        times = f"{format_s(longest_s):>12} to {format_s(shortest_s):>10}"
+        lines.append(f"{times}  {layer.name}")
     return lines

@@ -138,12 +138,12 @@ def limit_checks(*, descriptors: int | None, threads: int | None) -> Iterator[Ch
     ``None`` means no limit.
     """
     wanted = _DESCRIPTORS_BESIDE + USUAL_LANES * (USUAL_RANKS + _DESCRIPTORS_PER_LANE)
-    most = "any number of" if descriptors is None else f"{descriptors}"
+    limit = "any number of" if descriptors is None else f"{descriptors}"
     short = descriptors is not None and descriptors < wanted
     yield Check(
         name="descriptors",
         status=NOTE if short else OK,
-        found=f"a process may have {most} files and connections"
+        found=f"a process may have {limit} files and connections"
         + (
             f"; {USUAL_LANES} Gloo lanes over {USUAL_RANKS} ranks need {wanted}"
             if short

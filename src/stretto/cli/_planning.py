@@ -293,7 +293,7 @@ def save_page(
     # The smallest bound holds for every planner, whatever its scope. That of halves,
     # which the runtime does not send, would hide how near the others are.
     sent = [rows[name] for name, plan in plans.items() if plan.overlap != "halves"]
-    least = min(sent or rows.values(), key=lambda row: float(row["lower_bound_s"]))
+    lowest = min(sent or rows.values(), key=lambda row: float(row["lower_bound_s"]))
     page = DemoReport(
         title=f"{workload.name} on {cluster.name}, {cluster.ranks} ranks",
         cluster=cluster,
@@ -302,8 +302,8 @@ def save_page(
             _method(name, plans[name], row["iteration_s"], timelines.get(name))
             for name, row in rows.items()
         ),
-        bound_s=least["lower_bound_s"],
-        bound_scope=least["bound_scope"],
+        bound_s=lowest["lower_bound_s"],
+        bound_scope=lowest["bound_scope"],
         gaps={name: row["gap"] for name, row in rows.items()},
         scaling=tuple(
             ScaledStep(

@@ -195,7 +195,7 @@ def _show(
         begin_s = time.perf_counter()
         if front:
             plans = burst.front(problem)
-        elif cluster is None or gpus > burst.MOST_SIMULATED:
+        elif cluster is None or gpus > burst.MAX_SIMULATED:
             plans = [burst.plan(problem)]
         else:
             found, step = burst.plan_on(problem, cluster, cores=cores)

@@ -29,7 +29,7 @@ WIDTHS = ("powers", "divisors", "all")
 NORM_STEPS = 3
 """Collective rounds that one batch norm takes: 1 in forward and 2 in backward."""
 
-MOST_DIRECT = 16
+MAX_DIRECT = 16
 """Up to this many ranks, the few numbers exchanged at the start of each step go
 directly from each rank to every other. Beyond it they go around a ring, which sends
 fewer messages."""
@@ -224,14 +224,14 @@ def widths_of(kind: str | Sequence[int], gpus: int, batch: int) -> tuple[int, ..
     for name, value in (("gpus", gpus), ("batch", batch)):
         if value < 1:
             raise SpecError(f"{name} must be >= 1, got {value}", place=f".{name}")
-    most = min(gpus, batch)
+    widest = min(gpus, batch)
     if kind == "all":
-        return tuple(range(1, most + 1))
+        return tuple(range(1, widest + 1))
     if kind == "divisors":
-        return tuple(g for g in range(1, most + 1) if batch % g == 0)
+        return tuple(g for g in range(1, widest + 1) if batch % g == 0)
     if kind == "powers":
-        powers = {2**i for i in range(most.bit_length()) if 2**i <= most}
-        return tuple(sorted(powers | {most}))
+        powers = {2**i for i in range(widest.bit_length()) if 2**i <= widest}
+        return tuple(sorted(powers | {widest}))
     if isinstance(kind, str):
         raise SpecError(
             f"widths must be one of {', '.join(WIDTHS)} or numbers, got {kind!r}",

@@ -133,7 +133,7 @@ class CollectiveCost:
     cluster's piecewise fit, linear between sizes."""
 
     @property
-    def least_startup_s(self) -> float:
+    def min_startup_s(self) -> float:
         """The smallest start-up of any message, for use in bounds."""
         return max(0.0, self.startup_s + min((e for _, e in self.extra), default=0.0))
 

@@ -35,7 +35,7 @@ summaries leave them out."""
 
 _STARTUP_BYTES = 32 * 1024  # messages dominated by their start-up
 _FULL_WEIGHT_BYTES = 1024 * 1024
-_LEAST_WEIGHT = 0.02
+_MIN_WEIGHT = 0.02
 _SAME = 0.05  # a flow within this share of the link is not capped
 _SLACK = 0.15  # tolerance for measured times that contradict physics
 _MAX_ERROR = 0.35  # a median relative residual above this raises NoisyProfile
@@ -366,7 +366,7 @@ def _least_squares(
     measured_s = np.array([s.duration_s for s in rows])
     # Shaper bursts and socket buffers absorb part of a small message, and small
     # messages contribute little to a step's time.
-    weight = np.clip(size / _FULL_WEIGHT_BYTES, _LEAST_WEIGHT, 1.0)
+    weight = np.clip(size / _FULL_WEIGHT_BYTES, _MIN_WEIGHT, 1.0)
 
     def times_s(x: Any) -> Any:
         startup_s, flow, link = np.exp(x)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_SEGMENTS = 3
 
-_LEAST_SAMPLES = 3  # of a segment
+_MIN_SAMPLES = 3  # of a segment
 _RESOLUTION = 1e-4  # relative error below which a better fit is insignificant
 _CANDIDATES = 96  # segment boundaries to try
 
@@ -126,9 +126,9 @@ def fit_piecewise(
             np.round(np.geomspace(1, len(begins), _CANDIDATES)).astype(int) - 1
         )
         begins = [begins[i] for i in places]
-    most = max(1, min(max_segments, len(set(size)) // _LEAST_SAMPLES))
+    max_pieces = max(1, min(max_segments, len(set(size)) // _MIN_SAMPLES))
     best: tuple[float, list[int]] | None = None
-    for misfit, chosen in _partitions(sums, [*begins, len(rows)], most):
+    for misfit, chosen in _partitions(sums, [*begins, len(rows)], max_pieces):
         score = len(rows) * math.log(max(misfit / len(rows), _RESOLUTION**2))
         score += 3 * len(chosen) * math.log(len(rows))
         if best is None or score < best[0]:
@@ -224,7 +224,7 @@ class _Sums:
 
 
 def _partitions(
-    sums: _Sums, edges: Sequence[int], most: int
+    sums: _Sums, edges: Sequence[int], max_pieces: int
 ) -> Iterable[tuple[float, list[int]]]:
     """Return the best partition into 1, 2, ... segments: misfit and starts of each."""
     count = len(edges) - 1
@@ -236,9 +236,9 @@ def _partitions(
         (i, j): sums.misfit(edges[i], edges[j])
         for j in range(1, count + 1)
         for i in range(j)
-        if edges[j] - edges[i] >= min(_LEAST_SAMPLES, edges[-1])
+        if edges[j] - edges[i] >= min(_MIN_SAMPLES, edges[-1])
     }
-    for number in range(1, most + 1):
+    for number in range(1, max_pieces + 1):
         longer = [math.inf] * (count + 1)
         came = [-1] * (count + 1)
         for (i, j), misfit in cost.items():

@@ -120,7 +120,7 @@ def fit_rate_curve(
             grows.
     """
     rows = sorted(samples, key=lambda s: s.resource)
-    _levels(rows, least=2 if gamma4 is not None else 3)
+    _levels(rows, minimum=2 if gamma4 is not None else 3)
     _check_rates(rows, link_bytes_per_s)
     resources = [s.resource for s in rows]
     rates = [s.bytes_per_s for s in rows]
@@ -133,12 +133,12 @@ def fit_rate_curve(
         middle = math.sqrt(resources[0] * resources[-1]) ** power
         low, high = math.log(1e-4 / middle), math.log(50 / middle)
         return math.exp(
-            _least(lambda log_decay: misfit(math.exp(log_decay), power), low, high)
+            _argmin(lambda log_decay: misfit(math.exp(log_decay), power), low, high)
         )
 
     power = gamma4
     if power is None:
-        power = _least(lambda value: misfit(best_decay(value), value), 0.1, 3.0, 24)
+        power = _argmin(lambda value: misfit(best_decay(value), value), 0.1, 3.0, 24)
     decay = best_decay(power)
     top, drop, _ = _linear_part(resources, rates, decay, power, link_bytes_per_s)
     curve = RateCurve(gamma1=top, gamma2=drop, gamma3=decay, gamma4=power)
@@ -316,7 +316,7 @@ def _linear_part(
     return top, drop, misfit
 
 
-def _least(
+def _argmin(
     function: Callable[[float], float], low: float, high: float, tries: int = 60
 ) -> float:
     """Return where a function of one variable is least: grid, then golden section."""
@@ -361,11 +361,11 @@ def _check_rates(rows: Sequence[RateSample], link_bytes_per_s: float) -> None:
             )
 
 
-def _levels(rows: Sequence[SlowdownReading | RateSample], *, least: int = 2) -> None:
+def _levels(rows: Sequence[SlowdownReading | RateSample], *, minimum: int = 2) -> None:
     levels = {sample.resource for sample in rows}
-    if len(levels) < least:
+    if len(levels) < minimum:
         raise SpecError(
-            f"a fit needs samples of at least {least} levels of resource, got "
+            f"a fit needs samples of at least {minimum} levels of resource, got "
             f"{len(levels)}"
         )
 

@@ -47,7 +47,7 @@ _log = get_logger(__name__)
 _OVERDUE = 3.0
 """Times the usual length after which a micro-batch is claimed again."""
 
-_LEAST_OVERDUE_S = 1.0
+_MIN_OVERDUE_S = 1.0
 _LOOK_EVERY_S = 0.05
 _PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 
@@ -247,7 +247,7 @@ class Gang:
             claims.lose(lost)
 
     def _overdue_s(self) -> float:
-        return max(_LEAST_OVERDUE_S, _OVERDUE * self._usual_s)
+        return max(_MIN_OVERDUE_S, _OVERDUE * self._usual_s)
 
     def _take_over(self, claims: Claims) -> int | None:
         index = claims.claim_overdue(self._overdue_s())

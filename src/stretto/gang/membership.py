@@ -38,7 +38,7 @@ SILENT_S = 5.0
 """How long a member may be silent after a failure, besides what it computes."""
 
 _LEAVE_S = 2.0
-_MOST_TRIES = 3
+_MAX_TRIES = 3
 """Times that a sum is tried by the same members, none of which is lost."""
 
 
@@ -286,10 +286,10 @@ class Membership:
     def _try_again(self, store: Any) -> dict[str, Any]:
         whys = {m: store.get(f"answer/{m}").decode() for m in self.members}
         rows = [f"{self._ranks.name(m)}: {why}" for m, why in whys.items() if why]
-        if self._tries < _MOST_TRIES:
+        if self._tries < _MAX_TRIES:
             return {"try": self._tries + 1}
         return {
-            "error": f"the sum failed {_MOST_TRIES} times although every member "
+            "error": f"the sum failed {_MAX_TRIES} times although every member "
             f"answers: the network between them failed. {'; '.join(rows)}"
         }
 

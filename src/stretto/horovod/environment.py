@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
-_LEAST_UNIT_BYTES = 64 * 2**10
+_MIN_UNIT_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,14 +151,14 @@ def settings(environment: Mapping[str, str]) -> Settings:
         SpecError: a value is not a number, or breaks its rule.
     """
     unit_bytes = _number(environment, "HOROVOD_FUSION_THRESHOLD")
-    if unit_bytes is not None and unit_bytes < _LEAST_UNIT_BYTES:
+    if unit_bytes is not None and unit_bytes < _MIN_UNIT_BYTES:
         _log.warning(
             "HOROVOD_FUSION_THRESHOLD=%d is raised to %d: tensors are also cut into "
             "parts of that size",
             unit_bytes,
-            _LEAST_UNIT_BYTES,
+            _MIN_UNIT_BYTES,
         )
-        unit_bytes = _LEAST_UNIT_BYTES
+        unit_bytes = _MIN_UNIT_BYTES
     cycle_ms = _decimal(environment, "HOROVOD_CYCLE_TIME")
     stall_s = _decimal(environment, "HOROVOD_STALL_CHECK_TIME_SECONDS") or None
     if _flag(environment, "HOROVOD_STALL_CHECK_DISABLE"):

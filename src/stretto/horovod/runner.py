@@ -88,10 +88,10 @@ def run(
     if hostfile is not None:
         raise _elsewhere(f"hostfile={hostfile!r}")
     if hosts is not None:
-        host, _, most = hosts.partition(":")
+        host, _, slots_text = hosts.partition(":")
         if host not in _HERE:
             raise _elsewhere(f"hosts={hosts!r}")
-        slots = int(most) if most else slots
+        slots = int(slots_text) if slots_text else slots
     ranks = num_proc if np is None else np
     if ranks < 1 or (slots is not None and ranks > slots):
         raise SpecError(

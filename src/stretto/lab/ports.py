@@ -23,7 +23,7 @@ _ATTEMPTS = 500
 _rng = random.SystemRandom()  # the caller's seed would give the same ports to all
 
 _claims: collections.deque[int] = collections.deque()  # open until the process ends
-_MOST_CLAIMS = 64
+_MAX_CLAIMS = 64
 """A port is used soon after it was requested: older claims are released."""
 
 
@@ -48,7 +48,7 @@ def free_port() -> int:
             claim.close()
             continue
         _claims.append(claim.detach())
-        if len(_claims) > _MOST_CLAIMS:
+        if len(_claims) > _MAX_CLAIMS:
             os.close(_claims.popleft())
         return port
     raise LabError(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _COMPUTE_S = 0.1
 _STREAM_BYTES = 1024 * 1024
-_MOST_QUEUED = 512
+_MAX_QUEUED = 512
 _THROUGHOUT = 2.5
 """Communication is queued for this multiple of the computation's time alone, so that it
 lasts to the end of a computation that it slows.
@@ -77,7 +77,7 @@ class CollectiveBench(AbstractContentionBench):
             self.send_s(resource, _STREAM_BYTES, beside=False)  # connects
             alone_s = self.send_s(resource, _STREAM_BYTES, beside=False)
         count = math.ceil(_THROUGHOUT * self._units * self._load_s / alone_s)
-        count = int(self.agree(min(count, _MOST_QUEUED)))
+        count = int(self.agree(min(count, _MAX_QUEUED)))
         self._meet()
         works = [work for _ in range(count) for work in launch(message)]
         compute_s = self._compute()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 DEFAULT_RESOURCES = (1, 2, 4, 8, 16, 32)
 DEFAULT_SIZES_BYTES = (4 * 2**20, 16 * 2**20)
 
-_LEAST_REPETITIONS = 3
+_MIN_REPETITIONS = 3
 
 
 class AbstractContentionBench(abc.ABC):
@@ -113,9 +113,9 @@ def read_contention(
         bench.compute_s(level)
     computed: dict[int, list[list[float]]] = {level: [] for level in levels}
     sent: dict[int, list[list[float]]] = {level: [] for level in levels}
-    for turn in range(max(repetitions, _LEAST_REPETITIONS)):
+    for turn in range(max(repetitions, _MIN_REPETITIONS)):
         passed_s = bench.agree(perf_counter() - started)
-        if turn >= _LEAST_REPETITIONS and passed_s > budget_s:
+        if turn >= _MIN_REPETITIONS and passed_s > budget_s:
             break
         order = list(levels)
         random.Random(turn).shuffle(order)

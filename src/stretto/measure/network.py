@@ -45,7 +45,7 @@ _MAX_INNER = 32
 _LOAD_S = 0.2  # length of the synthetic computation
 _CONTENTION_BYTES = 1024 * 1024
 _MARGIN = 1.25  # factor on estimates when they are compared with the budget
-_LEAST_REPETITIONS = 3
+_MIN_REPETITIONS = 3
 _SIZE_PRIORITY = (20, 16, 22, 18, 24, 14, 12, 10)  # log2, most important first
 _LANE_PRIORITY = (1, 4, 2, 8)
 
@@ -302,9 +302,9 @@ class _Probe:
         for size_bytes, lanes in self._points:
             estimate_s = self._estimate_s(size_bytes, lanes)
             each_s = max(estimate_s, self._short_s) + 0.003
-            if cost_s + _LEAST_REPETITIONS * each_s > left_s:
+            if cost_s + _MIN_REPETITIONS * each_s > left_s:
                 continue
-            cost_s += _LEAST_REPETITIONS * each_s
+            cost_s += _MIN_REPETITIONS * each_s
             chosen.append(_Point(size_bytes, lanes))
         return chosen
 
@@ -347,16 +347,16 @@ class _Probe:
         return tuple(sorted(samples, key=lambda s: (s.lanes, s.size_bytes)))
 
     def _refuse_budget(self) -> None:
-        least_s = (
+        min_s = (
             sum(
-                _LEAST_REPETITIONS * (self._estimate_s(size, self._lanes[0]) + 0.02)
+                _MIN_REPETITIONS * (self._estimate_s(size, self._lanes[0]) + 0.02)
                 for size in self._sizes[:2]
             )
             + self._elapsed_s()
         )
         raise SpecError(
             f"a budget of {format_s(self._budget_s)} is too short for two sizes on "
-            f"this network; give at least {format_s(3 * least_s)}"
+            f"this network; give at least {format_s(3 * min_s)}"
         )
 
     def _rounds(self, points: list[_Point], repetitions: int, end_s: float) -> None:
@@ -396,9 +396,9 @@ class _Probe:
         units = self._calibrate(load)
         size_bytes = min(_CONTENTION_BYTES, self._sizes[-1]) // 4 * 4
         rows: dict[int, list[list[float]]] = {k: [] for k in self._lanes}
-        total = _LEAST_REPETITIONS * len(self._lanes)
+        total = _MIN_REPETITIONS * len(self._lanes)
         longest_s = 0.0
-        for turn in range(_LEAST_REPETITIONS):
+        for turn in range(_MIN_REPETITIONS):
             order = list(self._lanes)
             random.Random(turn).shuffle(order)
             for lanes in order:

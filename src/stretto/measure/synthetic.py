@@ -78,7 +78,7 @@ class SyntheticBench(AbstractContentionBench):
         *,
         load: Callable[[], None],
         device: torch.device,
-        most: int,
+        max_blocks: int,
         block_bytes_per_s: float = DEFAULT_BLOCK_BYTES_PER_S,
     ) -> None:
         # The only compiler is the one that torch includes (NVRTC).
@@ -95,10 +95,10 @@ class SyntheticBench(AbstractContentionBench):
         with torch.cuda.device(device):
             self._kernel = compile_kernel(_SOURCE, "communicate")
         self._arrays = [
-            torch.zeros(most * _ROUND_FLOATS, device=device) for _ in range(3)
+            torch.zeros(max_blocks * _ROUND_FLOATS, device=device) for _ in range(3)
         ]
         self._stop = torch.zeros(1, dtype=torch.int32, device=device)
-        self._rounds = torch.zeros(most, dtype=torch.int64, device=device)
+        self._rounds = torch.zeros(max_blocks, dtype=torch.int64, device=device)
         self._round_ns = round(1e9 * 4 * _ROUND_FLOATS / block_bytes_per_s)
         # As with NCCL's streams: the blocks get their places before waiting
         # computation's.

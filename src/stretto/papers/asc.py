@@ -113,8 +113,8 @@ def _models(workloads: list[Workload]) -> list[Figure]:
 
 def _s_max(compute_s: float, backward_s: float, elements: float) -> float:
     """Return the largest speed-up over one device (Eq. 42, 43)."""
-    least_s = 8 * elements / ASC_LINK_BYTES_PER_S
-    exposed_s = least_s - min(backward_s, least_s)
+    min_s = 8 * elements / ASC_LINK_BYTES_PER_S
+    exposed_s = min_s - min(backward_s, min_s)
     return _RANKS * compute_s / (compute_s + exposed_s)
 
 

@@ -286,9 +286,9 @@ def _printed(problem: BurstProblem, limit: float) -> tuple[int, ...]:
 def _random_chain(rng: random.Random) -> LayerProfile:
     layers = []
     for i in range(rng.randint(3, 8)):
-        alone_s, least_s = rng.uniform(2e-4, 4e-3), rng.uniform(1e-5, 2e-4)
+        alone_s, min_s = rng.uniform(2e-4, 4e-3), rng.uniform(1e-5, 2e-4)
         times = tuple(
-            BatchTime(samples=n, forward_s=least_s + alone_s * n / 8, backward_s=0.0)
+            BatchTime(samples=n, forward_s=min_s + alone_s * n / 8, backward_s=0.0)
             for n in (1, 2, 4, 8)
         )
         layers.append(

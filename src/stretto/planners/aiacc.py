@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 UNIT_BYTES = tuple(2**20 * 4**i for i in range(4))
 MAX_LANES = 8
-MOST_UNITS = 100_000
+MAX_UNITS = 100_000
 """With more units, one simulated step takes seconds."""
 
 
@@ -54,14 +54,14 @@ class AiaccPlanner(AbstractPlanner):
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
         """Return the grid's best plan under the simulator, the plainest of equals."""
-        least_bytes = -(-workload.total_bytes // MOST_UNITS)
-        if len(self._units) == 1 and self._units[0] < least_bytes:
+        min_bytes = -(-workload.total_bytes // MAX_UNITS)
+        if len(self._units) == 1 and self._units[0] < min_bytes:
             raise SpecError(
-                f"planner {self.name}: unit_bytes must be at least {least_bytes} for "
+                f"planner {self.name}: unit_bytes must be at least {min_bytes} for "
                 f"workload {workload.name!r}, so that its gradients are cut into at "
-                f"most {MOST_UNITS} units; got {self._units[0]}"
+                f"most {MAX_UNITS} units; got {self._units[0]}"
             )
-        sizes = [size for size in self._units if size >= least_bytes]
+        sizes = [size for size in self._units if size >= min_bytes]
         model = StepModel(workload, cluster)
         drafts = [
             dispatched(

@@ -409,17 +409,17 @@ def positive(planner: str, option: str, value: float) -> None:
         raise SpecError(f"planner {planner}: {option} must be > 0, got {value:g}")
 
 
-MOST_LANES = 1024
+MAX_LANES = 1024
 """Upper limit for any device or network of communicators that run at once."""
 
 
 def lanes_in_range(planner: str, option: str, value: int) -> None:
-    """Require a number of lanes from 1 to `MOST_LANES`.
+    """Require a number of lanes from 1 to `MAX_LANES`.
 
     Raises:
         SpecError: naming planner, option and value.
     """
-    if not 1 <= value <= MOST_LANES:
+    if not 1 <= value <= MAX_LANES:
         raise SpecError(
-            f"planner {planner}: {option} must be from 1 to {MOST_LANES}, got {value}"
+            f"planner {planner}: {option} must be from 1 to {MAX_LANES}, got {value}"
         )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from stretto.schema import Cluster, Plan, Workload
 
-MOST_TENSORS = 320
+MAX_TENSORS = 320
 """Up to this many tensors the default search takes about two seconds at most."""
 
 
@@ -77,7 +77,7 @@ class LibraPlanner(AbstractPlanner):
             return finish(draft, self.name, workload, cluster)
         joined, ends_of = workload, tuple(range(1, len(workload.tensors) + 1))
         if self._search.may_join:
-            joined, ends_of = coarse(workload, MOST_TENSORS)
+            joined, ends_of = coarse(workload, MAX_TENSORS)
         problem, lasts = problem_of(
             joined, cluster, startup=self._startup, resources=self._resources
         )

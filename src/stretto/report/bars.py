@@ -32,10 +32,10 @@ def gaps_svg(gaps: Mapping[str, float]) -> str:
         out.append(_tag("line", x1=at, x2=at, y1=0, y2=bottom, class_="grid"))
         label = f"{value:g} %"
         out.append(_text(at, bottom + 17, label, class_="tick", text_anchor="middle"))
-    least = min(gaps.values(), default=0.0)
+    smallest = min(gaps.values(), default=0.0)
     for i, (name, gap) in enumerate(gaps.items()):
         y = 4 + _ROW * i + (_ROW - _BAR) / 2
-        best = " best" if gap <= least else ""
+        best = " best" if gap <= smallest else ""
         style = "best-text" if best else ""
         # Rounding of the bound may leave a perfect plan just below it.
         width = max(x(max(gap, 0.0) * 100) - left, 1.5)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _DASH = "–"
 
-_MOST_MS_S = 10.0
+_MAX_MS_S = 10.0
 """From this step time on, an axis counts seconds."""
 
 
@@ -221,7 +221,7 @@ def _scaling(report: DemoReport) -> str:
     names = list(dict.fromkeys(row.method for row in report.scaling))
     at = {(row.method, row.ranks): row for row in report.scaling}
     longest_s = max(row.step_s for row in report.scaling)
-    scale, unit = (1e3, "ms") if longest_s < _MOST_MS_S else (1.0, "s")
+    scale, unit = (1e3, "ms") if longest_s < _MAX_MS_S else (1.0, "s")
     times: dict[str, list[float]] = {}
     gaps: dict[str, list[float]] = {}
     last_s: dict[str, str] = {}

@@ -164,9 +164,9 @@ def find_late(timeline: Timeline) -> RanksFound | None:
     step_s = statistics.median(ends_s.values())
     figures = tuple(_figures(rank, seen) for rank in ranks)
     error_s = max(row.clock_error_s for row in figures)
-    least_s = max(LATE_RATIO * step_s, 2 * error_s)
+    min_s = max(LATE_RATIO * step_s, 2 * error_s)
     late = sorted(
-        (row for row in figures if row.late_s > least_s),
+        (row for row in figures if row.late_s > min_s),
         key=lambda row: (-row.late_s, row.rank),
     )
     lanes = _lanes(by_step, seen)

@@ -13,7 +13,7 @@ from stretto.units import format_s
 if TYPE_CHECKING:
     from stretto.report.ranks import RanksFound
 
-MOST_DRAWN = 12
+MAX_DRAWN = 12
 """Number of ranks drawn; if there are more, the latest ones and the earliest."""
 
 _DASH = "–"
@@ -47,10 +47,10 @@ MEANINGS = {
 
 def drawn_ranks(found: RanksFound) -> tuple[int, ...]:
     """Return the ranks that a drawing shows, in order."""
-    if len(found.ranks) <= MOST_DRAWN:
+    if len(found.ranks) <= MAX_DRAWN:
         return tuple(row.rank for row in found.ranks)
     by_lateness = sorted(found.ranks, key=lambda row: (-row.late_s, row.rank))
-    latest = by_lateness[: MOST_DRAWN - 4]
+    latest = by_lateness[: MAX_DRAWN - 4]
     return tuple(sorted(row.rank for row in (*latest, *by_lateness[-4:])))
 
 

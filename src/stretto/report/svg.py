@@ -119,13 +119,13 @@ def _text(x: float, y: float, body: str, **attributes: object) -> str:
     return _tag("text", escape(body), x=x, y=y, **attributes)
 
 
-def ticks(end: float, most: int = 8) -> list[float]:
-    """Return round numbers from 0 to ``end``, about ``most`` of them."""
+def ticks(end: float, limit: int = 8) -> list[float]:
+    """Return round numbers from 0 to ``end``, about ``limit`` of them."""
     if end <= 0 or not math.isfinite(end):
         return [0.0]
-    magnitude = 10.0 ** math.floor(math.log10(end / most))
+    magnitude = 10.0 ** math.floor(math.log10(end / limit))
     step = next(
-        k * magnitude for k in (1, 2, 2.5, 5, 10) if k * magnitude * most >= end
+        k * magnitude for k in (1, 2, 2.5, 5, 10) if k * magnitude * limit >= end
     )
     return [i * step for i in range(int(end / step * (1 + 1e-9)) + 1)]
 

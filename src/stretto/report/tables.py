@@ -184,9 +184,9 @@ def _text(table: Table, width: int) -> str:
     return "\n".join(lines).strip("\n")
 
 
-def _shortened(name: str, most: int = 36) -> str:
+def _shortened(name: str, limit: int = 36) -> str:
     """Return the end of a long name, in which names differ."""
-    return name if len(name) <= most else f"...{name[3 - most :]}"
+    return name if len(name) <= limit else f"...{name[3 - limit :]}"
 
 
 def _percent(ratio: float) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stretto.runtime.ranks import Ranks
 
 _ROLL_CALL_S = 5.0
-_LEAST_ROLL_CALL_S = 1.0
+_MIN_ROLL_CALL_S = 1.0
 _POLL_S = 0.05
 _LOOK_EVERY = timedelta(seconds=1)
 _ANSWER_S = 0.5
@@ -168,7 +168,7 @@ class FailureReporter:
 
     @property
     def _roll_call_s(self) -> float:
-        return min(_ROLL_CALL_S, max(_LEAST_ROLL_CALL_S, self._ranks.timeout_s / 4))
+        return min(_ROLL_CALL_S, max(_MIN_ROLL_CALL_S, self._ranks.timeout_s / 4))
 
     def _diagnose(self, place: str, cause: BaseException) -> CommTimeout:
         call = _RollCall(self._ranks, self._store(), place, self._roll_call_s)

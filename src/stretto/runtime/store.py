@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _POLL_S = 0.0003  # ranks mostly arrive at a meeting together
-_POLL_MOST_S = 0.1
+_MAX_POLL_S = 0.1
 
-LEAST_ANSWER_S = 1.0
+MIN_ANSWER_S = 1.0
 """Least time that a store has for an answer, however short the timeout is."""
 
 
@@ -50,7 +50,7 @@ def ranks_of(group: dist.ProcessGroup, *, timeout_s: float | None) -> Ranks:
             size=group.size(),
             names=tuple(range(group.size())),
             store=cast("Any", dist).HashStore(),
-            timeout_s=timeout_s or LEAST_ANSWER_S,
+            timeout_s=timeout_s or MIN_ANSWER_S,
         )
     if timeout_s is None:
         timeout_s = _group_timeout_s(group)
@@ -108,7 +108,7 @@ def _connect(theirs: Store, group: dist.ProcessGroup) -> Store:
     Raises:
         CommTimeout: the store does not answer.
     """
-    limit_s = max(LEAST_ANSWER_S, _group_timeout_s(group))
+    limit_s = max(MIN_ANSWER_S, _group_timeout_s(group))
     deadline = time.perf_counter() + limit_s
     # A request on the group's own connection has no timeout: if the store's process
     # is stopped, the thread is left behind in the request.
@@ -134,7 +134,7 @@ def own_connection(ranks: Ranks, *, limit_s: float | None = None) -> Store:
     (``None``: the ranks' timeout); the connection is unusable then, and its owner drops
     it.
     """
-    limit_s = max(LEAST_ANSWER_S, ranks.timeout_s if limit_s is None else limit_s)
+    limit_s = max(MIN_ANSWER_S, ranks.timeout_s if limit_s is None else limit_s)
     watch = Wait(ranks.presence)
     deadline = time.perf_counter() + max(limit_s, ranks.timeout_s)
 
@@ -177,7 +177,7 @@ def store_listens(store: Store) -> bool:
     while hasattr(below, "underlying_store"):
         below = below.underlying_store
     try:
-        socket.create_connection((below.host, below.port), LEAST_ANSWER_S).close()
+        socket.create_connection((below.host, below.port), MIN_ANSWER_S).close()
     except (AttributeError, OSError):
         return False
     return True
@@ -226,7 +226,7 @@ def missing_after(
         if waited_s > ranks.timeout_s or is_over():
             return Missing(missing, waited_s, None)
         time.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, _POLL_MOST_S)
+        pause_s = min(1.5 * pause_s, _MAX_POLL_S)
 
 
 @dataclass(frozen=True, slots=True)

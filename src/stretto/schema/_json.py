@@ -59,8 +59,8 @@ def _plain_below(value: Any, source: str, at: str) -> Any:
     if value is None or type(value) in (bool, str):
         return value
     if type(value) is int:
-        if abs(value) >= 10 ** (_MOST_DIGITS - 1):
-            rule = f"must be an integer of fewer than {_MOST_DIGITS} digits"
+        if abs(value) >= 10 ** (_MAX_DIGITS - 1):
+            rule = f"must be an integer of fewer than {_MAX_DIGITS} digits"
             raise SpecError(f"{source}: {at}: {rule}", place=at)
         return value
     if type(value) is float:
@@ -163,10 +163,10 @@ def _first_defect(data: bytes) -> tuple[str, str] | None:
         return value if math.isfinite(value) else defect(_not_finite(text))
 
     def integer(text: str) -> Any:
-        if len(text) <= _MOST_DIGITS:
+        if len(text) <= _MAX_DIGITS:
             return int(text)
         return defect(
-            f"must be an integer of at most {_MOST_DIGITS} digits, got {len(text)}"
+            f"must be an integer of at most {_MAX_DIGITS} digits, got {len(text)}"
         )
 
     body = json.loads(
@@ -179,7 +179,7 @@ def _first_defect(data: bytes) -> tuple[str, str] | None:
     return _found(body, "$") if any_defect else None
 
 
-_MOST_DIGITS = 300
+_MAX_DIGITS = 300
 """So that every integer can be converted to a float; fields have smaller limits."""
 
 

@@ -53,27 +53,27 @@ def positive(place: str, value: float) -> None:
         raise SpecError(f"{name} must be finite and > 0, got {value}", place=place)
 
 
-def at_least(place: str, value: int, least: int) -> None:
+def at_least(place: str, value: int, minimum: int) -> None:
     """Require an integer of at least ``least`` that fits in 64 bits.
 
     Raises:
         SpecError: naming the place, the rule and the value.
     """
-    if value < least:
+    if value < minimum:
         name = place.rpartition(".")[2]
-        raise SpecError(f"{name} must be >= {least}, got {value}", place=place)
+        raise SpecError(f"{name} must be >= {minimum}, got {value}", place=place)
     at_most(place, value, 2**63 - 1)
 
 
-def at_most(place: str, value: int, most: int) -> None:
+def at_most(place: str, value: int, maximum: int) -> None:
     """Require an integer of at most ``most``.
 
     Raises:
         SpecError: naming the place, the rule and the value.
     """
-    if value > most:
+    if value > maximum:
         name = place.rpartition(".")[2]
-        raise SpecError(f"{name} must be <= {most}, got {value}", place=place)
+        raise SpecError(f"{name} must be <= {maximum}, got {value}", place=place)
 
 
 def one_of(place: str, value: str, allowed: Iterable[str]) -> None:

@@ -28,8 +28,8 @@ ALGORITHMS = (
     "two_level_rails",
     "in_network",
 )
-MOST_LANES = 2**16
-MOST_SLICES = 2**17
+MAX_LANES = 2**16
+MAX_SLICES = 2**17
 """A larger number is a corrupt file; reading a plan must not exhaust memory."""
 
 WIRE_DTYPES = (
@@ -73,7 +73,7 @@ class Bucket:
             raise SpecError("a bucket needs at least one tensor", place=".tensors")
         _rules.at_least(".lane", self.lane, 0)
         _rules.at_least(".slices", self.slices, 1)
-        _rules.at_most(".slices", self.slices, MOST_SLICES)
+        _rules.at_most(".slices", self.slices, MAX_SLICES)
         if self.resource is not None:
             _rules.at_least(".resource", self.resource, 1)
         _rules.one_of(".algorithm", self.algorithm, ALGORITHMS)
@@ -145,7 +145,7 @@ class Plan:
         _rules.at_least(".ranks", self.ranks, 1)
         _rules.one_of(".overlap", self.overlap, OVERLAPS)
         _rules.at_least(".lanes", self.lanes, 1)
-        _rules.at_most(".lanes", self.lanes, MOST_LANES)
+        _rules.at_most(".lanes", self.lanes, MAX_LANES)
         if not self.buckets:
             raise SpecError("a plan needs at least one bucket", place=".buckets")
         seen: dict[str, int] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, final
 
-from stretto.cost.burst import MOST_DIRECT, NORM_STEPS
+from stretto.cost.burst import MAX_DIRECT, NORM_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -152,7 +152,7 @@ class Script:
         if self._gpus > 1:
             # First the ranks exchange how many samples each of them has.
             everyone = tuple(range(self._gpus))
-            rounds = 1 if self._gpus <= MOST_DIRECT else self._gpus - 1
+            rounds = 1 if self._gpus <= MAX_DIRECT else self._gpus - 1
             host = self._profile.host
             asked_s = None if host is None else host.exchange_s
             self.buckets.append(Bucket("counts", everyone, 0, rounds, asked_s))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from stretto.cost import collective_cost, curve_bytes_per_s, flow_rates
 from stretto.errors import SpecError
-from stretto.sim.certificate import interval_bound_s, most_bytes_per_s
+from stretto.sim.certificate import interval_bound_s, max_bytes_per_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,7 +85,7 @@ def lower_bound(
             compute_s=compute_s, cut_s=compute_s, link_s=compute_s, value_s=compute_s
         )
     costs = [collective_cost(cluster, algorithm) for algorithm in algorithms]
-    startup_s = min(cost.least_startup_s for cost in costs)
+    startup_s = min(cost.min_startup_s for cost in costs)
     factor = min(cost.wire_factor for cost in costs)
     bytes_per_s = best_bytes_per_s(cluster, max_lanes)
     cut_s = 0.0
@@ -120,7 +120,7 @@ def best_bytes_per_s(cluster: Cluster, max_lanes: int | None = None) -> float:
     flow_bytes_per_s = flow_rates(cluster).alone_bytes_per_s
     if (fastest := _fastest_flow(cluster)) is not None:
         flow_bytes_per_s = min(flow_bytes_per_s, fastest)
-    return most_bytes_per_s(cluster, flow_bytes_per_s, max_lanes)
+    return max_bytes_per_s(cluster, flow_bytes_per_s, max_lanes)
 
 
 def _fastest_flow(cluster: Cluster) -> float | None:

@@ -1,7 +1,7 @@
 """Lower bounds by linear programming, where computation and communication slow each
 other: the trade-off that the closed forms of `stretto.sim.bounds` do not cover.
 
-Called by `stretto.sim.bounds`, which also limits rates by `most_bytes_per_s`.
+Called by `stretto.sim.bounds`, which also limits rates by `max_bytes_per_s`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from stretto.schema import Cluster, Contention, RateCurve, Workload
 
 INTERVALS = 40
-_MOST_LANES = 32
+_MAX_LANES = 32
 """Start-ups are counted up to this many lanes; with more, any number may overlap."""
 
-_MOST_SETS = 20_000
+_MAX_SETS = 20_000
 _SAFETY = 1e-7
 """Relative error that a solver may leave; bounds are lowered by it."""
 
@@ -58,16 +58,16 @@ def working_modes(
     contention = cluster.contention
     rates = flow_rates(cluster)
     if contention is None:
-        most = most_bytes_per_s(
+        limit = max_bytes_per_s(
             cluster, rates.alone_bytes_per_s, _less(max_lanes, startups)
         )
         return tuple(
             Mode(compute_rate=1.0, bytes_per_s=rate, startups=startups)
-            for rate in dict.fromkeys((0.0, most))
+            for rate in dict.fromkeys((0.0, limit))
         )
     base = startups * contention.resources[0]
     points = [(compute_rate(contention.compute, base) if base else 1.0, 0.0)]
-    if max_lanes is not None and _num_sets(contention, max_lanes) <= _MOST_SETS:
+    if max_lanes is not None and _num_sets(contention, max_lanes) <= _MAX_SETS:
         caps = {
             r: _cap(cluster, contention.overlapped, r) for r in contention.resources
         }
@@ -88,10 +88,10 @@ def idle_bytes_per_s(cluster: Cluster, max_lanes: int | None = None) -> float:
     cap = flow_rates(cluster).alone_bytes_per_s
     if contention is not None:
         cap = max(_cap(cluster, contention.exclusive, r) for r in contention.resources)
-    return most_bytes_per_s(cluster, cap, max_lanes)
+    return max_bytes_per_s(cluster, cap, max_lanes)
 
 
-def most_bytes_per_s(cluster: Cluster, cap: float, max_lanes: int | None) -> float:
+def max_bytes_per_s(cluster: Cluster, cap: float, max_lanes: int | None) -> float:
     """Return the highest total rate of up to ``max_lanes`` flows with a cap."""
     rates = flow_rates(cluster)
     if max_lanes is None:
@@ -141,7 +141,7 @@ def interval_bound_s(
     work_s = workload.forward_s + workload.backward_s
     if cluster.ranks == 1 or not sent:
         return work_s
-    if max_lanes is not None and max_lanes > _MOST_LANES:
+    if max_lanes is not None and max_lanes > _MAX_LANES:
         max_lanes = None
     program = _Program(workload, cluster, algorithms, max_lanes, intervals)
     if max_lanes is None or not program.startup_s:
@@ -173,7 +173,7 @@ class _Program:
         intervals: int,
     ) -> None:
         costs = [collective_cost(cluster, algorithm) for algorithm in algorithms]
-        self.startup_s = min(cost.least_startup_s for cost in costs)
+        self.startup_s = min(cost.min_startup_s for cost in costs)
         factor = min(cost.wire_factor for cost in costs)
         self._max_lanes = max_lanes
         counting = max_lanes is not None and self.startup_s > 0
@@ -238,13 +238,13 @@ class _Program:
         while i:
             count += 1
             spare_s = deadline_s - self._ready_s[i - 1]
-            most = min(
+            limit = min(
                 (spare_s - self.startup_s) * self._fastest,
                 (spare_s * lanes - count * self.startup_s) * self._flow,
             )
-            if later + self._sizes[i - 1] > most:
+            if later + self._sizes[i - 1] > limit:
                 return len(self._sizes) + 1  # no fusion meets the deadline
-            while i and later + self._sizes[i - 1] <= most:
+            while i and later + self._sizes[i - 1] <= limit:
                 i -= 1
                 later += self._sizes[i]
         return count
@@ -270,16 +270,16 @@ class _Program:
         tail, end = slice(count * kinds, num - 1), num - 1
         same = lil_matrix((count + 1, num))
         same_to = np.zeros(count + 1)
-        least = lil_matrix((2 * count + 3, num))
-        least_to = np.zeros(2 * count + 3)
+        upper = lil_matrix((2 * count + 3, num))
+        upper_to = np.zeros(2 * count + 3)
         for i in range(count):
             span = slice(i * kinds, (i + 1) * kinds)
             same[i, span] = [mode.compute_rate for mode in modes]
             same_to[i] = edges[i + 1] - edges[i]
             for j in range(i, count):
-                least[j, span] = rates
-            least_to[i] = self._available[i] * scale
-            least[2 * count + 2, span] = [-mode.startups for mode in modes]
+                upper[j, span] = rates
+            upper_to[i] = self._available[i] * scale
+            upper[2 * count + 2, span] = [-mode.startups for mode in modes]
         same[count, : count * kinds] = rates * count
         same[count, tail] = [rate * scale for rate, _ in self._idle]
         same_to[count] = 1.0
@@ -288,23 +288,23 @@ class _Program:
             row = count + i
             rate = self._idle[0][0] if edge_s >= self._work_s else self._fastest
             if i:
-                least[row, : i * kinds] = 1.0
-            least[row, end] = -1.0
+                upper[row, : i * kinds] = 1.0
+            upper[row, end] = -1.0
             needed_s = self.startup_s + self._later[i] / rate if self._later[i] else 0.0
-            least_to[row] = -(edges[0] + needed_s)
+            upper_to[row] = -(edges[0] + needed_s)
         row = 2 * count + 1
-        least[row, : num - 1] = 1.0
-        least[row, end] = -1.0
-        least_to[row] = -edges[0]
+        upper[row, : num - 1] = 1.0
+        upper[row, end] = -1.0
+        upper_to[row] = -edges[0]
         if after > 1:
-            least[row + 1, tail] = [-number for _, number in self._idle]
-            least_to[row + 1] = -buckets * self.startup_s
+            upper[row + 1, tail] = [-number for _, number in self._idle]
+            upper_to[row + 1] = -buckets * self.startup_s
         goal = np.zeros(num)
         goal[end] = 1.0
         solved = linprog(
             goal,
-            A_ub=least.tocsr(),
-            b_ub=least_to,
+            A_ub=upper.tocsr(),
+            b_ub=upper_to,
             A_eq=same.tocsr(),
             b_eq=same_to,
             bounds=(0, None),
@@ -344,16 +344,18 @@ def _unlimited_points(
     rates = flow_rates(cluster)
     caps = {r: _cap(cluster, contention.overlapped, r) for r in contention.resources}
     per_load = max(cap / r for r, cap in caps.items())
-    most = rates.best_total_bytes_per_s(max(caps.values()))
+    limit = rates.best_total_bytes_per_s(max(caps.values()))
     compute = contention.compute
-    loads = [float(contention.resources[0]), most / per_load]
+    loads = [float(contention.resources[0]), limit / per_load]
     if compute.alpha2 > 0:
         loads += [
             (compute.alpha1 - 1.0) / compute.alpha2,
             (compute.alpha1 - SIGMA_MIN) / compute.alpha2,
         ]
     loads = [max(load, loads[0]) for load in loads]
-    return [(compute_rate(compute, load), min(most, load * per_load)) for load in loads]
+    return [
+        (compute_rate(compute, load), min(limit, load * per_load)) for load in loads
+    ]
 
 
 def _upper_hull(

@@ -46,7 +46,7 @@ def forward_bound_s(
     if cluster.ranks == 1 or not sent:
         return compute_s
     costs = [collective_cost(cluster, algorithm) for algorithm in algorithms]
-    startup_s = min(cost.least_startup_s for cost in costs)
+    startup_s = min(cost.min_startup_s for cost in costs)
     factor = min(cost.wire_factor for cost in costs)
     s_per_byte = factor / best_bytes_per_s(cluster, max_lanes)
     return max(
@@ -111,16 +111,16 @@ def halves_bound_s(
     if cluster.ranks == 1:
         return forward_s + backward_s
     costs = [collective_cost(cluster, algorithm) for algorithm in algorithms]
-    startup_s = min(cost.least_startup_s for cost in costs)
+    startup_s = min(cost.min_startup_s for cost in costs)
     factor = min(cost.wire_factor for cost in costs)
-    most_bytes_per_s = flow_rates(cluster).best_total_bytes_per_s()
+    max_bytes_per_s = flow_rates(cluster).best_total_bytes_per_s()
     circle_s = max(
         (
             forward_s
             - tensor.needed_s
             + tensor.ready_s
             + startup_s / 2
-            + max(startup_s / 2, factor * tensor.bytes / most_bytes_per_s)
+            + max(startup_s / 2, factor * tensor.bytes / max_bytes_per_s)
             for tensor in workload.tensors
             if tensor.bytes
         ),
@@ -128,6 +128,6 @@ def halves_bound_s(
     )
     return max(
         forward_s + backward_s,
-        factor * workload.total_bytes / most_bytes_per_s,
+        factor * workload.total_bytes / max_bytes_per_s,
         circle_s,
     )

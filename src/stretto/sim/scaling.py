@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from stretto.schema import Cluster, Workload
 
-MOST_RANKS = 100_000
+MAX_RANKS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +65,14 @@ def cluster_at(cluster: Cluster, ranks: int) -> Cluster:
     return resized
 
 
-def doubling_ranks(cluster: Cluster, *, most: int = MOST_RANKS) -> tuple[int, ...]:
+def doubling_ranks(cluster: Cluster, *, max_ranks: int = MAX_RANKS) -> tuple[int, ...]:
     """Return 1, 2, 4, ... ranks while they fill hosts, then doubling up to ``most``.
 
     The last is ``most``, rounded down to whole hosts.
     """
     per_host = cluster.ranks_per_host
     within = [1 << i for i in range(per_host.bit_length()) if 1 << i < per_host]
-    last = max(1, most // per_host)
+    last = max(1, max_ranks // per_host)
     hosts = [1 << i for i in range(last.bit_length()) if 1 << i < last]
     return tuple(n for n in (*within, *(per_host * h for h in hosts), per_host * last))
 

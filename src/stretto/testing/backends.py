@@ -176,8 +176,8 @@ def _require_sum(found: torch.Tensor, parts: list[torch.Tensor]) -> None:
         return
     # Each of the additions may round once.
     unit = torch.finfo(found.dtype).eps * len(parts)
-    most = torch.stack([part.double().abs() for part in parts]).sum(0)
-    assert ((found.double() - exact).abs() <= unit * most).all(), (
+    magnitude = torch.stack([part.double().abs() for part in parts]).sum(0)
+    assert ((found.double() - exact).abs() <= unit * magnitude).all(), (
         f"a sum of {found.dtype}"
     )
 

@@ -80,7 +80,7 @@ def stages(
             place=".contention",
         )
     cost = collective_cost(cluster)
-    most_bytes_per_s = flow_rates(cluster).per_flow_bytes_per_s(1)
+    max_bytes_per_s = flow_rates(cluster).per_flow_bytes_per_s(1)
     # Computation left once each group's last gradient is ready.
     after_s = [workload.backward_s - tensors[end - 1].ready_s for end in groups]
     firsts = [0, *groups][:-1]
@@ -103,7 +103,7 @@ def stages(
             beside_s, alone_s = (
                 cost.wire_factor
                 * size_bytes
-                / min(most_bytes_per_s, curve_bytes_per_s(curve, resource))
+                / min(max_bytes_per_s, curve_bytes_per_s(curve, resource))
                 for curve in (contention.overlapped, contention.exclusive)
             )
             startup_s = cost.startup_s

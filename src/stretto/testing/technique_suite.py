@@ -16,7 +16,7 @@ from stretto.planners.base import predicted_s
 from stretto.testing.checks import Check
 from stretto.testing.instances import capped_cluster, small_workload
 from stretto.tune.search_space import Space
-from stretto.tune.techniques.base import LEAST_STEPS, Proposal, SearchContext
+from stretto.tune.techniques.base import MIN_STEPS, Proposal, SearchContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,7 +99,7 @@ def _accepts(technique: type[AbstractTechnique]) -> None:
         proposal = made.ask()
         if proposal is None:
             break
-        assert proposal.steps >= LEAST_STEPS, f"{proposal.steps} steps give no median"
+        assert proposal.steps >= MIN_STEPS, f"{proposal.steps} steps give no median"
         broken = turn % 5 == 0
         time_s = math.inf if broken else step_s(proposal.point)
         made.tell(proposal, time_s, mine=True)

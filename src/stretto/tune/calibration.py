@@ -43,10 +43,10 @@ TRUSTED_RATIO = 0.03
 DOUBT_RATIO = 0.03
 """Least error assumed of a prediction when a plan is ruled out without a trial."""
 
-MOST_BOUND_DOUBT_RATIO = 0.10
+MAX_BOUND_DOUBT_RATIO = 0.10
 """Most that the bound is lowered by: a model further off says little about it."""
 
-_MOST_OBSERVATIONS = 4
+_MAX_OBSERVATIONS = 4
 
 
 @final
@@ -108,7 +108,7 @@ class CalibratedModel:
         one.
         """
         bound_s = min(self._first_bound_s, self._bound_s())
-        doubt = min(MOST_BOUND_DOUBT_RATIO, self.doubt_ratio)
+        doubt = min(MAX_BOUND_DOUBT_RATIO, self.doubt_ratio)
         return bound_s / (1 + doubt)
 
     def _bound_s(self) -> float:
@@ -143,7 +143,7 @@ class CalibratedModel:
             backward_s=None if timeline is None else backward_s(timeline),
             bucket_ends_s=() if timeline is None else bucket_ends_s(timeline),
         )
-        self._observations = [*self._observations, seen][-_MOST_OBSERVATIONS:]
+        self._observations = [*self._observations, seen][-_MAX_OBSERVATIONS:]
         if abs(error) > TRUSTED_RATIO:
             found = corrected(*self._first, self._observations)
             self.workload, self.cluster = found.workload, found.cluster
@@ -200,8 +200,8 @@ NOISE_RATIO = 0.02
 RECORDED_RATIO = 0.03
 """Standard deviation of the logarithm of times within one recorded step."""
 
-_MOST_LOG = 1.5
-_MOST_STEPS = 8
+_MAX_LOG = 1.5
+_MAX_STEPS = 8
 
 _POOR = 5.0
 """Sum of squares per observation, in units of the noise, below which a fit is good."""
@@ -338,9 +338,7 @@ def _best(misses: _Misses, free: Sequence[int]) -> FitState:
     """
 
     def search(begin: FitState) -> FitState:
-        return least_squares(
-            misses, begin, free=free, most=_MOST_LOG, steps=_MOST_STEPS
-        )
+        return least_squares(misses, begin, free=free, bound=_MAX_LOG, steps=_MAX_STEPS)
 
     best = search(misses.at({}))
     if 2 * best.cost <= _POOR * misses.number:
@@ -526,7 +524,7 @@ def least_squares(
     begin: FitState,
     *,
     free: Sequence[int],
-    most: float,
+    bound: float,
     steps: int,
 ) -> FitState:
     r"""Run Levenberg-Marquardt from a point whose residuals are known.
@@ -545,7 +543,7 @@ def least_squares(
         chosen = np.asarray(free)
         # An entry held back by its bound must not bend the step of the others.
         outward = here.theta[chosen] * (slopes.T @ here.rows) < 0
-        moving = ~(outward & (np.abs(here.theta[chosen]) >= most))
+        moving = ~(outward & (np.abs(here.theta[chosen]) >= bound))
         slopes, chosen = slopes[:, moving], chosen[moving]
         normal, gradient = slopes.T @ slopes, slopes.T @ here.rows
         before = here.cost
@@ -553,7 +551,7 @@ def least_squares(
             damped = normal + damping * np.diag(np.diag(normal))
             move = np.clip(-np.linalg.solve(damped, gradient), -_REACH, _REACH)
             theta = here.theta.copy()
-            theta[chosen] = np.clip(theta[chosen] + move, -most, most)
+            theta[chosen] = np.clip(theta[chosen] + move, -bound, bound)
             moved = theta[chosen] - here.theta[chosen]
             promised = -float(gradient @ moved + moved @ normal @ moved / 2)
             if promised <= _GAIN_RATIO * before:

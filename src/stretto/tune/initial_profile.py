@@ -212,7 +212,7 @@ class _Waits(AbstractStepObserver):
 
 
 WARMUP_STEPS = 1
-LEAST_ROWS = 3
+MIN_ROWS = 3
 """Number of steps that a profile needs."""
 
 PROFILE_LANES = (4, 4, 4, 2)
@@ -240,9 +240,9 @@ PROBE_STEPS = 0.5
 WHOLE_PROBE_STEPS = 3
 """If profiled steps show nothing about the network, the probe takes this many steps."""
 
-MOST_PROBE_S = 20.0
+MAX_PROBE_S = 20.0
 
-LEAST_PROBE_S = 0.06
+MIN_PROBE_S = 0.06
 """A shorter probe measures nothing; training with such short steps ends soon or has
 many.
 """
@@ -254,11 +254,11 @@ times the budget, at most twice."""
 CONTENTION_FROM_S = 3.0
 """From this budget on, computation alongside communication is measured as well."""
 
-LEAST_BULK_BYTES = 2**21
+MIN_BULK_BYTES = 2**21
 """Smaller gradients do not show a rate, because shapers and socket buffers absorb them
 ..."""
 
-LEAST_BULK_S = 0.05
+MIN_BULK_S = 0.05
 """... unless the transfer took at least this long."""
 
 SMALL_POINTS = (
@@ -435,7 +435,7 @@ class InitialProfiler:
                 for number in _common(table["rows"] for table in tables)
             )
         ]
-        if len(rows) < LEAST_ROWS:
+        if len(rows) < MIN_ROWS:
             if not self._again:
                 return {"do": "again"}
             raise NoisyProfile(
@@ -448,8 +448,8 @@ class InitialProfiler:
         )
         step_s = statistics.median(self._steps_s)
         spread_s = workload.provenance["backward_spread_s"]
-        most_s = max(MAX_SPREAD_RATIO * workload.backward_s, MATTERS_RATIO * step_s)
-        if not self._again and spread_s > most_s:
+        max_s = max(MAX_SPREAD_RATIO * workload.backward_s, MATTERS_RATIO * step_s)
+        if not self._again and spread_s > max_s:
             return {"do": "again"}
         return {"do": "probe", "workload": codec.encode(workload), "step_s": step_s}
 
@@ -460,7 +460,7 @@ class InitialProfiler:
         bulk = [sample for sample in self._bulk if tells_a_rate(sample)]
         some_bulk = bool(self._sync.broadcast_int(len(bulk)))
         steps: float = PROBE_STEPS if some_bulk else WHOLE_PROBE_STEPS
-        budget_s = min(max(steps * step_s, LEAST_PROBE_S), MOST_PROBE_S)
+        budget_s = min(max(steps * step_s, MIN_PROBE_S), MAX_PROBE_S)
         begin_s = perf_counter()
         found: Any = None
         for times in (1, PROBE_AGAIN, PROBE_AGAIN**2):
@@ -580,7 +580,7 @@ def _common(tables: Iterable[dict[str, Any]]) -> list[str]:
 def tells_a_rate(sample: CollectiveSample) -> bool:
     """Return whether the sample exceeds what shapers and socket buffers absorb."""
     size_bytes = sample.size_bytes * sample.lanes
-    return size_bytes >= LEAST_BULK_BYTES or sample.duration_s >= LEAST_BULK_S
+    return size_bytes >= MIN_BULK_BYTES or sample.duration_s >= MIN_BULK_S
 
 
 def more_lanes_help(samples: Sequence[CollectiveSample]) -> bool:
@@ -607,8 +607,8 @@ def plausible(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:
             for other in found.values()
             if other.lanes <= sample.lanes and other.size_bytes <= sample.size_bytes
         ]
-        least_s = (1 + _GROWTH) * max(smaller_s, default=0.0)
+        min_s = (1 + _GROWTH) * max(smaller_s, default=0.0)
         found[sample.lanes, sample.size_bytes] = replace(
-            sample, duration_s=max(sample.duration_s, least_s)
+            sample, duration_s=max(sample.duration_s, min_s)
         )
     return list(found.values())

@@ -105,10 +105,10 @@ def topology_distance(first: Topology, second: Topology) -> float:
     """
     if first == second:
         return 0.0
-    most = _size(first.ranks) + _size(second.ranks)
+    whole = _size(first.ranks) + _size(second.ranks)
     if max(first.ranks, second.ranks) <= SMALL_RANKS:
-        return min(1.0, _searched(first, second) / most)
-    return min(1.0, _matched(first, second) / most)
+        return min(1.0, _searched(first, second) / whole)
+    return min(1.0, _matched(first, second) / whole)
 
 
 def _size(ranks: int) -> float:

@@ -33,7 +33,7 @@ _GAIN_RATIO = 0.01
 _LEARN_RATIO = 0.01
 """Share of the search's steps that corrections may take: training waits for them."""
 
-_MOST_UNCOUNTED = 6
+_MAX_UNCOUNTED = 6
 """Consecutive steps that do not count (evaluations in between) before a trial ends."""
 
 
@@ -154,7 +154,7 @@ class OnlineSearch:
             counts = not skipped and math.isfinite(step_s)
             self._uncounted = 0 if counts or skipped else self._uncounted + 1
             over = search.step(step_s, counts=counts)
-            if self._uncounted >= _MOST_UNCOUNTED:
+            if self._uncounted >= _MAX_UNCOUNTED:
                 search.fail("no step of it could be counted")
                 over = True
             if over:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-LEAST_NOISE = 0.01
+MIN_NOISE = 0.01
 """Minimum error assumed for a pair's log ratio: two blocks never agree better."""
 
-MOST_NOISE = 1.0
+MAX_NOISE = 1.0
 """Upper limit of the noise estimate: noisier pairs carry no information."""
 
 _NORMAL = 1.4826
@@ -48,7 +48,7 @@ _CLEAR_LOG = 0.3
 HOPE = 1.5
 """Standard errors: a plan that would not win with this much luck is rejected."""
 
-LEAST_PAIRS = 2
+MIN_PAIRS = 2
 """Least pairs before a plan is rejected, unless the caller sets another number."""
 
 _REMEMBERED_STEPS = 60
@@ -131,7 +131,7 @@ class Noise:
     def of_a_median(self, steps: int) -> float:
         """Return the standard error of the median of ``steps`` steps, within limits."""
         error = 1.253 * self.of_a_step / math.sqrt(max(1, steps))
-        return min(MOST_NOISE, max(LEAST_NOISE, error))
+        return min(MAX_NOISE, max(MIN_NOISE, error))
 
 
 def compare(
@@ -196,22 +196,22 @@ def shown_faster(
     is_last: bool,
     gives_up: bool = False,
     hope: float = HOPE,
-    least: int = LEAST_PAIRS,
+    min_pairs: int = MIN_PAIRS,
 ) -> bool | None:
     """Return whether pairs show a plan to be faster, or ``None`` if more are needed.
 
     Args:
         found: The estimate of the plan's step over the other's.
-        margin: The least gain, as a logarithm.
+        margin: The smallest gain that counts, as a logarithm.
         is_last: Whether no more pairs can follow, so that a likely answer is enough.
         gives_up: Whether a plan that has not won by now has lost.
         hope: Standard errors: a plan that would not win with this much luck has lost.
-        least: The least pairs for that.
+        min_pairs: The number of pairs needed before a plan can have lost.
     """
     if is_surely_below(found, -margin, is_last=is_last):
         return True
     without_hope = found.log_ratio - hope * found.error > -margin
-    if found.pairs >= least and (without_hope or is_last or gives_up):
+    if found.pairs >= min_pairs and (without_hope or is_last or gives_up):
         return False
     return None
 

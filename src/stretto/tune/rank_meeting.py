@@ -49,7 +49,7 @@ collective that finds the missing rank."""
 ANSWER = 1.5
 """Ranks wait this many times as long for rank 0, which itself waits for the others."""
 
-_LEAST_PAUSE_S, _MOST_PAUSE_S, _PAUSE_SHARE = 0.0002, 0.05, 0.03
+_MIN_PAUSE_S, _MAX_PAUSE_S, _PAUSE_SHARE = 0.0002, 0.05, 0.03
 """Pause between two requests for keys not yet written. It grows with the time waited,
 which keeps both the delay and the number of requests small."""
 
@@ -246,7 +246,7 @@ class RankMeeting:
             if keys and waited_s > timeout_s:
                 who = ranks.name_all(list(keys.values()))
                 return f"{who} did not arrive within {timeout_s:g} s"
-            time.sleep(min(_MOST_PAUSE_S, _LEAST_PAUSE_S + _PAUSE_SHARE * waited_s))
+            time.sleep(min(_MAX_PAUSE_S, _MIN_PAUSE_S + _PAUSE_SHARE * waited_s))
         return None
 
     def _wait_for_answer(self, key: str, timeout_s: float) -> Any:

@@ -9,7 +9,7 @@ from stretto.schema import Cluster, Plan, Workload
 from stretto.schema.tuning import Tuning
 from stretto.units import format_s
 
-LEAST_GAIN_RATIO = 0.02
+MIN_GAIN_RATIO = 0.02
 """A plan predicted to save less than this, and not tried, is not applied."""
 
 BOUND_HOLDS_RATIO = 1.10
@@ -65,7 +65,7 @@ class TuningResult:
         """
         if self.step_s is not None:
             return self.plan.digest != self.ddp.digest
-        return self.saved_ratio >= LEAST_GAIN_RATIO
+        return self.saved_ratio >= MIN_GAIN_RATIO
 
     @property
     def executed(self) -> Plan:

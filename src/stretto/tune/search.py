@@ -23,9 +23,9 @@ from stretto.tune.paired import (
 )
 from stretto.tune.search_space import Point
 from stretto.tune.techniques.aiacc import Bandit
-from stretto.tune.techniques.base import LEAST_STEPS, Proposal
+from stretto.tune.techniques.base import MIN_STEPS, Proposal
 from stretto.tune.trial import (
-    MOST_TRIAL_STEPS,
+    MAX_TRIAL_STEPS,
     OUTLIER,
     TRIAL_S,
     Finding,
@@ -47,7 +47,7 @@ CONTROL = "control"
 FINAL = "final"
 """Technique name of a block of DDP's buckets, which a faster plan must beat."""
 
-LEAST_GAIN_RATIO = 0.02
+MIN_GAIN_RATIO = 0.02
 """A plan that saves less than this share of DDP's step is a tie; DDP's buckets stay."""
 
 BETTER_RATIO = 0.005
@@ -74,7 +74,7 @@ _HOPELESS_STEPS = 2
 _MORE_STEPS = 40
 """Comparisons under way end after three times the limit of steps plus this many."""
 
-_MOST_WITHOUT_CONTROL = 2
+_MAX_WITHOUT_CONTROL = 2
 """Consecutive hopeless proposals before the incumbent's speed is measured again."""
 
 _VERY_SLOW_RATIO = 1.5
@@ -94,7 +94,7 @@ _BEFORE = 2.0
 times ``lost_ratio`` before a first proposal is tried; plans known before the search,
 such as the planner's, are tried at once ..."""
 
-_MOST_BEFORE = 5
+_MAX_BEFORE = 5
 """... but this wait takes at most this many times the limit of steps."""
 
 _LEVEL_STEPS = 16
@@ -103,7 +103,7 @@ _LEVEL_STEPS = 16
 _CLEAR_ERROR = 0.06
 """A pair with an error up to this is used to learn about a plan."""
 
-_MOST_REPEATS = 12
+_MAX_REPEATS = 12
 """Known proposals that are skipped before another technique is chosen."""
 
 
@@ -119,7 +119,7 @@ class _Comparison:
 
     steps: int
 
-    most_pairs: int
+    max_pairs: int
 
     proposal: Proposal | None = None
 
@@ -234,7 +234,7 @@ class Search:
         return self.paused_s + max(0.0, self._lost_s)
 
     @property
-    def most_lost_s(self) -> float:
+    def max_lost_s(self) -> float:
         """Maximum time that may have been lost by now."""
         best = self.incumbent
         if best is None or math.isinf(best.step_s):
@@ -292,18 +292,18 @@ class Search:
             if not self._starts:
                 self.ended = "no plan could be run"
                 return None
-            return self._open(START, *self._starts.pop(0), LEAST_STEPS)
+            return self._open(START, *self._starts.pop(0), MIN_STEPS)
         comparison = self._comparison
         if comparison is not None and comparison.block is not None:
             return self._open(CONTROL, best.key, best.plan, comparison.steps)
         if not self._tail:
-            return self._open(CONTROL, best.key, best.plan, LEAST_STEPS)
+            return self._open(CONTROL, best.key, best.plan, MIN_STEPS)
         comparison = self._comparison = comparison or self._next_comparison()
         if comparison is None:
             self._finish()
             return None
         if not self._affordable(comparison):
-            return self._open(CONTROL, best.key, best.plan, LEAST_STEPS)
+            return self._open(CONTROL, best.key, best.plan, MIN_STEPS)
         self._has_proposed |= comparison.technique != START
         comparison.block = self._open(
             comparison.technique, comparison.key, comparison.plan, comparison.steps
@@ -360,16 +360,16 @@ class Search:
         if not self._is_incumbents(trial) or not self._tail:
             return 1
         level_s = statistics.median(self._tail)
-        least = max(trial.wanted_steps, math.ceil(TRIAL_S / max(level_s, 1e-9)))
-        steps = min(least, MOST_TRIAL_STEPS) - len(trial.steps_s)
+        wanted = max(trial.wanted_steps, math.ceil(TRIAL_S / max(level_s, 1e-9)))
+        steps = min(wanted, MAX_TRIAL_STEPS) - len(trial.steps_s)
         if steps <= 0 and self._comparison is not None:
-            missing_s = self.lost_s + self._cost_s(self._comparison) - self.most_lost_s
+            missing_s = self.lost_s + self._cost_s(self._comparison) - self.max_lost_s
             earned_s = self._limits.lost_ratio * level_s / 2
             steps = math.ceil(missing_s / max(earned_s, 1e-9))
             steps = min(steps, self._limits.steps - self.steps_used)
             if self._waits_to_begin(self._comparison):
-                steps = MOST_TRIAL_STEPS
-        return max(1, min(steps, MOST_TRIAL_STEPS))
+                steps = MAX_TRIAL_STEPS
+        return max(1, min(steps, MAX_TRIAL_STEPS))
 
     def fail(self, reason: str) -> None:
         """Abandon the block under way, for instance for lack of memory."""
@@ -412,7 +412,7 @@ class Search:
             comparison is not None
             and comparison.technique != START
             and not self._has_proposed
-            and self._steps_before < _MOST_BEFORE * self._limits.steps
+            and self._steps_before < _MAX_BEFORE * self._limits.steps
             and self._lost_before_s
             > _BEFORE * self._limits.lost_ratio * self._trained_s
         )
@@ -422,7 +422,7 @@ class Search:
             return False
         if self.steps_used >= self._limits.steps:
             return True
-        return self.lost_s + self._cost_s(comparison) <= self.most_lost_s
+        return self.lost_s + self._cost_s(comparison) <= self.max_lost_s
 
     def _cost_s(self, comparison: _Comparison) -> float:
         """Return the expected loss of one more block of a challenger."""
@@ -444,12 +444,12 @@ class Search:
             return False
         level_s = statistics.median(self._tail)
         noise = 1 + 2 * self._noise.of_a_median(1)
-        least_s = min(trial.steps_s)
+        min_s = min(trial.steps_s)
         hopeless = len(trial.steps_s) >= _HOPELESS_STEPS and (
-            least_s > _HOPELESS_RATIO * noise * level_s
+            min_s > _HOPELESS_RATIO * noise * level_s
         )
         slow_s = _VERY_SLOW_RATIO * noise * level_s
-        very_slow = bool(trial.uncounted_s) and least_s > slow_s
+        very_slow = bool(trial.uncounted_s) and min_s > slow_s
         trial.ended_early = hopeless or (very_slow and min(trial.uncounted_s) > slow_s)
         return trial.ended_early
 
@@ -469,7 +469,7 @@ class Search:
             trial.ended_early
             and comparison is not None
             and comparison.proposal is not None
-            and self._without_control < _MOST_WITHOUT_CONTROL
+            and self._without_control < _MAX_WITHOUT_CONTROL
         ):
             # There are always more proposals: do not spend a pair on a hopeless one.
             self._without_control += 1
@@ -533,7 +533,12 @@ class Search:
         else:
             over = is_last or self.steps_used >= self._limits.steps
             won = shown_faster(
-                found, margin, is_last=False, gives_up=over, hope=_LITTLE_HOPE, least=1
+                found,
+                margin,
+                is_last=False,
+                gives_up=over,
+                hope=_LITTLE_HOPE,
+                min_pairs=1,
             )
         if won:
             if self._is_baseline(self.incumbent):
@@ -550,7 +555,7 @@ class Search:
 
     def _is_last(self, comparison: _Comparison) -> bool:
         """Return whether a comparison must end with the pairs that it has."""
-        return len(comparison.pairs) >= comparison.most_pairs or self._exhausted
+        return len(comparison.pairs) >= comparison.max_pairs or self._exhausted
 
     def _margin(self, plan: Plan) -> float:
         """Return the margin by which a plan must be faster, as a logarithm."""
@@ -559,7 +564,7 @@ class Search:
         against = base is not None and (
             best is not None and base.digest in (best.plan.digest, plan.digest)
         )
-        return -math.log1p(-(LEAST_GAIN_RATIO if against else BETTER_RATIO))
+        return -math.log1p(-(MIN_GAIN_RATIO if against else BETTER_RATIO))
 
     def _replace_incumbent(
         self, comparison: _Comparison, block: Trial, found: Estimate, score_s: float
@@ -617,8 +622,8 @@ class Search:
                 technique=START,
                 key=name,
                 plan=plan,
-                steps=LEAST_STEPS,
-                most_pairs=START_PAIRS,
+                steps=MIN_STEPS,
+                max_pairs=START_PAIRS,
             )
         unproven = self._unproven()
         if unproven is not None and self._affordable(unproven):
@@ -647,8 +652,8 @@ class Search:
             technique=FINAL,
             key="ddp",
             plan=base,
-            steps=LEAST_STEPS,
-            most_pairs=FINAL_PAIRS,
+            steps=MIN_STEPS,
+            max_pairs=FINAL_PAIRS,
         )
 
     def _judge_baseline(self, found: Estimate, comparison: _Comparison) -> None:
@@ -688,7 +693,7 @@ class Search:
         open_arms = list(self._arms)
         while open_arms and self._bandit is not None:
             name = self._bandit.choose(open_arms)
-            for _ in range(_MOST_REPEATS):
+            for _ in range(_MAX_REPEATS):
                 proposal = self._arms[name].ask()
                 if proposal is None:
                     open_arms.remove(name)
@@ -724,14 +729,14 @@ class Search:
             technique=name,
             key=proposal.point,
             plan=plan,
-            steps=max(proposal.steps, LEAST_STEPS),
-            most_pairs=PROPOSAL_PAIRS,
+            steps=max(proposal.steps, MIN_STEPS),
+            max_pairs=PROPOSAL_PAIRS,
             proposal=proposal,
         )
 
     def _open(self, name: str, key: Point | str, plan: Plan, steps: int) -> Trial:
         trial = Trial(
-            technique=name, key=key, plan=plan, wanted_steps=max(steps, LEAST_STEPS)
+            technique=name, key=key, plan=plan, wanted_steps=max(steps, MIN_STEPS)
         )
         self.trials.append(trial)
         return trial
@@ -743,7 +748,7 @@ class Search:
             best = self.incumbent
             assert best is not None  # noqa: S101 - the unproven plan is the incumbent
             self.incumbent = Trial(
-                technique=FINAL, key="ddp", plan=unproven.plan, wanted_steps=LEAST_STEPS
+                technique=FINAL, key="ddp", plan=unproven.plan, wanted_steps=MIN_STEPS
             )
             why = f"{why or self._why}; no plan was shown to beat DDP's buckets"
         self.ended = why or self._why or "every technique is out of proposals"

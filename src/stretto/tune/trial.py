@@ -13,7 +13,7 @@ from stretto.tune.search_space import Point
 TRIAL_S = 0.25
 """A block lasts at least this long, because short steps vary more ..."""
 
-MOST_TRIAL_STEPS = 8
+MAX_TRIAL_STEPS = 8
 """... but at most this many steps."""
 
 OUTLIER = 3.0
@@ -89,7 +89,7 @@ class Trial:
         """Whether its steps can form one side of a pair."""
         steps = len(self.steps_s)
         return steps >= self.wanted_steps and (
-            sum(self.steps_s) >= TRIAL_S or steps >= MOST_TRIAL_STEPS
+            sum(self.steps_s) >= TRIAL_S or steps >= MAX_TRIAL_STEPS
         )
 
     @property
@@ -99,7 +99,7 @@ class Trial:
         for number, step_s in enumerate(self.steps_s, start=1):
             total_s += step_s
             if number >= self.wanted_steps and (
-                total_s >= TRIAL_S or number >= MOST_TRIAL_STEPS
+                total_s >= TRIAL_S or number >= MAX_TRIAL_STEPS
             ):
                 return number
         return len(self.steps_s)

@@ -19,7 +19,7 @@ from stretto.tune.initial_profile import ProfileResult
 from stretto.tune.plan_cache import CachedPlan, Job
 from stretto.tune.result import TuningResult, summary
 from stretto.tune.search import Search
-from stretto.tune.techniques.base import LEAST_STEPS
+from stretto.tune.techniques.base import MIN_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 _log = get_logger(__name__)
 
-LEAST_STEPS_LEFT = 24
+MIN_STEPS_LEFT = 24
 """Least number of steps of a search after earlier runs have used its steps: enough for
 the starting plans and the last comparison, so that short runs settle eventually."""
 
@@ -78,7 +78,7 @@ class TuningState:
 
     def steps_left(self, steps: int) -> int:
         """Return how many of a search's ``steps`` remain after earlier runs."""
-        return max(min(steps, LEAST_STEPS_LEFT), steps - self.steps_before)
+        return max(min(steps, MIN_STEPS_LEFT), steps - self.steps_before)
 
     @property
     def so_far(self) -> TuningResult | None:
@@ -135,7 +135,7 @@ def best_so_far(search: Search) -> Trial | None:
     best = search.incumbent
     if best is None and search.trials:
         best = search.trials[-1]
-    if best is None or len(best.steps_s) < LEAST_STEPS or math.isinf(best.step_s):
+    if best is None or len(best.steps_s) < MIN_STEPS or math.isinf(best.step_s):
         return None
     return best
 

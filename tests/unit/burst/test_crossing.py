@@ -100,7 +100,7 @@ def test_small_crossing_graphs_are_as_fast_as_the_best_of_all_choices(seed):
 def test_larger_ones_are_never_slower_than_with_what_crosses_as_one_layer(
     seed, monkeypatch
 ):
-    monkeypatch.setattr(crossing, "MOST_TRIED", 10)
+    monkeypatch.setattr(crossing, "MAX_TRIED", 10)
     rng = random.Random(seed)
     problem = problem_of(rng, crossing_profile(rng, 4), limit=[None, 1.5][seed % 2])
     whole, groups = joined(problem.profile)

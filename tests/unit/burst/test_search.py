@@ -125,7 +125,7 @@ def test_bounds_for_groups_of_widths_leave_the_time_as_it_is(seed, monkeypatch):
     cost = evaluate(problem, choice)
     assert cost.iteration_s == pytest.approx(time_s, rel=1e-12)
     assert cost.gpus <= problem.gpus
-    monkeypatch.setattr(search, "_MOST_GROUPED", 0)
+    monkeypatch.setattr(search, "_MAX_GROUPED", 0)
     assert time_s == pytest.approx(shortest(problem)[0], rel=1e-12)
 
 

@@ -379,7 +379,7 @@ def test_libra_m_refuses_unknown_fusions() -> None:
 
 
 def test_many_tensors_are_joined_at_almost_no_loss(make_instance, monkeypatch) -> None:
-    monkeypatch.setattr("stretto.planners.libra.MOST_TENSORS", 30)
+    monkeypatch.setattr("stretto.planners.libra.MAX_TENSORS", 30)
     for seed in range(6):
         workload, cluster = make_instance(seed, tensors=90, contended=True)
         joined = planners.get("libra").plan(workload, cluster)

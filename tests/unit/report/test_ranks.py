@@ -5,7 +5,7 @@ import pytest
 from stretto.report import DemoReport, MethodResult, labeled_timelines, render
 from stretto.report.gather import gather
 from stretto.report.ranks import RanksFound, find_late
-from stretto.report.ranks_page import MOST_DRAWN, drawn_ranks
+from stretto.report.ranks_page import MAX_DRAWN, drawn_ranks
 from stretto.report.trace import save_trace
 from stretto.schema import Span, Timeline
 
@@ -160,7 +160,7 @@ def test_of_many_ranks_the_latest_and_the_earliest_are_drawn() -> None:
     many: list[dict[str, object]] = [{} for _ in range(40)]
     many[17] = {"forward_s": 0.2}
     shown = drawn_ranks(found(*many))
-    assert len(shown) == MOST_DRAWN
+    assert len(shown) == MAX_DRAWN
     assert 17 in shown
     assert "12 of 40 ranks are drawn" in render(report(*many))
 

@@ -61,9 +61,9 @@ def test_a_gloo_lane_has_the_connections_of_its_largest_resource(needs):
 def test_lanes_beyond_the_limit_on_descriptors_are_refused_with_both_numbers():
     needs = [(0, 8), (1, None)]
     # 9 connections to each of 3 peers, with 3 descriptors more each.
-    gloo.check(needs, 4, descriptors_open=10, descriptors_most=10 + 63)
+    gloo.check(needs, 4, descriptors_open=10, max_descriptors=10 + 63)
     with pytest.raises(PlanMismatch) as caught:
-        gloo.check(needs, 4, descriptors_open=10, descriptors_most=10 + 62)
+        gloo.check(needs, 4, descriptors_open=10, max_descriptors=10 + 62)
     for word in ("63", "72", "10 open", "ulimit -n"):
         assert word in str(caught.value)
 
@@ -124,7 +124,7 @@ def test_lanes_overlap_and_a_lanes_own_collectives_do_not(needs):
         assert root.lane == lane
         assert root.parent is None
         if len(family) > 1:
-            assert root.ctas >= (made.ctas or made.most_ctas)
+            assert root.ctas >= (made.ctas or made.max_ctas)
     names = [made.name for made in found.values()]
     assert len(set(names)) == len(names)
     order = list(found.values())
@@ -139,10 +139,10 @@ def test_lanes_together_never_take_more_than_half_of_a_device(needs, multiproces
     except PlanMismatch:
         return
     if lanes == {lane for lane, r in needs if r is None} and len(needs) == 1:
-        assert next(iter(found.values())).most_ctas is None  # NCCL's own, as DDP's
+        assert next(iter(found.values())).max_ctas is None  # NCCL's own, as DDP's
         return
     taken = sum(
-        max(c.ctas or c.most_ctas for c in found.values() if c.lane == lane)
+        max(c.ctas or c.max_ctas for c in found.values() if c.lane == lane)
         for lane in lanes
     )
     assert taken <= max(1, multiprocessors // 2)

@@ -97,7 +97,7 @@ def test_the_bound_is_the_largest_over_all_cuts(data):
             if between:
                 takes_s = cost.wire_factor * sum(between) / bytes_per_s
                 around_s = first.ready_s + work.forward_s - last.needed_s
-                cut_s = around_s + cost.least_startup_s + takes_s
+                cut_s = around_s + cost.min_startup_s + takes_s
                 largest_s = max(largest_s, cut_s)
     assert forward_bound_s(work, on) == pytest.approx(largest_s, rel=1e-12)
 

@@ -11,7 +11,7 @@ from stretto import planners
 from stretto.sim.step import simulate_step
 from stretto.tune.calibration import (
     DOUBT_RATIO,
-    MOST_BOUND_DOUBT_RATIO,
+    MAX_BOUND_DOUBT_RATIO,
     CalibratedModel,
 )
 
@@ -95,7 +95,7 @@ def test_one_wrong_prediction_is_not_forgotten_over_many_right_ones(
 
     assert model.doubt_ratio == pytest.approx(0.5)
     assert model.floor_s(plans[0]) == pytest.approx(predicted_s / 1.5)
-    assert model.bound_s == pytest.approx(bound_s / (1 + MOST_BOUND_DOUBT_RATIO))
+    assert model.bound_s == pytest.approx(bound_s / (1 + MAX_BOUND_DOUBT_RATIO))
 
 
 def test_the_bound_counts_the_lanes_that_a_search_may_use(

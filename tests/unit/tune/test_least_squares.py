@@ -19,7 +19,7 @@ def test_linear_residuals_end_at_the_normal_equations_and_count_their_looks() ->
         return slopes @ theta - rows
 
     begin = FitState(theta=np.zeros(4), rows=residuals(np.zeros(4)))
-    found = least_squares(residuals, begin, free=range(4), most=5.0, steps=9)
+    found = least_squares(residuals, begin, free=range(4), bound=5.0, steps=9)
     best = np.linalg.lstsq(slopes, rows, rcond=None)[0]
     assert found.theta == pytest.approx(best, abs=0.02)
     assert found.cost == pytest.approx(
@@ -37,7 +37,7 @@ def test_entries_stay_within_bounds_and_others_where_they_began() -> None:
 
     start = np.array([0.0, 0.0, 0.25])
     begin = FitState(theta=start, rows=residuals(start))
-    found = least_squares(residuals, begin, free=[0, 1], most=1.5, steps=20)
+    found = least_squares(residuals, begin, free=[0, 1], bound=1.5, steps=20)
     assert found.theta[2] == 0.25
     free = lsq_linear(slopes[:, :2], rows - 0.25 * slopes[:, 2], bounds=(-1.5, 1.5))
     assert found.theta[:2] == pytest.approx(free.x, abs=0.1)
@@ -49,4 +49,4 @@ def test_a_start_that_is_best_stays() -> None:
         return np.abs(theta) + 1.0
 
     begin = FitState(theta=np.zeros(2), rows=residuals(np.zeros(2)))
-    assert least_squares(residuals, begin, free=[0, 1], most=1.0, steps=5) is begin
+    assert least_squares(residuals, begin, free=[0, 1], bound=1.0, steps=5) is begin

@@ -17,7 +17,7 @@ from stretto.tune.techniques import (
     PopulationTechnique,
     PredictedTechnique,
 )
-from stretto.tune.trial import MOST_TRIAL_STEPS, Limits, Trial
+from stretto.tune.trial import MAX_TRIAL_STEPS, Limits, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -133,7 +133,7 @@ def test_the_blind_ensemble_comes_near_within_its_budget(
         job = Job(space, cluster, noise=0.02, seed=seed)
         search = job.run(job.search(ensemble(space, seed), start=worst(space, step_s)))
         assert search.incumbent is not None
-        assert 80 <= search.steps_used <= 100 + 2 * (MOST_TRIAL_STEPS + 1)
+        assert 80 <= search.steps_used <= 100 + 2 * (MAX_TRIAL_STEPS + 1)
         found.append(job.true_s(search.incumbent.plan) / best_s)
     assert sorted(found)[len(found) // 2] < 1.05
 
@@ -156,9 +156,9 @@ def test_noise_alone_never_replaces_the_incumbent(
 def test_an_outlier_of_ten_times_changes_nothing(
     job: Job, space: Space, step_s: StepTime
 ) -> None:
-    arms = {"predicted": PredictedTechnique(space, step_s, most_ratio=1.3)}
+    arms = {"predicted": PredictedTechnique(space, step_s, max_ratio=1.3)}
     calm = job.run(job.search(arms, start=worst(space, step_s)))
-    arms = {"predicted": PredictedTechnique(space, step_s, most_ratio=1.3)}
+    arms = {"predicted": PredictedTechnique(space, step_s, max_ratio=1.3)}
     shaken = job.run(job.search(arms, start=worst(space, step_s)), outliers=(5, 14))
     assert calm.incumbent is not None
     assert shaken.incumbent is not None
@@ -211,7 +211,7 @@ def test_a_search_that_can_win_little_costs_little(
     search = job.search(ensemble(space), start=best, bound_s=0.999 * step_s(best))
     job.run(search)
     could_win_s = 100 * 0.001 * step_s(best)
-    assert search.most_lost_s == pytest.approx(could_win_s)
+    assert search.max_lost_s == pytest.approx(could_win_s)
     assert len(search.trials) <= 3
 
 
@@ -336,7 +336,7 @@ def test_the_incumbent_s_steps_need_a_decision_now_and_then_only(
     )
     steps, longest = steps_before_a_challenger(search, 0.03)
     assert steps > 20
-    assert longest == MOST_TRIAL_STEPS
+    assert longest == MAX_TRIAL_STEPS
 
 
 def test_what_is_out_of_range_is_refused() -> None:

@@ -281,9 +281,9 @@ def uncapped(workload: Workload, cluster: Cluster, space: Space) -> Truth:
     )
 
 
-def share(found: list[tuple[Network, Run]], most_ratio: float) -> float:
+def share(found: list[tuple[Network, Run]], max_ratio: float) -> float:
     """Share of searches that chose a plan within a ratio of the best."""
-    return statistics.fmean(run.over_best <= most_ratio for _, run in found)
+    return statistics.fmean(run.over_best <= max_ratio for _, run in found)
 
 
 @pytest.mark.parametrize("load", LOADS)

@@ -127,7 +127,7 @@ def test_the_grid_tries_every_point_once_spread_over_it(
 def test_hyperband_gives_the_better_third_more_steps(
     space: Space, step_s: StepTime
 ) -> None:
-    technique = HyperbandTechnique(space, random.Random(0), most_steps=27)
+    technique = HyperbandTechnique(space, random.Random(0), max_steps=27)
     rungs: list[tuple[int, Point]] = []
     for _ in range(9 + 3 + 1):
         proposal = technique.ask()
@@ -178,7 +178,7 @@ def test_where_predictions_were_wrong_more_of_them_are_tried(space, step_s):
 def test_the_prediction_orders_proposals_and_ends_where_they_get_poor(
     space: Space, step_s: StepTime
 ) -> None:
-    asked = run(PredictedTechnique(space, step_s, most_ratio=1.05), step_s, 10_000)
+    asked = run(PredictedTechnique(space, step_s, max_ratio=1.05), step_s, 10_000)
     times_s = [step_s(point) for point in asked]
     assert times_s == sorted(times_s)
     best_s = min(map(step_s, space.points))
@@ -188,7 +188,7 @@ def test_the_prediction_orders_proposals_and_ends_where_they_get_poor(
 def test_options_out_of_range_are_refused(space: Space) -> None:
     with pytest.raises(SpecError, match="members must be >= 2"):
         PopulationTechnique(space, random.Random(0), members=1)
-    with pytest.raises(SpecError, match="most_steps must be >= 3"):
-        HyperbandTechnique(space, random.Random(0), most_steps=2)
+    with pytest.raises(SpecError, match="max_steps must be >= 3"):
+        HyperbandTechnique(space, random.Random(0), max_steps=2)
     with pytest.raises(SpecError, match="factor must be >= 2"):
         HyperbandTechnique(space, random.Random(0), factor=1)

@@ -47,7 +47,7 @@ class FluidBound:
             (y - slope * x, slope)
             for (x, y), slope in zip(hull, [*slopes, 0.0], strict=True)
         ]
-        least = hull[-1][1]
+        lowest = hull[-1][1]
         self.startup_s = problem.startup_s * min(1 - v.sigma for v in problem.levels)
         total = np.array(problem.total_bytes, dtype=float)
         self.left_bytes = total[-1] - total
@@ -55,9 +55,9 @@ class FluidBound:
         late = self.fluid_s(
             self.left_bytes[:-1], self.work_s - np.array(problem.ready_s)
         )
-        late = np.append(late + total[:-1] * least, total[-1] * least)
+        late = np.append(late + total[:-1] * lowest, total[-1] * lowest)
         suffix = np.maximum.accumulate(late[::-1])[::-1]
-        self.late_s = suffix - total * least
+        self.late_s = suffix - total * lowest
 
     def fluid_s(self, size_bytes: Any, left_s: Any) -> Any:
         import numpy as np
@@ -138,11 +138,11 @@ class GridBound:
                 steps = np.maximum(need - _SLACK, 0.0)
                 shift = np.minimum(steps, chunks + 1).astype(np.int64)
                 edge = np.minimum(ready_edge[ends - 1] + steps, 2 * chunks + 1)
-                least = padded[j, ends, edge.astype(np.int64)]
-                near = np.flatnonzero(delay_s + least < limit_s)
+                lowest = padded[j, ends, edge.astype(np.int64)]
+                near = np.flatnonzero(delay_s + lowest < limit_s)
                 if len(near):
                     value = windows[j, ends[near], shift[near]]
-                    np.maximum(value, least[near, None], out=value)
+                    np.maximum(value, lowest[near, None], out=value)
                     value += delay_s[near, None]
                     np.minimum(row, value.min(axis=0), out=row)
             row[chunks] = after[l]

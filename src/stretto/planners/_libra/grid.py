@@ -81,7 +81,7 @@ class _Grid:
         ]
         self.limit_s = np.inf
         self.fluid: FluidBound | None = None
-        self.least_s = np.zeros(problem.size + 1)
+        self.lowest_s = np.zeros(problem.size + 1)
         self.after_s = problem.after_work_s()
         if known is not None:
             if max_groups is not None:
@@ -90,7 +90,7 @@ class _Grid:
             items = np.arange(problem.size)
             ready = np.array(problem.ready_s)
             self.fluid = FluidBound(problem)
-            self.least_s[:-1] = self.fluid.of(items, ready)
+            self.lowest_s[:-1] = self.fluid.of(items, ready)
 
     def _delay_s(self, solution: Solution) -> float:
         """Return the delay of given groups on the grid."""
@@ -129,7 +129,7 @@ class _Grid:
         apron = chunks + 1
         padded = np.full((size + 1, apron + chunks + 1), np.inf)
         padded[0, apron:] = 0.0
-        least_before = padded[:, -1].copy()  # delays never rise with the edge
+        lowest_before = padded[:, -1].copy()  # delays never rise with the edge
         windows = np.lib.stride_tricks.sliding_window_view(padded, chunks, axis=1)
         masked = 0
         for l in range(1, size + 1):  # noqa: E741
@@ -139,7 +139,7 @@ class _Grid:
             masked = low
             row = table[l]
             needs, penalties = self._fits(first, l)
-            hope_s = least_before[first:l] + self.least_s[l]
+            hope_s = lowest_before[first:l] + self.lowest_s[l]
             for need, penalty in zip(needs, penalties, strict=True):
                 near = np.flatnonzero(
                     (need <= chunks - low) & (hope_s + penalty <= self.limit_s)
@@ -148,13 +148,13 @@ class _Grid:
                     shifted = windows[near + first, apron - need[near]]
                     shifted += penalty[near, None]
                     np.minimum(row[:chunks], shifted.min(axis=0), out=row[:chunks])
-            hope_s = least_before[first:l] + self._late_s(penalties, l)
+            hope_s = lowest_before[first:l] + self._late_s(penalties, l)
             rows = np.flatnonzero(hope_s <= self.limit_s) + first
             if len(rows):
                 row[chunks] = self._last_edge(padded[rows, apron + low :], rows, l)[0]
             np.minimum.accumulate(row, out=row)
             padded[l, apron:] = row
-            least_before[l] = row[chunks]
+            lowest_before[l] = row[chunks]
         return table
 
     def _passes(self, groups: int) -> Any:
@@ -174,8 +174,8 @@ class _Grid:
         padded[0, 0, apron:] = 0.0
         windows = np.lib.stride_tricks.sliding_window_view(padded, chunks, axis=2)
         # Of the states to extend: the least delay and the last edge.
-        least = np.full((groups, size + 1), np.inf)
-        least[0, 0] = 0.0
+        lowest = np.full((groups, size + 1), np.inf)
+        lowest[0, 0] = 0.0
         last = np.full((groups, size + 1), -1)
         last[0, 0] = chunks
         edges_s = np.arange(chunks + 1) * self.w
@@ -184,7 +184,7 @@ class _Grid:
         for l in range(1, size + 1):  # noqa: E741
             low, first = self.first_chunk[l - 1], problem.firsts[l - 1]
             padded[:, :l, apron + masked : apron + low] = np.inf
-            least[:, :l][last[:, :l] < low] = np.inf
+            lowest[:, :l][last[:, :l] < low] = np.inf
             masked = low
             rows_new = tables[1:, l]
             needs, penalties = self._fits(first, l)
@@ -193,7 +193,7 @@ class _Grid:
             cap_s = self.limit_s - bound_s[low]
             late_s = self._late_s(penalties, l)
             for i in range(groups):
-                before = least[i, first:l]
+                before = lowest[i, first:l]
                 if before.min() == np.inf:
                     continue
                 hope_s = before + penalties
@@ -227,7 +227,7 @@ class _Grid:
             fresh &= rows_new[:-1] + bound_s <= self.limit_s
             kept = np.where(fresh, rows_new[:-1], np.inf)
             padded[1:, l, apron:] = kept
-            least[1:, l] = kept.min(axis=1)
+            lowest[1:, l] = kept.min(axis=1)
             last[1:, l] = np.where(fresh, columns, -1).max(axis=1)
         return tables
 

@@ -275,9 +275,9 @@ class _Round:
                     np.lexsort((states.delay_s[waiting], -states.sent[waiting]))
                 ]
                 delay_s = states.delay_s[order]
-                least = np.minimum.accumulate(delay_s)
+                lowest = np.minimum.accumulate(delay_s)
                 behind = np.zeros(len(order), dtype=bool)
-                behind[1:] = delay_s[1:] >= least[:-1]
+                behind[1:] = delay_s[1:] >= lowest[:-1]
                 mask = np.ones(len(states.sent), dtype=bool)
                 mask[order[behind]] = False
                 states = states.kept(mask)
@@ -319,9 +319,9 @@ class _Round:
 
         order = np.lexsort((delay_s, done_s))
         delay = delay_s[order]
-        least = np.minimum.accumulate(delay)
+        lowest = np.minimum.accumulate(delay)
         keep = np.ones(len(order), dtype=bool)
-        keep[1:] = delay[1:] < least[:-1]
+        keep[1:] = delay[1:] < lowest[:-1]
         order = order[keep]
         if self.slack_s and len(order) > 1:
             # One of each band of delay: the first, so the one with the least work.

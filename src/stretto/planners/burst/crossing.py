@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from stretto.planners.burst.problem import BurstProblem
 
-MOST_TRIED = 20_000
+MAX_TRIED = 20_000
 """All combinations of widths are tried up to this number."""
 
 
@@ -32,10 +32,10 @@ def shortest_crossing(problem: BurstProblem) -> tuple[float, Choice] | None:
     """Return time and choice of a fast plan, ``None`` if none was found in the limit.
 
     Never slower than the fastest with equal widths between two cuts. Exact, with
-    branches in turns, up to `MOST_TRIED` combinations.
+    branches in turns, up to `MAX_TRIED` combinations.
     """
     count, widths = len(problem.profile.layers), len(problem.widths)
-    if widths**count <= MOST_TRIED:
+    if widths**count <= MAX_TRIED:
         return _best(problem, itertools.product(range(widths), repeat=count))
     whole, groups = joined(problem.profile)
     found = shortest(replace(problem, profile=whole))

@@ -41,13 +41,13 @@ class EdgeCost:
         self._limited = problem.amplification_limit is not None
 
     @cached_property
-    def _most(self) -> Floats:
+    def _movable(self) -> Floats:
         """Samples that may move, by width of the layer after; below 0 for none."""
         room = self._slack_s - self._delay_s
         if self._each_s <= 0:
             return np.where(room >= 0, np.inf, -1.0)
-        most: Floats = np.floor(np.maximum(room / self._each_s + 1e-9, -1.0))
-        return most
+        movable: Floats = np.floor(np.maximum(room / self._each_s + 1e-9, -1.0))
+        return movable
 
     @cached_property
     def dense_hk(self) -> Floats:
@@ -58,7 +58,7 @@ class EdgeCost:
         else:
             moves_hk = np.abs(s[:, None] - s[None, :])
         cost_hk = self._each_s * moves_hk + self._delay_s
-        cost_hk[moves_hk > self._most] = np.inf
+        cost_hk[moves_hk > self._movable] = np.inf
         if not self._moved:
             cost_hk[own, own] = np.where(self._slack_s >= 0, 0.0, np.inf)
         return cost_hk
@@ -70,7 +70,7 @@ class EdgeCost:
             return self.dense_hk[:, after]
         moves_h = np.maximum(s, s[after]) if self._moved else np.abs(s - s[after])
         cost_h: Floats = self._each_s * moves_h + self._delay_s
-        cost_h[moves_h > self._most[after]] = np.inf
+        cost_h[moves_h > self._movable[after]] = np.inf
         if not self._moved:
             cost_h[after] = 0.0 if self._slack_s[after] >= 0 else np.inf
         return cost_h
@@ -79,14 +79,14 @@ class EdgeCost:
     def _windows(self) -> tuple[tuple[Ints, Ints], tuple[Ints, Ints]]:
         """Half-open windows of narrower and of wider predecessors, by width after."""
         s, own = self._samples, np.arange(len(self._samples))
-        most = self._most
+        movable = self._movable
         if self._moved:
-            low = np.searchsorted(-s, -most, side="left")
-            high = np.where(s <= most, len(s), own)
+            low = np.searchsorted(-s, -movable, side="left")
+            high = np.where(s <= movable, len(s), own)
             return (low, own), (own, high)
-        low = np.searchsorted(-s, -(s + most), side="left")
-        high = np.searchsorted(-s, -(s - most), side="right")
-        none = most < 0
+        low = np.searchsorted(-s, -(s + movable), side="left")
+        high = np.searchsorted(-s, -(s - movable), side="right")
+        none = movable < 0
         low, high = np.where(none, own, low), np.where(none, own, high)
         return (low, own), (own + 1, high)
 
@@ -109,8 +109,8 @@ class EdgeCost:
             return (np.minimum(narrow, rest + move_s) + delay_s).T
         narrow = np.minimum.accumulate(times_hr + move_s, axis=0) - move_s
         wide = np.minimum.accumulate((times_hr - move_s)[::-1], axis=0)[::-1]
-        least = np.minimum(narrow, wide + move_s) + delay_s
-        return np.minimum(least, times_hr, out=least).T
+        shortest = np.minimum(narrow, wide + move_s) + delay_s
+        return np.minimum(shortest, times_hr, out=shortest).T
 
     def _relax_limited(self, times_hr: Floats, move_s: Floats) -> Floats:
         narrower, wider = self._windows
@@ -119,9 +119,9 @@ class EdgeCost:
             wide = _range_min(times_hr, *wider) + move_s
             return np.minimum(narrow, wide) + self._delay_s
         wide = _range_min(times_hr - move_s, *wider) + move_s
-        least = np.minimum(narrow - move_s, wide) + self._delay_s
+        shortest = np.minimum(narrow - move_s, wide) + self._delay_s
         stay = np.where((self._slack_s >= 0)[:, None], times_hr, np.inf)
-        return np.minimum(least, stay, out=least)
+        return np.minimum(shortest, stay, out=shortest)
 
 
 def min_plus(left_rh: Floats, right_hk: Floats) -> Floats:
@@ -140,15 +140,15 @@ def _range_min(values_hr: Floats, low: Ints, high: Ints) -> Floats:
 
     A sparse table: O(n log n) for n rows.
     """
-    least = np.full((len(low), values_hr.shape[1]), np.inf)
+    shortest = np.full((len(low), values_hr.shape[1]), np.inf)
     length = high - low
     width, table = 1, values_hr
     longest = int(length.max(initial=0))
     while width <= longest:
         (at,) = np.nonzero((length >= width) & (length < 2 * width))
         if len(at):
-            least[at] = np.minimum(table[low[at]], table[high[at] - width])
+            shortest[at] = np.minimum(table[low[at]], table[high[at] - width])
         if 2 * width <= longest:
             table = np.minimum(table[:-width], table[width:])
         width *= 2
-    return least
+    return shortest

@@ -93,8 +93,8 @@ class _Scaling:
     ) -> None:
         self._profile, self._efficiency = profile, efficiency
         self._network_at, self._batch, self._widths = network_at, batch, widths
-        self._least = max(layer.times[0].samples for layer in profile.layers)
-        self._most = min(layer.times[-1].samples for layer in profile.layers)
+        self._min_samples = max(layer.times[0].samples for layer in profile.layers)
+        self._max_samples = min(layer.times[-1].samples for layer in profile.layers)
         samples = efficiency.samples_to_target(batch)
         if samples is None:
             low, high = efficiency.points[0].batch, efficiency.points[-1].batch
@@ -125,16 +125,16 @@ class _Scaling:
 
     def _batches(self, gpus: int) -> list[int]:
         found = {point.batch for point in self._efficiency.points}
-        most = gpus * self._most
+        largest = gpus * self._max_samples
         size = self._batch
         while size >= 1:
             found.add(size)
             size //= 2
         size = self._batch
-        while size <= most:
+        while size <= largest:
             found.add(size)
             size *= 2
-        return sorted(size for size in found if size <= most)
+        return sorted(size for size in found if size <= largest)
 
     def _way(self, batch: int, iteration_s: float | None) -> ScaledWay | None:
         samples = self._efficiency.samples_to_target(batch)
@@ -151,7 +151,7 @@ class _Scaling:
     def _data_parallel_s(self, batch: int, gpus: int) -> float | None:
         width = min(batch, gpus)
         share = samples_on(batch, width)
-        if not self._least <= share <= self._most:
+        if not self._min_samples <= share <= self._max_samples:
             return None
         network = self._network_at(gpus)
         return sum(
@@ -163,7 +163,9 @@ class _Scaling:
 
     def _burst_s(self, batch: int, gpus: int) -> float | None:
         shares = {g: samples_on(batch, g) for g in widths_of(self._widths, gpus, batch)}
-        widths = [g for g, n in shares.items() if self._least <= n <= self._most]
+        widths = [
+            g for g, n in shares.items() if self._min_samples <= n <= self._max_samples
+        ]
         if not widths:
             return None
         problem = BurstProblem(

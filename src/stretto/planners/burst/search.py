@@ -36,7 +36,7 @@ from stretto.planners.burst.tree import Block, Chain, Edge
 if TYPE_CHECKING:
     from stretto.planners.burst.problem import BurstProblem, Floats, Ints
 
-_MOST_BRANCHES = 10
+_MAX_BRANCHES = 10
 
 _GROUP = 6
 """Widths that are bounded together."""
@@ -44,7 +44,7 @@ _GROUP = 6
 _LOOSE = 1.02
 """A block whose time exceeds its bound by this ratio gets bounds for groups."""
 
-_MOST_GROUPED = 256
+_MAX_GROUPED = 256
 """Largest number of widths for which groups are bounded."""
 
 
@@ -180,7 +180,7 @@ class _Search:
         the group has one width after it.
         """
         more = False
-        if not _GROUP < self._count <= _MOST_GROUPED:
+        if not _GROUP < self._count <= _MAX_GROUPED:
             return more
         for i, head, tail in found:
             link, table = chain.links[i], tables[i]
@@ -327,10 +327,10 @@ class _Search:
         key, count = id(block), len(block.branches)
         if key in self._ways:
             return self._ways[key]
-        if count > _MOST_BRANCHES:
+        if count > _MAX_BRANCHES:
             layers = self._problem.profile.layers
             raise SpecError(
-                f"at most {_MOST_BRANCHES} branches may start at a layer, but "
+                f"at most {_MAX_BRANCHES} branches may start at a layer, but "
                 f"{layers[block.source].name!r} has {count}: merge some of them",
                 place=".layers",
             )
@@ -465,11 +465,11 @@ class _Search:
                 ]
                 for kind in (moves, _MOVE)
             )
-            least_ph = np.full((len(grid), self._count), np.inf)
+            min_ph = np.full((len(grid), self._count), np.inf)
             for home, away in self._homes(block):
                 lanes = [sum_of([turns[b] for b in home]), *(beside[b] for b in away)]
-                share_all(lanes, grid, least_ph)
-            self._to[key] = grid, least_ph
+                share_all(lanes, grid, min_ph)
+            self._to[key] = grid, min_ph
         return self._to[key]
 
     def _before_last(self, chain: Chain, head: range, moves: _Moves) -> list[Floats]:
@@ -553,11 +553,11 @@ class _Search:
                     )
                     found.append((caps, times.reshape(len(caps), n * n)))
             turns, beside = curves
-            least_pc = np.full((len(grid), n * n), np.inf)
+            min_pc = np.full((len(grid), n * n), np.inf)
             for home, away in self._homes(block):
                 lanes = [sum_of([turns[b] for b in home]), *(beside[b] for b in away)]
-                share_all(lanes, grid, least_pc)
-            self._full[key] = grid, least_pc.reshape(len(grid), n, n)
+                share_all(lanes, grid, min_pc)
+            self._full[key] = grid, min_pc.reshape(len(grid), n, n)
         return self._full[key]
 
     # the plan behind a time

@@ -106,7 +106,7 @@ def _all_needs(lanes: list[BranchTimes], time_s: float) -> list[int] | None:
     return needs
 
 
-def share_all(lanes: list[tuple[Ints, Floats]], caps: Ints, least_pc: Floats) -> None:
+def share_all(lanes: list[tuple[Ints, Floats]], caps: Ints, min_pc: Floats) -> None:
     """Lower each column's times by capacity to what lanes sharing it need.
 
     The GPUs that all lanes need together fall with the time they are given. In the
@@ -117,7 +117,7 @@ def share_all(lanes: list[tuple[Ints, Floats]], caps: Ints, least_pc: Floats) ->
         ((grid, curve),) = lanes
         at = np.searchsorted(grid, caps, side="right") - 1
         reached = at >= 0
-        least_pc[reached] = np.minimum(least_pc[reached], curve[at[reached]])
+        min_pc[reached] = np.minimum(min_pc[reached], curve[at[reached]])
         return
     times_ct = np.concatenate([curve for _, curve in lanes]).T
     order_ct = np.argsort(times_ct, axis=1, kind="stable")
@@ -135,4 +135,4 @@ def share_all(lanes: list[tuple[Ints, Floats]], caps: Ints, least_pc: Floats) ->
     at_ct = np.searchsorted(caps, needs_ct[:, ::-1])
     found_cp[np.arange(len(times_ct))[:, None], at_ct] = times_ct[:, ::-1]
     np.minimum.accumulate(found_cp, axis=1, out=found_cp)
-    np.minimum(least_pc, found_cp[:, :-1].T, out=least_pc)
+    np.minimum(min_pc, found_cp[:, :-1].T, out=min_pc)

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from stretto.runtime.backends.base import Need
     from stretto.runtime.ranks import Ranks
 
-LEAST_THREADS = 2
+MIN_THREADS = 2
 
 _LATE_S = 1.0
 """A rank that has ended may have connected before."""
@@ -106,7 +106,7 @@ def check(
     ranks: int,
     *,
     descriptors_open: int,
-    descriptors_most: int,
+    max_descriptors: int,
 ) -> None:
     """Require that a process may open the files for a plan's lanes.
 
@@ -115,12 +115,12 @@ def check(
     """
     connections = connections_of(needs)
     wanted = descriptors_of(connections.values(), ranks)
-    if descriptors_open + wanted > descriptors_most:
+    if descriptors_open + wanted > max_descriptors:
         raise PlanMismatch(
             f"the plan's {len(connections)} lanes with {sum(connections.values())} "
             f"connections to each of {ranks - 1} peers take {wanted} file descriptors "
             f"in each process, besides {descriptors_open} open ones; this process may "
-            f"have {descriptors_most}. Run `ulimit -n {descriptors_open + 2 * wanted}` "
+            f"have {max_descriptors}. Run `ulimit -n {descriptors_open + 2 * wanted}` "
             "before the job, or plan with fewer lanes or less resource."
         )
 
@@ -129,14 +129,14 @@ def check_here(
     needs: Sequence[tuple[int, int | None]], ranks: int, _device: torch.device
 ) -> None:
     """Run `check` against this process's limits."""
-    most = process_limits.getrlimit(process_limits.RLIMIT_NOFILE)[0]
-    if most == process_limits.RLIM_INFINITY:
+    limit = process_limits.getrlimit(process_limits.RLIMIT_NOFILE)[0]
+    if limit == process_limits.RLIM_INFINITY:
         return
     try:
         count = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     except OSError:
         count = 0
-    check(needs, ranks, descriptors_open=count, descriptors_most=most)
+    check(needs, ranks, descriptors_open=count, max_descriptors=limit)
 
 
 @final
@@ -223,7 +223,7 @@ class GlooLanes(AbstractLanes):
     def _make(self, number: int, connections: int) -> Any:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()  # noqa: SLF001
-        options._threads = max(LEAST_THREADS, connections)  # noqa: SLF001
+        options._threads = max(MIN_THREADS, connections)  # noqa: SLF001
         options._timeout = timeout_of(self._ranks.timeout_s)  # noqa: SLF001
         # A reopened lane must not find its first addresses in the store.
         self._made[number, connections] += 1

@@ -398,9 +398,9 @@ class LocalLane:
         indices, values = mine.indices(), mine.values()
         counts = torch.empty(self._size, dtype=torch.int64, device="cpu")
         self._gather(counts, torch.tensor([values.shape[0]], device="cpu"))
-        most = int(counts.max())
-        all_indices = self._gather_padded(indices.t(), most)
-        all_values = self._gather_padded(values, most)
+        longest = int(counts.max())
+        all_indices = self._gather_padded(indices.t(), longest)
+        all_values = self._gather_padded(values, longest)
         parts = [
             torch.sparse_coo_tensor(
                 rows[:count].t(), numbers[:count], mine.shape, check_invariants=False
@@ -415,9 +415,9 @@ class LocalLane:
         with torch.no_grad():  # a detached sparse tensor would be another one
             tensor.copy_(total.coalesce())
 
-    def _gather_padded(self, rows: torch.Tensor, most: int) -> torch.Tensor:
-        """Return every rank's rows, each filled up to ``most`` of them."""
-        padded = rows.new_zeros((most, *rows.shape[1:]))
+    def _gather_padded(self, rows: torch.Tensor, longest: int) -> torch.Tensor:
+        """Return every rank's rows, each padded to ``longest`` rows."""
+        padded = rows.new_zeros((longest, *rows.shape[1:]))
         padded[: rows.shape[0]] = rows
         found = rows.new_empty((self._size, *padded.shape))
         self._gather(found, padded)
@@ -475,8 +475,8 @@ class LocalLane:
             _as_bytes(output, changes=True) as found,
             _as_bytes(tensor, changes=False) as values,
         ):
-            done, most = 0, 1
-            while done < most:
+            done, longest = 0, 1
+            while done < longest:
                 slot = self._segment.begin()
                 mine = self._describe(slot, "all-to-all", 0)
                 table.pack_into(slot.data, DESCRIPTION_BYTES, *sent)
@@ -496,7 +496,7 @@ class LocalLane:
                             f"to {self._name_all([self._rank])}, which expects "
                             f"{received[rank]}"
                         )
-                    most = max(most, *sizes)
+                    longest = max(longest, *sizes)
                     part = found[targets[rank] + done :]
                     part = part[: _left(received[rank], done, room)]
                     at = first + self._rank * room

@@ -109,7 +109,7 @@ class Communicator:
     ctas: int | None
     """Exact number of CTAs for its collectives; ``None`` means NCCL's choice."""
 
-    most_ctas: int | None = None
+    max_ctas: int | None = None
     """Maximum CTAs if ``ctas`` is ``None``; ``None`` means NCCL's own limit."""
 
     family: bool = False
@@ -121,13 +121,13 @@ class Communicator:
     @property
     def name(self) -> str:
         """A name that is unique in the pool and the same on all ranks."""
-        limit = f"{self.ctas}" if self.ctas else f"most{self.most_ctas}"
+        limit = f"{self.ctas}" if self.ctas else f"most{self.max_ctas}"
         if self.parent is not None:
             return f"{self.parent.name}/{limit}"
         return f"{self.lane}/{limit}{'f' if self.family else ''}"
 
 
-def most_ctas_of(multiprocessors: int) -> int:
+def max_ctas_of(multiprocessors: int) -> int:
     """Return the CTAs that all lanes together may use on a device."""
     return max(1, int(SHARE_OF_DEVICE * multiprocessors))
 
@@ -154,7 +154,7 @@ def communicators_of(
             made[lane, resources[0]] = Communicator(
                 lane=lane,
                 ctas=resources[0],
-                most_ctas=None if stated else share,
+                max_ctas=None if stated else share,
             )
             continue
         largest = max(stated)
@@ -166,7 +166,7 @@ def communicators_of(
                 made[lane, resource] = Communicator(
                     lane=lane,
                     ctas=resource,
-                    most_ctas=None if resource else largest,
+                    max_ctas=None if resource else largest,
                     family=True,
                     parent=parent,
                 )
@@ -177,7 +177,7 @@ def _free_share(
     levels: dict[int, list[int | None]], multiprocessors: int
 ) -> int | None:
     """Return the CTAs for each lane without a resource; ``None`` means no limit."""
-    most = most_ctas_of(multiprocessors)
+    max_ctas = max_ctas_of(multiprocessors)
     stated = {
         lane: max(r for r in resources if r is not None)
         for lane, resources in levels.items()
@@ -185,17 +185,17 @@ def _free_share(
     }
     silent = len(levels) - len(stated)
     total = sum(stated.values())
-    if total + silent > most:
+    if total + silent > max_ctas:
         shown = ", ".join(f"lane {lane}: {ctas}" for lane, ctas in stated.items())
         more = f" and {silent} lanes of unstated resource" if silent else ""
         raise PlanMismatch(
-            f"the plan's lanes may use {total} CTAs at once ({shown}{more}), but at "
-            f"most {most} of this device's {multiprocessors} multiprocessors may be "
-            "used by collectives: more could end in a deadlock. Plan with fewer lanes "
+            f"the plan's lanes may use {total} CTAs at once ({shown}{more}), but "
+            f"collectives may use {max_ctas} of this device's {multiprocessors} "
+            "multiprocessors: more could end in a deadlock. Plan with fewer lanes "
             "or less resource."
         )
     if silent and len(levels) > 1:
-        return max(1, (most - total) // max(silent, USUAL_LANES))
+        return max(1, (max_ctas - total) // max(silent, USUAL_LANES))
     return None
 
 
@@ -248,8 +248,8 @@ def fill_options(options: Any, wanted: Communicator, parent: Any, ranks: Ranks) 
         # A cluster of CTAs starts only when all of it fits at once; next to computation
         # single CTAs start sooner. Then the count alone sets what is used.
         options.config.cga_cluster_size = 1
-    elif wanted.most_ctas is not None:
-        options.config.max_ctas = wanted.most_ctas
+    elif wanted.max_ctas is not None:
+        options.config.max_ctas = wanted.max_ctas
     if wanted.family:
         if not hasattr(options.config, "split_share") or not hasattr(
             options, "split_from"

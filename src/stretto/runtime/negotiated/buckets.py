@@ -70,8 +70,8 @@ def form_buckets(
 
     for row in rows:
         if row.elements * row.element_bytes > unit_bytes:
-            most = max(1, unit_bytes // row.element_bytes)
-            add([row], slice_bounds(row.elements, -(-row.elements // most)))
+            max_elements = max(1, unit_bytes // row.element_bytes)
+            add([row], slice_bounds(row.elements, -(-row.elements // max_elements)))
             continue
         already = elements.get(row.bucket_key, 0)
         if already and (already + row.elements) * row.element_bytes > unit_bytes:

@@ -80,25 +80,25 @@ def _allgather(job: PendingRequest, by_rank: Sequence[Request], _rank: int) -> A
     mine = _input(job)
     rows = [request.rows for request in by_rank]
     row_bytes = math.prod(job.request.shape) * DTYPES[job.request.dtype]
-    size, most = len(rows), max(rows)
+    size, longest = len(rows), max(rows)
     result = new_output((sum(rows), *job.request.shape), mine)
-    even = min(rows) == most
+    even = min(rows) == longest
     # If first dimensions differ, every rank sends as many rows as the largest has.
     room = _bytes(result) if even else mine.new_empty(0, dtype=torch.uint8)
     if not even:
-        room = room.new_empty(size * most * row_bytes)
+        room = room.new_empty(size * longest * row_bytes)
 
     def begin(lane: Any) -> Any:
         sent = _bytes(mine)
-        if rows[_rank] != most:
-            padded = room.new_zeros(most * row_bytes)
+        if rows[_rank] != longest:
+            padded = room.new_zeros(longest * row_bytes)
             padded[: sent.numel()] = sent
             sent = padded
         return lane._allgather_base(room, sent)  # noqa: SLF001
 
     def finish() -> Finished:
         if not even:
-            found = room.view(size, most * row_bytes)
+            found = room.view(size, longest * row_bytes)
             flat, at = _bytes(result), 0
             for theirs, count in zip(found, rows, strict=True):
                 flat[at : at + count * row_bytes] = theirs[: count * row_bytes]

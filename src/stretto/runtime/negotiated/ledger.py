@@ -216,9 +216,9 @@ class Ledger:
             or any(s.vote or s.submitted & ~s.launched for s in self._sets.values())
         )
 
-    def first_ready(self, most: int) -> list[tuple[int, str]]:
+    def first_ready(self, limit: int) -> list[tuple[int, str]]:
         """Return slots and names of known requests submitted here, in index order."""
-        slots = itertools.islice(_set_bits(self._bits), most)
+        slots = itertools.islice(_set_bits(self._bits), limit)
         return [(slot, self._entry(slot).name) for slot in slots]
 
     # A round.

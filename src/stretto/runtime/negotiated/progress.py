@@ -62,7 +62,7 @@ class Pace:
         return max(due_s, self._began_s + min(_LONGEST_S, _SHARE * waited_s))
 
 
-_MOST_NAMES = 1000
+_MAX_NAMES = 1000
 _STORE_S = 2.0
 
 
@@ -89,7 +89,7 @@ class StallDetector:
 
     def publish(self, waiting: Sequence[str]) -> None:
         """Publish what this rank waits for; an empty list clears it."""
-        mine = list(waiting[:_MOST_NAMES])
+        mine = list(waiting[:_MAX_NAMES])
         self._missing = {p: r for p, r in self._missing.items() if p in mine}
         if mine != self._published:
             self._store.set(str(self._ranks.rank), json.dumps(mine))

@@ -78,10 +78,10 @@ def combine(rows: torch.Tensor, op: Op) -> torch.Tensor:
     float16 and bfloat16 are summed in float32 and rounded once.
     """
     if op in (Op.MIN, Op.MAX) or rows.dtype is torch.bool:
-        least = op in (Op.MIN, Op.PRODUCT)
+        takes_lowest = op in (Op.MIN, Op.PRODUCT)
         if rows.dtype is torch.bool:
-            return rows.all(0) if least else rows.any(0)
-        return rows.amin(0) if least else rows.amax(0)
+            return rows.all(0) if takes_lowest else rows.any(0)
+        return rows.amin(0) if takes_lowest else rows.amax(0)
     wide = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
     step = torch.mul if op is Op.PRODUCT else torch.add
     return functools.reduce(step, wide.unbind(0)).to(rows.dtype)

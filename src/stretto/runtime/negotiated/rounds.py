@@ -124,7 +124,7 @@ class Control:
                 return
 
 
-_MOST_BYTES = 8 * 2**10
+_MAX_BYTES = 8 * 2**10
 _NUMBER_BYTES = 8
 
 
@@ -134,7 +134,7 @@ def wire_bytes(request: Request) -> int | None:
         return None
     wire = reductions.wire_dtype(reductions.dtype_of(request))
     size_bytes = request.elements * wire.itemsize
-    return size_bytes if 0 < size_bytes <= _MOST_BYTES else None
+    return size_bytes if 0 < size_bytes <= _MAX_BYTES else None
 
 
 @final

@@ -30,8 +30,8 @@ about 100 more in quiet operation.
 """
 
 _GOOD_BOUND_S = 100e-6
-_MOST_ASKINGS = 64
-_MOST_S = 2.0
+_MAX_ASKINGS = 64
+_MAX_S = 2.0
 _ANSWER_S = 1.0
 _END = "end"
 
@@ -147,7 +147,7 @@ def ask_reference(store: Store, place: str) -> ClockPoint | None:
     askings: list[Asking] = []
     began_s = perf_counter()
     try:
-        while len(askings) < _MOST_ASKINGS and perf_counter() - began_s < _MOST_S:
+        while len(askings) < _MAX_ASKINGS and perf_counter() - began_s < _MAX_S:
             number = len(askings)
             asked_s = perf_counter()
             store.set(f"{place}/ask/{number}", "")
@@ -176,7 +176,7 @@ def answer_rank(store: Store, place: str) -> None:
         RuntimeError: the rank stopped asking, or the store is lost.
     """
     store.set_timeout(timedelta(seconds=_ANSWER_S))
-    for number in range(_MOST_ASKINGS + 1):
+    for number in range(_MAX_ASKINGS + 1):
         question = store.get(f"{place}/ask/{number}")
         if question.decode() == _END:
             store.delete_key(f"{place}/ask/{number}")

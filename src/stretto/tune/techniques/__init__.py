@@ -7,7 +7,7 @@ from stretto.tune.techniques.aiacc import (
     PopulationTechnique,
 )
 from stretto.tune.techniques.base import (
-    LEAST_STEPS,
+    MIN_STEPS,
     AbstractTechnique,
     Proposal,
     SearchContext,
@@ -17,7 +17,7 @@ from stretto.tune.techniques.predicted import PredictedTechnique
 from stretto.tune.techniques.registry import technique_of
 
 __all__ = [
-    "LEAST_STEPS",
+    "MIN_STEPS",
     "AbstractTechnique",
     "BayesTechnique",
     "CoordinateTechnique",

@@ -11,7 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
 from stretto.errors import SpecError
-from stretto.tune.techniques.base import LEAST_STEPS, AbstractTechnique, Proposal
+from stretto.tune.techniques.base import MIN_STEPS, AbstractTechnique, Proposal
 
 if TYPE_CHECKING:
     import random
@@ -235,7 +235,7 @@ class BayesTechnique(AbstractTechnique):
         )
 
 
-MOST_STEPS = 9
+MAX_STEPS = 9
 FACTOR = 3
 
 
@@ -243,9 +243,9 @@ FACTOR = 3
 class HyperbandTechnique(AbstractTechnique):
     """Halve successively in brackets from broad to deep, then start over.
 
-    With ``R = most_steps / least_steps`` and ``s_max = floor(log_factor R)``, bracket
+    With ``R = max_steps / min_steps`` and ``s_max = floor(log_factor R)``, bracket
     ``s`` begins with ``ceil((s_max + 1) factor^s / (s + 1))`` random points measured
-    over ``most_steps / factor^s`` steps each, keeps the best ``1 / factor`` of them,
+    over ``max_steps / factor^s`` steps each, keeps the best ``1 / factor`` of them,
     gives these ``factor`` times as many steps, and so on (Li et al., Algorithm 1).
     """
 
@@ -261,7 +261,7 @@ class HyperbandTechnique(AbstractTechnique):
         space: Space,
         rng: random.Random,
         *,
-        most_steps: int = MOST_STEPS,
+        max_steps: int = MAX_STEPS,
         factor: int = FACTOR,
     ) -> None:
         """Create brackets over a space.
@@ -269,17 +269,17 @@ class HyperbandTechnique(AbstractTechnique):
         Raises:
             SpecError: an option is out of range.
         """
-        if most_steps < LEAST_STEPS:
-            raise SpecError(f"most_steps must be >= {LEAST_STEPS}, got {most_steps}")
+        if max_steps < MIN_STEPS:
+            raise SpecError(f"max_steps must be >= {MIN_STEPS}, got {max_steps}")
         if factor < 2:
             raise SpecError(f"factor must be >= 2, got {factor}")
         self._space = space
         self._rng = rng
-        self._most_steps = most_steps
+        self._max_steps = max_steps
         self._factor = factor
         # Integer logarithm: floating point would lose whole brackets.
         self._brackets = 0
-        while LEAST_STEPS * factor ** (self._brackets + 1) <= most_steps:
+        while MIN_STEPS * factor ** (self._brackets + 1) <= max_steps:
             self._brackets += 1
         self._bracket = self._brackets + 1
         self._waiting: list[Point] = []
@@ -312,7 +312,7 @@ class HyperbandTechnique(AbstractTechnique):
             number = math.ceil((self._brackets + 1) * self._factor**s / (s + 1))
             number = min(number, len(self._space.points))
             self._waiting = self._rng.sample(self._space.points, number)
-            self._steps = self._most_steps // self._factor**s
+            self._steps = self._max_steps // self._factor**s
             self._rung = 0
         self._scored = []
 

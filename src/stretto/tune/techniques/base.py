@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 from stretto.tune.search_space import Point, Space
 
-LEAST_STEPS = 3
+MIN_STEPS = 3
 """Least number of steps whose median is a score."""
 
 
@@ -20,7 +20,7 @@ class Proposal:
 
     point: Point
 
-    steps: int = LEAST_STEPS
+    steps: int = MIN_STEPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from stretto.tune.search_space import Point, Space
     from stretto.tune.techniques.base import SearchContext
 
-MOST_RATIO = 1.10
+MAX_RATIO = 1.10
 """Points predicted to be slower than the best by more than this are not proposed ..."""
 
-MOST_DOUBTED_RATIO = 1.30
+MAX_DOUBTED_RATIO = 1.30
 """... or by more than the largest prediction error so far, if that is larger, up to
 this."""
 
@@ -51,7 +51,7 @@ class PredictedTechnique(AbstractTechnique):
         space: Space,
         predict_s: Callable[[Point], float],
         *,
-        most_ratio: float = MOST_RATIO,
+        max_ratio: float = MAX_RATIO,
         doubt_ratio: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Rank the points of a space.
@@ -60,15 +60,15 @@ class PredictedTechnique(AbstractTechnique):
         """
         self._space = space
         self._predict_s = predict_s
-        self._most_ratio = most_ratio
+        self._max_ratio = max_ratio
         self._doubt_ratio = doubt_ratio
         self._tried: set[Point] = set()
 
     def ask(self) -> Proposal | None:
         """Return the untried point with the shortest predicted step."""
         predicted_s = {point: self._predict_s(point) for point in self._space.points}
-        doubted = min(MOST_DOUBTED_RATIO, 1 + self._doubt_ratio())
-        ceiling_s = min(predicted_s.values()) * max(self._most_ratio, doubted)
+        doubted = min(MAX_DOUBTED_RATIO, 1 + self._doubt_ratio())
+        ceiling_s = min(predicted_s.values()) * max(self._max_ratio, doubted)
         left = [
             point
             for point, step_s in predicted_s.items()
