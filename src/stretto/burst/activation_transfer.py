@@ -110,7 +110,7 @@ class ActivationTransfer:
             self._clock.wait("redistribution", pending.finish)
         return pending.after
 
-    def settle(self) -> None:
+    def finish_sends(self) -> None:
         """Wait until everything sent has left.
 
         Raises:

@@ -341,7 +341,7 @@ class BackwardPass:
             with self._rank_groups.guard("joining the outputs that losses use"):
                 self.reached.join(self._rank_groups.reduce_number, self._device)
             sync.finish(self.reached.unreached())
-            self._activations.settle()
+            self._activations.finish_sends()
         is_sent = sync.is_on
         sync.is_on = is_sent and not self._is_sent_early
         self._queued = False

@@ -281,7 +281,7 @@ class BurstParallel(nn.Module):
             parts.clock.marker.begin_step()
         parts.backward.cut_short()
         parts.rank_groups.refusals.next_step()
-        parts.activations.settle()
+        parts.activations.finish_sends()
         with normal_tensors():
             parts.constants.follow(execution.graph)
             layouts, input_needs = parts.exchange.exchange(

@@ -332,7 +332,7 @@ class GradientSync:
         self._shadows.set_grad(parameter, None)
         if not parameter.requires_grad:
             return
-        grad = self._hooks.called_back(parameter, grad)
+        grad = self._hooks.run_hooks(parameter, grad)
         if parameter.grad is None:
             parameter.grad = grad
         else:

@@ -88,7 +88,9 @@ class WatchedGroup(dist.ProcessGroup):
             if not self._waits:
                 return self._base.allreduce(tensors, opts)
             future = self._base.allreduce(tensors, opts).get_future()
-            return Launched(future.then(partial(_settle, self._failures, tensors)))
+            return Launched(
+                future.then(partial(_pass_through, self._failures, tensors))
+            )
         if task != self._task:
             # The first bucket of a backward. A callback queued here runs before the
             # Reducer's own callback, which it queues after its last bucket.
@@ -171,7 +173,7 @@ class WatchedGroup(dist.ProcessGroup):
             call()
 
 
-def _settle(
+def _pass_through(
     failures: FailureReporter, tensors: list[torch.Tensor], ended: Any
 ) -> list[torch.Tensor]:
     # Holds no group: see Note [Callbacks hold no group].

@@ -18,7 +18,7 @@ order and names the one that failed. No thread of Gloo's enters Python then. (A 
 callback per bucket costs 50 to 100 us on those threads, during which they hold the
 interpreter, or wait for it while backward holds it.)
 
-If other code waits for a bucket's future, each future is settled by a callback of its
+If other code waits for a bucket's future, each future is completed by a callback of its
 own: outside backward (``join``), under a user's hook, when a step is observed, and in a
 group's first step, in which a static graph launches and finishes its buckets within one
 callback.
@@ -76,7 +76,7 @@ _USED = "the all-reduce of which parameters were used"
 # "Resource deadlock avoided".
 
 
-def _settle(
+def _complete(
     weak: weakref.ref[PlannedGroup],
     schedule: BucketSchedule,
     buffer: torch.Tensor,
@@ -160,7 +160,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._warm = False
         self._aside: list[Any] = []
         self._pending: list[tuple[Future[Any], torch.Tensor]] = []
-        self._settles: list[Future[Any]] = []
+        self._awaited_futures: list[Future[Any]] = []
         self._held: list[tuple[Any, torch.Tensor, Any, Future[Any]]] = []
         self._rebuild_rows: list[list[int]] = []
         self._forwards: tuple[Any, ...] = ()
@@ -302,29 +302,31 @@ class PlannedGroup(dist.ProcessGroup):
     def observe(self, observer: AbstractStepObserver | None) -> None:
         """Set up the launchers, reporting to ``observer`` if there is one."""
         self._observer = observer
-        settling = [self._settling(schedule, observer) for schedule in self._schedules]
-        quick = settling
+        completing = [
+            self._completing(schedule, observer) for schedule in self._schedules
+        ]
+        quick = completing
         if observer is None and self._streams is None and self.size() > 1:
             quick = [self._quick(schedule) for schedule in self._schedules]
         if self._deferred:
-            plain = quick is settling
-            settling = self._deferring(settling, self._hold, self._launch_held)
+            plain = quick is completing
+            completing = self._deferring(completing, self._hold, self._launch_held)
             quick = (
-                settling
+                completing
                 if plain
                 else self._deferring(quick, self._hold_quick, self._launch_held_quick)
             )
         if self._order is not None:
-            settling, quick = self._ordering(settling, quick)
+            completing, quick = self._ordering(completing, quick)
         if self._numerics is not None:
-            settling = [partial(self._look_at, launch) for launch in settling]
+            completing = [partial(self._look_at, launch) for launch in completing]
             quick = [partial(self._look_at, launch) for launch in quick]
         if self._overlap is not None:
             forwards = [
                 self._forward(schedule, observer) for schedule in self._schedules
             ]
             self._forwards = self._closing(forwards)
-        self._tables = (self._closing(settling), self._closing(quick))
+        self._tables = (self._closing(completing), self._closing(quick))
         self._launchers = self._tables[0]
 
     def overlap_with_forward(self, overlap: ForwardOverlap) -> None:
@@ -359,16 +361,16 @@ class PlannedGroup(dist.ProcessGroup):
         return partial(self._in_order_under_forward, launch, schedule.index)
 
     def _ordering(
-        self, settling: Sequence[Any], quick: Sequence[Any]
+        self, completing: Sequence[Any], quick: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Return launchers that follow the plan's launch order."""
-        ordered = [partial(self._in_order, run, i) for i, run in enumerate(settling)]
-        if quick is settling:
+        ordered = [partial(self._in_order, run, i) for i, run in enumerate(completing)]
+        if quick is completing:
             return ordered, ordered
         quicks = [partial(self._in_order_quick, run, i) for i, run in enumerate(quick)]
         return ordered, quicks
 
-    def _settling(
+    def _completing(
         self, schedule: BucketSchedule, observer: AbstractStepObserver | None
     ) -> Any:
         """Return a launcher of a bucket whose future other code waits for."""
@@ -377,9 +379,9 @@ class PlannedGroup(dist.ProcessGroup):
         if self._streams is not None:
             launch = self._sender.launcher_on_streams(schedule, observer)
             return partial(self._launch_guarded, launch, schedule)
-        settle = partial(_settle, weakref.ref(self), schedule)
+        complete = partial(_complete, weakref.ref(self), schedule)
         start = self._sender.starter(schedule, observer)
-        return partial(self._launch_settling, start, settle, schedule)
+        return partial(self._launch_completing, start, complete, schedule)
 
     def _quick(self, schedule: BucketSchedule) -> Any:
         """Return a launcher of a bucket that is waited for at the end of backward."""
@@ -394,10 +396,10 @@ class PlannedGroup(dist.ProcessGroup):
 
     # Launch. Everything was decided above.
 
-    def _launch_settling(
+    def _launch_completing(
         self,
         start: Start,
-        settle: Any,
+        complete: Any,
         schedule: BucketSchedule,
         buffer: torch.Tensor,
         opts: Any,
@@ -407,7 +409,7 @@ class PlannedGroup(dist.ProcessGroup):
         except RuntimeError as exc:
             return self._give_up(schedule, buffer, exc)
         future = futures[0] if len(futures) == 1 else collect_all(futures)
-        return self._awaited(future.then(partial(settle, buffer)))
+        return self._awaited(future.then(partial(complete, buffer)))
 
     def _launch_guarded(
         self, launch: Any, schedule: BucketSchedule, buffer: torch.Tensor, opts: Any
@@ -420,7 +422,7 @@ class PlannedGroup(dist.ProcessGroup):
 
     def _awaited(self, future: Future[Any]) -> dist.Work:
         if self._in_backward and self._streams is None:
-            self._settles.append(future)
+            self._awaited_futures.append(future)
         return Launched(future)
 
     def _hold(self, launch: Any, buffer: torch.Tensor, opts: Any) -> dist.Work:
@@ -499,7 +501,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._looked_at.append(work)
         return work
 
-    # Begin and end of a step. With settled buckets, lanes' threads call these too.
+    # Begin and end of a step. With completing launches, lanes' threads call these too.
 
     def _open_step(self) -> None:
         if self._overlap is not None:  # nothing is, unless a backward had no forward
@@ -508,7 +510,7 @@ class PlannedGroup(dist.ProcessGroup):
         self._sender.forget()
         self._aside.clear()
         self._pending.clear()
-        self._settles.clear()
+        self._awaited_futures.clear()
         self._looked_at.clear()
         if self._order is not None:
             self._order.reset()
@@ -551,7 +553,7 @@ class PlannedGroup(dist.ProcessGroup):
 
     # Note [Failures are raised around the Reducer's end]
     # An error in a future reaches the user as a bare RuntimeError, because a future
-    # keeps no Python type. So a settled bucket ends as if it had succeeded, the Reducer
+    # keeps no Python type. So such a bucket ends as if it had succeeded, the Reducer
     # finishes its step, and a callback queued behind the Reducer's raises the error. In
     # a quick step the callback before the Reducer's finds the error and raises it. The
     # Reducer then does not finish, and the next forward would report that if it did not
@@ -592,10 +594,10 @@ class PlannedGroup(dist.ProcessGroup):
                 self._numerics.reduced()
 
     def _await_works(self) -> None:
-        for future in self._settles:
+        for future in self._awaited_futures:
             with contextlib.suppress(RuntimeError):
                 self._failures.wait(Pending(future), "an all-reduce of a plan")
-        self._settles.clear()
+        self._awaited_futures.clear()
         waited = self._sender.wait_all()
         if self._failures.error is not None and waited:
             raise self._failures.error

@@ -208,11 +208,11 @@ class _Run:
                 self.is_next[i] = True
             last[flow.lane] = i
 
-        # Flows under way: `left_bytes` held at `settled` and falls at `rate` since.
+        # Flows under way: `left_bytes` held at `served_at`, falls at `rate` since.
         self.starting: list[tuple[float, int]] = []
         self.sending: list[int] = []
         self.num_active = 0
-        self.settled = 0.0
+        self.served_at = 0.0
         self.left_bytes = [flow.wire_bytes for flow in flows]
         self.rate = [0.0] * count
         self.finish_at = _INF
@@ -237,7 +237,7 @@ class _Run:
             if self.finish_at <= self.now:
                 self._finish()
             elif start_at <= self.now:
-                self._settle()
+                self._serve()
                 while self.starting and self.starting[0][0] <= self.now:
                     insort(self.sending, heapq.heappop(self.starting)[1])
                 self._share()
@@ -248,7 +248,7 @@ class _Run:
                 if self.done >= self.work_s and not self.waiting:
                     self.working = False
                     self.work_end_s = self.now
-                    self._settle()
+                    self._serve()
                     self._share()
         if self.waiting:
             raise SpecError(
@@ -279,7 +279,7 @@ class _Run:
         if waiting != self.waiting:
             self.waiting = waiting
             self.done_at = self.now
-            self._settle()
+            self._serve()
             self._share()
 
     def _release(self) -> None:
@@ -323,7 +323,7 @@ class _Run:
 
     def _finish(self) -> None:
         """End the flows whose last byte is sent and start the next on their lanes."""
-        self._settle()
+        self._serve()
         for i in self.finishing:
             self.sending.remove(i)
             self.end_s[i] = self.now
@@ -339,12 +339,12 @@ class _Run:
                     self._start(after)
         self._share()
 
-    def _settle(self) -> None:
+    def _serve(self) -> None:
         """Subtract the bytes sent at the current rates from those left."""
-        elapsed_s = self.now - self.settled
+        elapsed_s = self.now - self.served_at
         for i in self.sending:
             self.left_bytes[i] = max(0.0, self.left_bytes[i] - self.rate[i] * elapsed_s)
-        self.settled = self.now
+        self.served_at = self.now
 
     def _share(self) -> None:
         """Share the links again and find which flow ends next."""

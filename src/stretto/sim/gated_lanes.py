@@ -101,7 +101,7 @@ def _beside_work(
     busy: list[int] = []  # levels of which flows send
     sending = load = 0
     rates: tuple[float, ...] = ()
-    now = settled_at = done = 0.0
+    now = served_at = done = 0.0
     end_at, ending = _INF, 0  # the next flow's end, and its level
     stalled, speed = False, 1.0
     while True:
@@ -118,7 +118,7 @@ def _beside_work(
             else:
                 done += (next_at - now) * speed
         now = next_at
-        elapsed_s, settled_at = now - settled_at, now
+        elapsed_s, served_at = now - served_at, now
         for level in busy:
             served[level] += elapsed_s * rates[level]
         if event == _END:

@@ -206,7 +206,7 @@ def multi_lane_beside_work(
     ends: list[tuple[float, int]] = []
     sending = active = 0
     rate = 0.0
-    now = settled_at = done = work_end_s = 0.0
+    now = served_at = done = work_end_s = 0.0
     end_at = _INF  # of the next flow to end
     working, speed = True, 1.0
     while working or starts or ends:
@@ -224,8 +224,8 @@ def multi_lane_beside_work(
                 done += (next_at - now) * speed
         now = next_at
         if event != _WORK or done >= work_s:
-            served += (now - settled_at) * rate
-            settled_at = now
+            served += (now - served_at) * rate
+            served_at = now
             if event == _END:
                 served, c = heappop(ends)
                 flows, number = queues[c]
@@ -280,7 +280,7 @@ def mixed_lanes_beside_work(
     busy: list[int] = []  # levels of which flows send
     sending = load = 0
     rates: tuple[float, ...] = ()
-    now = settled_at = done = work_end_s = 0.0
+    now = served_at = done = work_end_s = 0.0
     end_at, ending = _INF, 0  # the next flow's end, and its level
     working, speed = True, 1.0
     while working or starts or busy:
@@ -298,8 +298,8 @@ def mixed_lanes_beside_work(
                 done += (next_at - now) * speed
         now = next_at
         if event != _WORK or done >= work_s:
-            elapsed_s = now - settled_at
-            settled_at = now
+            elapsed_s = now - served_at
+            served_at = now
             for level in busy:
                 served[level] += elapsed_s * rates[level]
             if event == _END:

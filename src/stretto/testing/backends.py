@@ -379,14 +379,14 @@ def _reopened(bench: BackendBench) -> None:
             pool.close()
         del pool
         if turn == 2:
-            held.append(_settled(None, 1.0))
+            held.append(_held_after(None, 1.0))
     first = held[0]
-    last = _settled(first, 10.0)
+    last = _held_after(first, 10.0)
     for key, count in first.items():
         assert last[key] <= count, f"{key}: {count} at first, {last[key]} at last"
 
 
-def _settled(wanted: dict[str, int] | None, limit_s: float) -> dict[str, int]:
+def _held_after(wanted: dict[str, int] | None, limit_s: float) -> dict[str, int]:
     """Return what the process holds after ``limit_s``, or once it is ``wanted``."""
     deadline = time.perf_counter() + limit_s
     while True:

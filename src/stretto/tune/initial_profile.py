@@ -464,7 +464,7 @@ class InitialProfiler:
         begin_s = perf_counter()
         found: Any = None
         for times in (1, PROBE_AGAIN, PROBE_AGAIN**2):
-            # A longer probe mostly settles what a short probe finds contradictory.
+            # A longer probe mostly resolves what a short probe finds contradictory.
             samples, trouble = probe_lanes(
                 self._model, times * budget_s, some_bulk=some_bulk
             )

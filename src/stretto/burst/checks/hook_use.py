@@ -128,7 +128,7 @@ class HookUse:
         self._seen.clear()
         self._had_forward = self._had_backward = False
 
-    def called_back(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
+    def run_hooks(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
         """Return a gradient as the program's hooks on its parameter return it."""
         for hook in gradient_hooks(parameter):
             if is_of_several(hook):

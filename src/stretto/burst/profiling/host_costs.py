@@ -139,7 +139,7 @@ def _message_s(
         pending = activations.begin(rows, shift, activations.next_tags(2), "measured")
         found.append((perf_counter() - begin_s) / 2)
         activations.end(pending, "measured")
-        activations.settle()
+        activations.finish_sends()
         behind_s += time.process_time() - time.thread_time()
     return median(found), max(0.0, behind_s) / (2 * repetitions)
 

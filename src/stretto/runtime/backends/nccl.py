@@ -336,13 +336,13 @@ class NcclLanes(AbstractLanes):
         """Return the communicators for one plan's lanes; collective."""
         count = torch.cuda.get_device_properties(self._device).multi_processor_count
         wanted = communicators_of(needs, multiprocessors=count)
-        self._settle_order(len({lane for lane, _ in needs}))
+        self._choose_order(len({lane for lane, _ in needs}))
         for communicator in wanted.values():  # parents come first
             if communicator not in self._open:
                 self._open[communicator] = self._make(communicator)
         return {need: self._open[wanted[need]] for need in needs}
 
-    def _settle_order(self, lanes: int) -> None:
+    def _choose_order(self, lanes: int) -> None:
         lanes = max(lanes, len({c.lane for c in self._open}))
         order = launch_order(
             nccl_settings(os.environ), lanes=lanes, launched=_collectives_issued() > 0

@@ -37,7 +37,7 @@ SYSTEM_FILE = Path("/etc/nccl.conf")
 class LaunchOrder(enum.Enum):
     """Action needed for lanes' kernels to start in one order on every rank."""
 
-    SETTLED = "nothing: it is set, or there is one lane"
+    FIXED = "nothing: it is set, or there is one lane"
     SET = "set the variable: NCCL has not read it yet"
     TOO_LATE = "warn: NCCL read it at its first launch, when it was not set"
 
@@ -126,9 +126,9 @@ def launch_order(
                 "devices start their collectives in different orders, which can end "
                 f"in a deadlock: unset {LAUNCH_ORDER}, or plan with 1 lane."
             )
-        return LaunchOrder.SETTLED
+        return LaunchOrder.FIXED
     if lanes <= 1:
-        return LaunchOrder.SETTLED
+        return LaunchOrder.FIXED
     return LaunchOrder.TOO_LATE if launched else LaunchOrder.SET
 
 

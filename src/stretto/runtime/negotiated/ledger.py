@@ -383,7 +383,7 @@ class Ledger:
             elif not group or ready_by_group[group] == entry.base.group_size:
                 by_rank = tuple(entry.of(r) for r in range(self._size))
                 self._end(name, forget=False)
-                self._settle(entry)
+                self._record_launch(entry)
                 set_id = self._register(by_rank[0])
                 joined = frozenset(self._joined)
                 decisions.append(Launch(name, by_rank, joined, set_id))
@@ -437,7 +437,7 @@ class Ledger:
         if forget:
             self._forget(slot)
 
-    def _settle(self, entry: _Entry) -> None:
+    def _record_launch(self, entry: _Entry) -> None:
         """Record how ranks described the request just launched."""
         entry.used = self._round
         active = [r for r in range(self._size) if r not in self._joined]
