@@ -34,19 +34,19 @@ def speedups(rows):
     return {
         row.gpus: {
             name: None
-            if way is None
-            else {"speedup": round(way.speedup, 3), "batch": way.batch}
-            for name, way in row.ways.items()
+            if point is None
+            else {"speedup": round(point.speedup, 3), "batch": point.batch}
+            for name, point in row.methods.items()
         }
         for row in rows
     }
 
 
 def chart_of(title, rows):
-    ways = {name: [row.ways[name] for row in rows] for name in rows[0].ways}
+    points = {name: [row.methods[name] for row in rows] for name in rows[0].methods}
     columns = {
-        name: [math.nan if way is None else way.speedup for way in column]
-        for name, column in ways.items()
+        name: [math.nan if point is None else point.speedup for point in column]
+        for name, column in points.items()
     }
     return Chart(
         title=title,
@@ -65,13 +65,13 @@ def page_of(path, profile, curve, rows, network):
             "gpus": row.gpus,
             "ways": {
                 name: None
-                if way is None
+                if point is None
                 else {
-                    "batch": way.batch,
-                    "iteration_s": way.iteration_s,
-                    "speedup": way.speedup,
+                    "batch": point.batch,
+                    "iteration_s": point.iteration_s,
+                    "speedup": point.speedup,
                 }
-                for name, way in row.ways.items()
+                for name, point in row.methods.items()
             },
         }
         for row in rows

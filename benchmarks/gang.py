@@ -2,7 +2,7 @@
 
 Each rank's device is an emulated one without preemption, with a foreground that
 computes and waits; sleep stands for device time. The same steps of 24 micro-batches are
-trained in three ways, one after another in each cycle:
+trained by three methods, one after another in each cycle:
 
 - ``claims``: `stretto.Gang`, where the rank with a window takes the next micro-batch.
 - ``fixed``: eight micro-batches each, and a sum when all have finished.
@@ -36,7 +36,7 @@ from stretto.background.pacing import Policy
 WINDOWS = (0.05, 0.5, 0.9)
 PERIOD_S, TASK_S = 0.2, 0.004
 MICRO_BATCHES, STEPS = 24, 2
-WAYS = ("claims", "fixed", "lock step")
+METHODS = ("claims", "fixed", "lock step")
 
 
 def model_of() -> nn.Module:
@@ -66,7 +66,7 @@ def losses_alone(steps: int) -> list[float]:
 
 
 class Rank:
-    """One rank's training, in one of the ways."""
+    """One rank's training by one method."""
 
     def __init__(self, background: stretto.Background) -> None:
         self.background = background
@@ -100,13 +100,13 @@ class Rank:
             parameter.grad /= MICRO_BATCHES
         return total
 
-    def train(self, way: str, steps: range) -> list[float]:
+    def train(self, method: str, steps: range) -> list[float]:
         found = []
         for step in steps:
-            if way == "claims":
+            if method == "claims":
                 total = self.claims(step)
             else:
-                total = self.fixed(step, together=way == "lock step")
+                total = self.fixed(step, together=method == "lock step")
             self.optimizer.step()
             summed = torch.tensor([total], dtype=torch.float64)
             dist.all_reduce(summed)
@@ -124,22 +124,22 @@ def run_rank(rank: int, cycles: int, address: str) -> None:
         world_size=len(WINDOWS),
         timeout=timedelta(minutes=5),
     )
-    rates: dict[str, list[float]] = {way: [] for way in WAYS}
+    rates: dict[str, list[float]] = {method: [] for method in METHODS}
     losses: list[float] = []
     options = {"policy": Policy.FITS, "adapts": False, "isolates": False}
     with stretto.Background(f"exclusive:gang{rank}", **options) as background:
-        ranks = {way: Rank(background) for way in WAYS}
+        ranks = {method: Rank(background) for method in METHODS}
         for cycle in range(cycles + 1):
-            for way in WAYS:
+            for method in METHODS:
                 dist.barrier()
                 begin_s = time.perf_counter()
                 steps = range(STEPS * cycle, STEPS * (cycle + 1))
-                found = ranks[way].train(way, steps)
+                found = ranks[method].train(method, steps)
                 took_s = time.perf_counter() - begin_s
-                if way == "claims":
+                if method == "claims":
                     losses += found
                 if cycle:  # in the first one windows and tasks are learned
-                    rates[way].append(STEPS * MICRO_BATCHES / took_s)
+                    rates[method].append(STEPS * MICRO_BATCHES / took_s)
     if rank == 0:
         sys.stdout.write(json.dumps({"rates": rates, "losses": losses}) + "\n")
     dist.destroy_process_group()
@@ -188,11 +188,11 @@ def main() -> None:
             job.__exit__(None, None, None)
     found = json.loads(out[0])
     rates = found["rates"]
-    for way in WAYS:
-        result[way] = spread(rates[way])
-    for way in ("claims", "fixed"):
-        pairs = zip(rates[way], rates["lock step"], strict=True)
-        result[f"{way} over lock step"] = spread([a / b for a, b in pairs])
+    for method in METHODS:
+        result[method] = spread(rates[method])
+    for method in ("claims", "fixed"):
+        pairs = zip(rates[method], rates["lock step"], strict=True)
+        result[f"{method} over lock step"] = spread([a / b for a, b in pairs])
     alone = losses_alone(len(found["losses"]))
     result["largest_difference_of_losses"] = max(
         abs(a - b) for a, b in zip(found["losses"], alone, strict=True)

@@ -37,7 +37,7 @@ def ones(value: float = 1.0, at: int | None = None) -> list[torch.Tensor]:
 
 NAN, INF = float("nan"), float("inf")
 
-WAYS: dict[str, Any] = {
+CASES: dict[str, Any] = {
     "plan": {},
     "lanes and slices": {"lanes": 2, "slices": 3},
     "deferred": {"lanes": 2, "overlap": "none"},
@@ -49,12 +49,12 @@ WAYS: dict[str, Any] = {
 }
 
 
-def build(size: int, *, nan: str, patience: int = 0, **way: Any) -> Any:
+def build(size: int, *, nan: str, patience: int = 0, **case: Any) -> Any:
     options = {
-        "gradient_as_bucket_view": way.pop("views", False),
-        "static_graph": way.pop("static", False),
+        "gradient_as_bucket_view": case.pop("views", False),
+        "static_graph": case.pop("static", False),
     }
-    plan = None if "plan" in way else given_plan(size, **way)
+    plan = None if "plan" in case else given_plan(size, **case)
     return DistributedDataParallel(
         Given(*SIZES), plan=plan, nan=nan, nan_patience=patience, **options
     )
@@ -62,8 +62,8 @@ def build(size: int, *, nan: str, patience: int = 0, **way: Any) -> Any:
 
 def rank_that_raises(rank: int, size: int) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
-    for name, way in WAYS.items():
-        model = build(size, nan="raise", **way)
+    for name, case in CASES.items():
+        model = build(size, nan="raise", **case)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         seen: list[Any] = []
         # In the very first step, from one rank; later from another; then from none.
@@ -206,8 +206,8 @@ def test_warn_patience_and_what_is_no_finding(ranks: Any) -> None:
 def rank_alone(rank: int, size: int) -> list[str]:
     del rank
     found = []
-    for way in ({}, {"plan": None}):
-        model = build(size, nan="raise", **way)
+    for case in ({}, {"plan": None}):
+        model = build(size, nan="raise", **case)
         model(ones()).backward()
         try:
             model(ones(NAN, 1)).backward()

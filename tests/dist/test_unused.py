@@ -102,7 +102,7 @@ def random_plan(rng: random.Random, ranks: int) -> Plan:
     )
 
 
-WAYS: list[dict[str, Any]] = [
+CASES: list[dict[str, Any]] = [
     {"to_none": True, "micro": 1},
     {"to_none": False, "micro": 1},
     {"to_none": True, "micro": 3},
@@ -114,14 +114,14 @@ def rank_uses_parts(rank: int, size: int) -> list[str]:
     rng = random.Random(4)
     for views in (False, True):
         settings = {"find_unused_parameters": True, "gradient_as_bucket_view": views}
-        for way in WAYS:
-            expected = train(TorchDDP(net(), **settings), rank, 12, **way)
+        for case in CASES:
+            expected = train(TorchDDP(net(), **settings), rank, 12, **case)
             first = DistributedDataParallel(net(), **settings)
             plans = {f"plan {i}": random_plan(rng, size) for i in range(2)}
             for name, plan in {**plans, "deferred": deferred_plan(first)}.items():
                 model = DistributedDataParallel(net(), plan=plan, **settings)
-                steps = differing_steps(train(model, rank, 12, **way), expected)
-                wrong += [f"{name}, {settings}, {way}, step {s}" for s in steps]
+                steps = differing_steps(train(model, rank, 12, **case), expected)
+                wrong += [f"{name}, {settings}, {case}, step {s}" for s in steps]
     return wrong
 
 
@@ -137,7 +137,7 @@ MAX_STEPS = 2000
 
 def rank_tunes(rank: int, size: int) -> list[dict[str, Any]]:
     found = []
-    for way in WAYS:
+    for case in CASES:
         settings = {"find_unused_parameters": True}
         settled: list[Any] = []
         model = stretto.DDP(
@@ -146,8 +146,8 @@ def rank_tunes(rank: int, size: int) -> list[dict[str, Any]]:
             tune=TuneOptions(steps=12, lost_ratio=100.0, watch=False, memory=False),
             **settings,
         )
-        ours = train(model, rank, MAX_STEPS, settled=settled, **way)
-        expected = train(TorchDDP(net(), **settings), rank, len(ours), **way)
+        ours = train(model, rank, MAX_STEPS, settled=settled, **case)
+        expected = train(TorchDDP(net(), **settings), rank, len(ours), **case)
         found.append(
             {
                 "wrong": differing_steps(ours, expected),

@@ -1,4 +1,4 @@
-"""``stretto burst scale``: compare four ways to use more GPUs."""
+"""``stretto burst scale``: compare four methods of scaling."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def scale_command(
     """Compare weak, strong, batch-optimal and burst scaling of PROFILE.
 
     A speed-up is relative to one GPU with --batch, in time until the target is reached.
-    A way has no figure where the profile lacks the samples of a GPU, or the curve lacks
-    the batch.
+    A method has no figure where the profile lacks the samples of a GPU, or the curve
+    lacks the batch.
     """
     from stretto._api import burst
     from stretto.schema import Cluster
@@ -137,13 +137,13 @@ def _rows(rows: Sequence[ScaledGpus]) -> list[dict[str, Any]]:
             "gpus": row.gpus,
             "ways": {
                 name: None
-                if way is None
+                if point is None
                 else {
-                    "batch": way.batch,
-                    "iteration_s": way.iteration_s,
-                    "speedup": way.speedup,
+                    "batch": point.batch,
+                    "iteration_s": point.iteration_s,
+                    "speedup": point.speedup,
                 }
-                for name, way in row.ways.items()
+                for name, point in row.methods.items()
             },
         }
         for row in rows
@@ -151,16 +151,17 @@ def _rows(rows: Sequence[ScaledGpus]) -> list[dict[str, Any]]:
 
 
 def _text(rows: Sequence[ScaledGpus]) -> str:
-    names = list(rows[0].ways)
+    names = list(rows[0].methods)
     lines = [["GPUs", *names]]
     for row in rows:
         cells = [str(row.gpus)]
         for name in names:
-            way = row.ways[name]
+            point = row.methods[name]
             cells.append(
                 "-"
-                if way is None
-                else f"{way.speedup:.2f}x ({way.batch}, {format_s(way.iteration_s)})"
+                if point is None
+                else f"{point.speedup:.2f}x "
+                f"({point.batch}, {format_s(point.iteration_s)})"
             )
         lines.append(cells)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

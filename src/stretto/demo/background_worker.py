@@ -158,7 +158,7 @@ def main() -> None:
     settings = DemoSettings.load(scratch / SETTINGS_FILE)
     dist.init_process_group("gloo")
     arrangements = _Arrangements(settings)
-    ways: dict[str, Any] = {
+    measures: dict[str, Any] = {
         ALONE: arrangements.alone,
         BACKGROUND: arrangements.background,
         PARTITION: arrangements.partition,
@@ -173,8 +173,8 @@ def main() -> None:
         while len(cycles) < count and _agreed(
             fits(perf_counter() - begin_s, len(cycles))
         ):
-            say(f"cycle {len(cycles) + 1} of {count}: {', '.join(ways)}")
-            cycles.append({name: measure() for name, measure in ways.items()})
+            say(f"cycle {len(cycles) + 1} of {count}: {', '.join(measures)}")
+            cycles.append({name: measure() for name, measure in measures.items()})
     finally:
         arrangements.job.close()
     if dist.get_rank() == 0:

@@ -172,8 +172,8 @@ def _headline(report: DemoReport) -> str:
         if fastest.bound_share is not None:
             tiles.append(
                 _tile(
-                    f"{fastest.bound_share:.0%}",
-                    "of the lower bound: a perfect plan reaches 100 %",
+                    f"{1 / fastest.bound_share:.2f}×",
+                    "the lower bound, which no plan can beat",
                 )
             )
     elif report.gaps or report.scaling:
@@ -365,7 +365,7 @@ def _methods_table(report: DemoReport) -> str:
         "spread",
         "error",
         "against ddp",
-        "of bound",
+        "over bound",
         "final loss",
     ]
     rows = []
@@ -377,7 +377,7 @@ def _methods_table(report: DemoReport) -> str:
             _maybe(m.spread_s, lambda v: f"± {format_s(v)}"),
             _maybe(m.error_ratio, lambda v: f"{v:+.1%}".replace("-", "−")),
             _maybe(m.speedup_over_ddp, lambda v: f"{v:.2f}×"),
-            _maybe(m.bound_share, _share),
+            _maybe(m.bound_share, _over),
             _maybe(m.final_loss, lambda v: f"{v:.4g}"),
         ]
         rows.append((cells, m.description, m is report.fastest))
@@ -652,10 +652,10 @@ def _reading(report: DemoReport) -> str:
     shares = any(m.bound_share is not None for m in report.methods)
     if report.bound_s is not None and shares:
         notes.append(
-            f"<b>of bound</b> is the lower bound, {format_s(report.bound_s)}, over the "
-            "measured step: a perfect plan would reach 100 %. The bound is computed "
-            "from the measured network and profile, so it has their error: a figure "
-            "just above 100 % is that error, not a faster network."
+            "<b>over bound</b> is the measured step over the lower bound, "
+            f"{format_s(report.bound_s)}: a perfect plan would have 1.00. The bound is "
+            "computed from the measured network and profile, so it has their error: a "
+            "figure just below 1 is that error, not a faster network."
         )
     if any(m.measured is not None for m in report.methods):
         notes.append(
@@ -691,6 +691,10 @@ def _section(
     )
     why = f'<p class="why">{why}</p>' if why else ""
     return f"<section{attributes}><h2>{title}</h2>{why}{body}</section>"
+
+
+def _over(share: float) -> str:
+    return f"{1 / share:.2f}"
 
 
 def _share(ratio: float) -> str:

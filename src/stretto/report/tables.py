@@ -79,7 +79,7 @@ def methods_table(report: DemoReport, *, width: int = 100) -> str:
         "spread",
         "error",
         "against ddp",
-        "of bound",
+        "over bound",
         "final loss",
     )
     fastest = report.fastest
@@ -91,7 +91,7 @@ def methods_table(report: DemoReport, *, width: int = 100) -> str:
             _or_dash(m.spread_s, lambda spread_s: f"± {format_s(spread_s)}"),
             _or_dash(m.error_ratio, lambda error: f"{error:+.1%}"),
             _or_dash(m.speedup_over_ddp, lambda ratio: f"{ratio:.2f} x"),
-            _or_dash(m.bound_share, _percent),
+            _or_dash(m.bound_share, lambda share: f"{1 / share:.2f} x"),
             _or_dash(m.final_loss, lambda loss: f"{loss:.4g}"),
             style="bold" if m is fastest else None,
         )

@@ -168,12 +168,12 @@ def _against_bound(step_s: float, bound_s: float) -> str:
     share = bound_s / step_s
     if share > BOUND_HOLDS_RATIO:
         return (
-            f"below the bound of {format_s(bound_s)}: the profile was taken on a "
+            f"below the lower bound of {format_s(bound_s)}: the profile was taken on a "
             "busier machine, and its bound does not hold"
         )
     if share > 1:
-        return "as fast as the bound, within its error"
-    return f"{100 * share:.0f} % of the bound"
+        return "as fast as the lower bound, within its error"
+    return f"{1 / share:.2f} times the lower bound"
 
 
 def _count(number: int, word: str) -> str:

@@ -11,7 +11,7 @@ from stretto._api import burst
 from stretto.cli.burst import command
 from stretto.cost.burst import DEEPPOOL
 from stretto.errors import SpecError
-from stretto.planners.burst.scaling import WAYS
+from stretto.planners.burst.scaling import METHODS
 from stretto.schema.efficiency import BatchSamples, SampleEfficiency
 from stretto.zoo import layer_profile
 
@@ -49,24 +49,26 @@ def test_a_measured_curve_is_straight_in_logarithms_and_ends():
 
 def test_burst_is_never_behind_batch_optimal_nor_that_behind_weak_or_strong(vgg):
     rows = burst.scale(vgg, CRITICAL, batch=256, gpus=(1, 4, 32, 256, 4096))
-    assert list(rows[0].ways) == list(WAYS)
+    assert list(rows[0].methods) == list(METHODS)
     for row in rows:
-        ways = {name: way.speedup for name, way in row.ways.items() if way}
-        best = ways["batch-optimal"]
-        assert ways["burst"] >= best * (1 - 1e-9)
+        speedups = {name: point.speedup for name, point in row.methods.items() if point}
+        best = speedups["batch-optimal"]
+        assert speedups["burst"] >= best * (1 - 1e-9)
         assert all(
-            best >= ways[n] * (1 - 1e-9) for n in ("weak", "strong") if n in ways
+            best >= speedups[n] * (1 - 1e-9)
+            for n in ("weak", "strong")
+            if n in speedups
         )
-    assert rows[0].ways["strong"].speedup == pytest.approx(1.0)
+    assert rows[0].methods["strong"].speedup == pytest.approx(1.0)
     # Beyond so many GPUs as samples strong scaling gains nothing more.
-    assert rows[3].ways["strong"].speedup == pytest.approx(
-        rows[4].ways["strong"].speedup
+    assert rows[3].methods["strong"].speedup == pytest.approx(
+        rows[4].methods["strong"].speedup
     )
     # DeepPool, Figure 2: the larger the job, the fewer samples a GPU gets.
-    each = [row.ways["batch-optimal"].batch / row.gpus for row in rows]
+    each = [row.methods["batch-optimal"].batch / row.gpus for row in rows]
     assert each == sorted(each, reverse=True)
     # Many GPUs: layers that only cost synchronization hold data parallelism back.
-    assert rows[-1].ways["burst"].speedup > rows[-1].ways["strong"].speedup
+    assert rows[-1].methods["burst"].speedup > rows[-1].methods["strong"].speedup
 
 
 def test_figures_are_those_of_the_model(vgg):
@@ -78,16 +80,16 @@ def test_figures_are_those_of_the_model(vgg):
         )
         alone_s = sum(layer.compute_s(64) for layer in vgg.layers)
         ratio = (1 + 64 / 1024) / 64 * alone_s / ((1 + batch / 1024) / batch * step_s)
-        assert row.ways[name].batch == batch
-        assert row.ways[name].iteration_s == pytest.approx(step_s)
-        assert row.ways[name].speedup == pytest.approx(ratio)
+        assert row.methods[name].batch == batch
+        assert row.methods[name].iteration_s == pytest.approx(step_s)
+        assert row.methods[name].speedup == pytest.approx(ratio)
 
 
 def test_what_was_not_measured_has_no_figure(vgg):
     some = curve((64, 1e6), (256, 1.5e6))
     (row,) = burst.scale(vgg, some, batch=64, gpus=(8,))
-    assert row.ways["weak"] is None  # 512 samples
-    assert row.ways["batch-optimal"].batch <= 256
+    assert row.methods["weak"] is None  # 512 samples
+    assert row.methods["batch-optimal"].batch <= 256
     with pytest.raises(SpecError, match="batches 64 to 256, but 32 is needed"):
         burst.scale(vgg, some, batch=32, gpus=(8,))
     with pytest.raises(SpecError, match="was profiled for 1 to 256 samples"):
@@ -99,7 +101,7 @@ def test_a_slow_network_favors_weak_scaling(vgg):
         (row,) = burst.scale(
             vgg, CRITICAL, batch=256, gpus=(256,), bandwidth_bytes_per_s=bandwidth
         )
-        return row.ways["weak"].speedup / row.ways["strong"].speedup
+        return row.methods["weak"].speedup / row.methods["strong"].speedup
 
     assert ratio(10e9 / 8) > 1 > ratio(4800e9 / 8)  # DeepPool, Figure 3
 
@@ -158,7 +160,7 @@ def test_the_command_prints_all_ways_and_draws_them(vgg, tmp_path):
     args += ["--batch", "256", "--gpus", "1,64,4096"]
     done = CliRunner().invoke(command, [*args, "--report", str(page)])
     assert done.exit_code == 0, done.output
-    for name in WAYS:
+    for name in METHODS:
         assert name in done.output
         assert name in page.read_text()
     assert "<svg" in page.read_text()

@@ -30,7 +30,7 @@ def settled(workload: Workload, cluster: Cluster) -> TuningResult:
 def test_measured_is_compared_with_measured(settled: TuningResult) -> None:
     line = summary(replace(settled, step_s=0.3, ddp_step_s=0.6, bound_s=0.27))
     assert "measured step 300 ms against 600 ms with DDP's buckets (50 % saved)" in line
-    assert line.endswith("90 % of the bound")
+    assert line.endswith("1.11 times the lower bound")
     assert "predicted" not in line
 
 
@@ -75,12 +75,12 @@ def test_where_ddp_s_buckets_stay_nothing_is_saved(settled: TuningResult) -> Non
 @pytest.mark.parametrize(
     ("bound_s", "ending"),
     [
-        (0.31, "as fast as the bound, within its error"),
+        (0.31, "as fast as the lower bound, within its error"),
         (
             4.85,
             (
-                "below the bound of 4.85 s: the profile was taken on a busier machine, "
-                "and its bound does not hold"
+                "below the lower bound of 4.85 s: the profile was taken on a busier "
+                "machine, and its bound does not hold"
             ),
         ),
     ],
@@ -90,7 +90,7 @@ def test_no_step_is_more_than_the_whole_of_its_bound(
 ) -> None:
     line = summary(replace(settled, step_s=0.3, ddp_step_s=0.6, bound_s=bound_s))
     assert line.endswith(ending)
-    assert "% of the bound" not in line
+    assert "times the lower bound" not in line
 
 
 def test_a_cached_plan_saves_what_was_measured_in_turns_then(

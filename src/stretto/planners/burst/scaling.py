@@ -1,4 +1,4 @@
-"""Four ways to use more GPUs, compared by the time until the target is reached.
+"""Four methods of scaling, compared by the time until the target is reached.
 
 DeepPool section 2: *weak* scaling gives each GPU the same samples, so the batch grows;
 *strong* scaling keeps the batch and gives each GPU fewer; *batch-optimal* scaling
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from stretto.schema.burst import LayerProfile
     from stretto.schema.efficiency import SampleEfficiency
 
-WAYS = ("weak", "strong", "batch-optimal", "burst")
+METHODS = ("weak", "strong", "batch-optimal", "burst")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScaledWay:
-    """One way at one number of GPUs."""
+class ScalingPoint:
+    """One scaling method at one number of GPUs."""
 
     batch: int
 
@@ -43,11 +43,11 @@ class ScaledWay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledGpus:
-    """All ways at one number of GPUs."""
+    """All scaling methods at one number of GPUs."""
 
     gpus: int
 
-    ways: dict[str, ScaledWay | None]
+    methods: dict[str, ScalingPoint | None]
     """``None`` outside the range of the profile or the curve."""
 
 
@@ -60,7 +60,7 @@ def scaling(
     gpus: Iterable[int],
     widths: str = "powers",
 ) -> tuple[ScaledGpus, ...]:
-    """Return the ways over numbers of GPUs.
+    """Return the scaling methods over numbers of GPUs.
 
     Batches tried are ``batch`` times powers of two and the curve's own. Times and
     numbers of samples are never extrapolated: a batch counts only if the profile has
@@ -108,14 +108,14 @@ class _Scaling:
 
     def at(self, gpus: int) -> ScaledGpus:
         every = self._batches(gpus)
-        plain = [self._way(b, self._data_parallel_s(b, gpus)) for b in every]
-        burst = [self._way(b, self._burst_s(b, gpus)) for b in every]
+        plain = [self._point(b, self._data_parallel_s(b, gpus)) for b in every]
+        burst = [self._point(b, self._burst_s(b, gpus)) for b in every]
         weak = self._batch * gpus
         return ScaledGpus(
             gpus=gpus,
-            ways={
-                "weak": self._way(weak, self._data_parallel_s(weak, gpus)),
-                "strong": self._way(
+            methods={
+                "weak": self._point(weak, self._data_parallel_s(weak, gpus)),
+                "strong": self._point(
                     self._batch, self._data_parallel_s(self._batch, gpus)
                 ),
                 "batch-optimal": _soonest(plain),
@@ -136,12 +136,12 @@ class _Scaling:
             size *= 2
         return sorted(size for size in found if size <= largest)
 
-    def _way(self, batch: int, iteration_s: float | None) -> ScaledWay | None:
+    def _point(self, batch: int, iteration_s: float | None) -> ScalingPoint | None:
         samples = self._efficiency.samples_to_target(batch)
         if samples is None or iteration_s is None:
             return None
         target_s = samples / batch * iteration_s
-        return ScaledWay(
+        return ScalingPoint(
             batch=batch,
             iteration_s=iteration_s,
             target_s=target_s,
@@ -179,6 +179,6 @@ class _Scaling:
         return None if found is None else found[0]
 
 
-def _soonest(ways: list[ScaledWay | None]) -> ScaledWay | None:
-    known = [way for way in ways if way is not None]
-    return min(known, key=lambda way: (way.target_s, way.batch), default=None)
+def _soonest(points: list[ScalingPoint | None]) -> ScalingPoint | None:
+    known = [point for point in points if point is not None]
+    return min(known, key=lambda point: (point.target_s, point.batch), default=None)

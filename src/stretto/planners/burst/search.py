@@ -96,7 +96,7 @@ class _Search:
         self._columns: dict[tuple[int, range, _Moves], Floats] = {}
         self._to: dict[tuple[int, _Moves, int], tuple[Ints, Floats]] = {}
         self._states: dict[tuple[int, range, _Moves], list[Floats]] = {}
-        self._ways: dict[int, list[tuple[list[int], list[int]]]] = {}
+        self._splits_of: dict[int, list[tuple[list[int], list[int]]]] = {}
         self._node_at = [0] * len(problem.profile.layers)
         self._first = [0] * len(problem.profile.layers)
         self._own: set[int] = set()
@@ -322,11 +322,11 @@ class _Search:
 
     # blocks
 
-    def _homes(self, block: Block) -> list[tuple[list[int], list[int]]]:
-        """Return branches that take turns and branches beside them, in every way."""
+    def _splits(self, block: Block) -> list[tuple[list[int], list[int]]]:
+        """Return each split of the branches: those in turns, those beside them."""
         key, count = id(block), len(block.branches)
-        if key in self._ways:
-            return self._ways[key]
+        if key in self._splits_of:
+            return self._splits_of[key]
         if count > _MAX_BRANCHES:
             layers = self._problem.profile.layers
             raise SpecError(
@@ -334,14 +334,14 @@ class _Search:
                 f"{layers[block.source].name!r} has {count}: merge some of them",
                 place=".layers",
             )
-        ways = []
+        splits = []
         for beside in range(2**count - 1):
             away = [b for b in range(count) if beside >> b & 1]
             if all(block.branches[b].nodes for b in away):
                 home = [b for b in range(count) if not beside >> b & 1]
-                ways.append((home, away))
-        self._ways[key] = ways
-        return ways
+                splits.append((home, away))
+        self._splits_of[key] = splits
+        return splits
 
     def _block_free(self, block: Block, moves: _Moves) -> Floats:
         """Return times by both widths without a limit of capacity: a lower bound."""
@@ -351,7 +351,7 @@ class _Search:
             turns = [self._chain(c, heads, None, moves) for c in block.branches]
             beside = [self._chain(c, heads, None, _MOVE) for c in block.branches]
             best_hk = np.full((self._count, self._count), np.inf)
-            for home, away in self._homes(block):
+            for home, away in self._splits(block):
                 np.minimum(best_hk, longest(turns, beside, home, away), out=best_hk)
             self._free[key] = best_hk
         return self._free[key]
@@ -466,7 +466,7 @@ class _Search:
                 for kind in (moves, _MOVE)
             )
             min_ph = np.full((len(grid), self._count), np.inf)
-            for home, away in self._homes(block):
+            for home, away in self._splits(block):
                 lanes = [sum_of([turns[b] for b in home]), *(beside[b] for b in away)]
                 share_all(lanes, grid, min_ph)
             self._to[key] = grid, min_ph
@@ -512,7 +512,7 @@ class _Search:
         moves: _Moves,
         below_s: float = math.inf,
     ) -> _Pair:
-        """Return the best way through a block between two widths with ``cap`` GPUs.
+        """Return the best split of a block between two widths with ``cap`` GPUs.
 
         Infinite if it takes ``below_s`` or longer. Given several widths, each branch
         may take its best ones, which gives a lower bound for all their pairs.
@@ -521,12 +521,12 @@ class _Search:
         turn_lanes, lanes = [one for one, _ in both], [other for _, other in both]
         turns_s = [lane.times_s[-1] for lane in turn_lanes]
         lanes_s = [lane.times_s[-1] for lane in lanes]
-        ways = sorted(
+        bounds = sorted(
             (max(sum(turns_s[b] for b in home), *(lanes_s[b] for b in away), 0.0), i)
-            for i, (home, away) in enumerate(self._homes(block))
+            for i, (home, away) in enumerate(self._splits(block))
         )
-        every, best = self._homes(block), _Pair(math.inf, [], [], [])
-        for bound_s, i in ways:
+        every, best = self._splits(block), _Pair(math.inf, [], [], [])
+        for bound_s, i in bounds:
             if bound_s >= below_s:
                 break
             home, away = every[i]
@@ -554,7 +554,7 @@ class _Search:
                     found.append((caps, times.reshape(len(caps), n * n)))
             turns, beside = curves
             min_pc = np.full((len(grid), n * n), np.inf)
-            for home, away in self._homes(block):
+            for home, away in self._splits(block):
                 lanes = [sum_of([turns[b] for b in home]), *(beside[b] for b in away)]
                 share_all(lanes, grid, min_pc)
             self._full[key] = grid, min_pc.reshape(len(grid), n, n)
