@@ -34,7 +34,7 @@ from support.plans import plan_in_turn, reversed_names
 from support.ranks import rank_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from stretto.schema import Plan
 
@@ -643,27 +643,38 @@ def test_a_process_that_ends_right_after_its_step_still_sends() -> None:
     assert "pending" in texts[1]
 
 
-def rank_drops_its_model(rank: int, size: int) -> list[Any]:
-    """The update is executed though the model has been dropped."""
-    outcomes = []
+def both_models(size: int) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield equal nets and their models without and with overlap with forward."""
     for forward in (False, True):
         os.environ[POISON_VARIABLE] = "1"
         torch.manual_seed(1)
         net = Net()
-        model = DistributedDataParallel(net, plan=plans(net, size)[forward])
+        yield net, DistributedDataParallel(net, plan=plans(net, size)[forward])
+
+
+def is_pending(net: nn.Module) -> bool:
+    return any(type(p) is not nn.Parameter for p in net.parameters())
+
+
+def copies(net: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def rank_drops_its_model(rank: int, size: int) -> list[Any]:
+    """The update is executed though the model has been dropped."""
+    outcomes = []
+    for net, model in both_models(size):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.ones(2, 8)).square().mean().backward()
             optimizer.step()
-        pending = any(type(p) is not nn.Parameter for p in net.parameters())
+        pending = is_pending(net)
         del model, optimizer
         gc.collect()
-        left = any(type(p) is not nn.Parameter for p in net.parameters())
+        left = is_pending(net)
         hooks = sum(len(m._forward_pre_hooks) for m in net.modules())
-        outcomes.append(
-            [pending, left, hooks, [p.detach().clone() for p in net.parameters()]]
-        )
+        outcomes.append([pending, left, hooks, copies(net)])
     return [same(outcomes[0][3], outcomes[1][3]), *outcomes[1][:3]]
 
 
@@ -673,11 +684,7 @@ def test_a_dropped_model_s_step_is_executed(ranks: Any) -> None:
 
 def rank_uses_a_closure(rank: int, size: int) -> list[Any]:
     outcomes = []
-    for forward in (False, True):
-        os.environ[POISON_VARIABLE] = "1"
-        torch.manual_seed(1)
-        net = Net()
-        model = DistributedDataParallel(net, plan=plans(net, size)[forward])
+    for net, model in both_models(size):
         optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
         losses = []
 
@@ -692,10 +699,8 @@ def rank_uses_a_closure(rank: int, size: int) -> list[Any]:
                 optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
             )
             losses.append(float(loss))
-        pending = any(type(p) is not nn.Parameter for p in net.parameters())
-        outcomes.append(
-            [losses, [p.detach().clone() for p in net.parameters()], pending]
-        )
+        pending = is_pending(net)
+        outcomes.append([losses, copies(net), pending])
     return [same(outcomes[0][:2], outcomes[1][:2]), outcomes[1][2]]
 
 
@@ -706,10 +711,7 @@ def test_a_step_with_a_closure_is_deferred_after_it(ranks: Any) -> None:
 def rank_uses_an_old_graph(rank: int, size: int) -> list[str]:
     """A backward of a graph made before the step fails as with DDP."""
     found = []
-    for forward in (False, True):
-        os.environ[POISON_VARIABLE] = "1"
-        net = Net()
-        model = DistributedDataParallel(net, plan=plans(net, size)[forward])
+    for net, model in both_models(size):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
@@ -930,8 +932,8 @@ def rank_compiles(rank: int, size: int) -> list[Any]:
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.item())
-            pending = any(type(p) is not nn.Parameter for p in net.parameters())
-            outcomes.append([losses, [p.detach().clone() for p in net.parameters()]])
+            pending = is_pending(net)
+            outcomes.append([losses, copies(net)])
         found.append((how, same(*outcomes), pending))
     return found
 

@@ -14,21 +14,16 @@ from stretto._api import burst
 from stretto.cli.burst import command
 from stretto.errors import SpecError
 from stretto.planners.burst import collocated
-from stretto.schema import CollocatedPair, Collocation
+from stretto.schema import Collocation
 from stretto.sim.collocation import CollocatedStep
 from stretto.zoo import cluster, layer_profile
+from support.pairs import measured_pair
 
-PAIR = CollocatedPair(
+PAIR = measured_pair(
     foreground="vgg16",
     background="ResNet-50",
-    device="cpu",
     policy="fits",
-    depth=1,
-    task_s=1e-4,
-    usable_ratio=0.5,
-    loss_ratio=0.03,
     loss_spread_ratio=0.01,
-    share_ratio=0.4,
     share_spread_ratio=0.05,
     pairs=12,
 )

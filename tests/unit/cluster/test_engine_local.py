@@ -17,7 +17,7 @@ from stretto.cluster.attempt import ATTEMPT_VARIABLE
 from stretto.cluster.processes import marked_processes
 from stretto.errors import ClusterError, Infeasible, SpecError
 from stretto.schema.burst import BurstPlan
-from stretto.schema.collocation import CollocatedPair, Collocation
+from stretto.schema.collocation import Collocation
 from stretto.schema.job import BurstOptions
 from support.clusters import (
     WAITS,
@@ -27,26 +27,14 @@ from support.clusters import (
     cluster,
     job,
 )
+from support.pairs import measured_pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 
-PAIR = CollocatedPair(
-    foreground="vgg",
-    background="small",
-    device="cpu",
-    policy="outstanding",
-    depth=1,
-    task_s=1e-4,
-    usable_ratio=0.5,
-    loss_ratio=0.01,
-    loss_spread_ratio=0.0,
-    share_ratio=0.4,
-    share_spread_ratio=0.0,
-    pairs=8,
-)
+PAIR = measured_pair(loss_ratio=0.01)
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,9 @@ from stretto.cluster.job_plans import plan_job
 from stretto.cluster.views import BURST, DATA_PARALLEL
 from stretto.errors import SpecError
 from stretto.schema.burst import BurstPlan
-from stretto.schema.collocation import CollocatedPair, Collocation
+from stretto.schema.collocation import Collocation
 from stretto.schema.job import BurstOptions, GpuRange, Job
+from support.pairs import measured_pair
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,20 +38,7 @@ def job_of(**fields: Any) -> Job:
     return Job(**known | fields)
 
 
-PAIR = CollocatedPair(
-    foreground="vgg",
-    background="small",
-    device="cpu",
-    policy="outstanding",
-    depth=1,
-    task_s=1e-4,
-    usable_ratio=0.5,
-    loss_ratio=0.05,
-    loss_spread_ratio=0.0,
-    share_ratio=0.4,
-    share_spread_ratio=0.0,
-    pairs=8,
-)
+PAIR = measured_pair(loss_ratio=0.05)
 
 
 def test_speeds_cover_powers_of_two_up_to_the_jobs_most() -> None:
