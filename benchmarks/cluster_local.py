@@ -35,7 +35,7 @@ def job_of(script: str, folder: Path) -> str:
         command=("/bin/sh", "-c", script),
         launch="direct",
         directory=str(folder),
-        gpus=GpuRange(least=1, most=1),
+        gpus=GpuRange(minimum=1, maximum=1),
     )
     return codec.encode(job).decode()
 

@@ -42,7 +42,7 @@ def jobs_of(number: int, gpus: int) -> list[SimulatedJob]:
                 role=role,
                 command=("train.py",),
                 directory="/",
-                gpus=GpuRange(least=size, most=size),
+                gpus=GpuRange(minimum=size, maximum=size),
             )
         work_s = draw.expovariate(1 / MEAN_S) * size
         found.append(SimulatedJob(spec=specs[role, size], submit_s=at_s, work_s=work_s))

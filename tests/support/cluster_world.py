@@ -231,10 +231,10 @@ class World:
     def ledger(self):
         return self.coordinator.ledger
 
-    def submit(self, role="foreground", least=1, most=None, **fields):
-        return self.coordinator.submit(self.spec(role, least, most, **fields))
+    def submit(self, role="foreground", minimum=1, maximum=None, **fields):
+        return self.coordinator.submit(self.spec(role, minimum, maximum, **fields))
 
-    def spec(self, role="foreground", least=1, most=None, **fields):
+    def spec(self, role="foreground", minimum=1, maximum=None, **fields):
         if burst := fields.pop("burst", ""):
             profile = None if burst == "unprofiled" else "/jobs/profile.json"
             fields["burst"] = BurstOptions(factory="train.py:make", profile=profile)
@@ -245,7 +245,7 @@ class World:
             role=role,
             command=("train.py",),
             directory="/jobs",
-            gpus=GpuRange(least=least, most=most or least),
+            gpus=GpuRange(minimum=minimum, maximum=maximum or minimum),
             restart=restart,
             background=BackgroundRules(allow=allow),
             **fields,

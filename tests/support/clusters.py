@@ -139,7 +139,7 @@ def job(
     **fields: Any,
 ) -> Job:
     """Return a job that runs a shell script in a folder on each of its devices."""
-    least, most = devices if isinstance(devices, tuple) else (devices, devices)
+    minimum, maximum = devices if isinstance(devices, tuple) else (devices, devices)
     rules = RestartRules(attempts=attempts, backoff_s=0.1, grace_s=grace_s)
     return Job(
         **{
@@ -148,7 +148,7 @@ def job(
             "command": ("/bin/sh", "-c", script),
             "launch": "direct",
             "directory": str(folder),
-            "gpus": GpuRange(least=least, most=most),
+            "gpus": GpuRange(minimum=minimum, maximum=maximum),
             "restart": rules,
             "background": BackgroundRules(allow=True),
         }

@@ -108,7 +108,7 @@ def profile_path(spec: Job, folders: Folders, devices: Sequence[str]) -> Path:
     with contextlib.suppress(OSError):
         factory += hashlib.sha256(source.read_bytes()).hexdigest()
     kind = devices[0].partition(":")[0]
-    text = json.dumps([factory, spec.batch, spec.gpus.most, kind])
+    text = json.dumps([factory, spec.batch, spec.gpus.maximum, kind])
     return folders.profile(hashlib.sha256(text.encode()).hexdigest()[:32])
 
 
@@ -116,5 +116,5 @@ def _profiling(spec: Job, path: Path) -> tuple[str, ...]:
     """Return the command that writes a job's layer profile."""
     factory = "" if spec.burst is None else spec.burst.factory
     words = (sys.executable, "-m", "stretto", "burst", "profile", factory)
-    sizes = ("--gpus", str(spec.gpus.most), "--batch", str(spec.batch))
+    sizes = ("--gpus", str(spec.gpus.maximum), "--batch", str(spec.batch))
     return (*words, "-o", str(path), *sizes)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stretto.cluster.loop import Loop
 
 _CHUNK_BYTES = 1 << 16
-_MOST_LINE_BYTES = 16 << 20
+_MAX_LINE_BYTES = 16 << 20
 """A longer line ends the connection."""
 
 _CREDENTIALS = struct.Struct("3i")
@@ -165,7 +165,7 @@ class Channel:
             return
         self._input += piece
         if b"\n" not in piece:
-            if len(self._input) > _MOST_LINE_BYTES:
+            if len(self._input) > _MAX_LINE_BYTES:
                 self.close()
             return
         *lines, rest = self._input.split(b"\n")

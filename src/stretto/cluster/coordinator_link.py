@@ -31,7 +31,7 @@ _BATCH_S = 0.002
 
 _RETRY_S, _LONGEST_RETRY_S = 0.05, 0.5
 _KEEPER_S = 2.0
-_MOST_EVENTS = 512
+_MAX_EVENTS = 512
 """In one message."""
 
 
@@ -172,8 +172,8 @@ class CoordinatorLink:
     def _flush(self) -> None:
         self._is_flushing = False
         new = [each for each in self._outgoing if each.seq > self._sent_seq]
-        for begin in range(0, len(new), _MOST_EVENTS):
-            self._push(new[begin : begin + _MOST_EVENTS])
+        for begin in range(0, len(new), _MAX_EVENTS):
+            self._push(new[begin : begin + _MAX_EVENTS])
 
     def _push(self, outgoing: Sequence[_Outgoing]) -> None:
         if self._channel is None:

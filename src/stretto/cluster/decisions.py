@@ -53,9 +53,9 @@ def _start(decision: Start, record: Record, state: State, now_s: float) -> Event
     view = record.view
     if not record.in_queue:
         raise SpecError("it does not wait for devices")
-    if not view.least <= len(decision.devices) <= view.most:
+    if not view.minimum <= len(decision.devices) <= view.maximum:
         raise SpecError(
-            f"it can use {view.least} to {view.most} devices, not "
+            f"it can use {view.minimum} to {view.maximum} devices, not "
             f"{len(decision.devices)}"
         )
     _check_free(view, decision.devices, state)
@@ -83,8 +83,8 @@ def _attach(decision: Attach, record: Record, state: State, now_s: float) -> Eve
     view, attempt = record.view, _live(record)
     if view.role != BACKGROUND:
         raise SpecError("only a background's devices change while it runs")
-    if len(view.devices) + len(decision.devices) > view.most:
-        raise SpecError(f"it can use at most {view.most} devices")
+    if len(view.devices) + len(decision.devices) > view.maximum:
+        raise SpecError(f"it can use at most {view.maximum} devices")
     for host in by_host(decision.devices):
         part = attempt.parts.get(host)
         if part is not None and part.is_released and not part.has_ended:
@@ -106,8 +106,8 @@ def _detach(decision: Detach, record: Record, now_s: float) -> Event:
     left = set(view.devices) - set(decision.devices)
     if len(left) != len(view.devices) - len(decision.devices):
         raise SpecError("it does not have all these devices")
-    if len(left) < view.least:
-        raise SpecError(f"it needs {view.least} devices: stop it")
+    if len(left) < view.minimum:
+        raise SpecError(f"it needs {view.minimum} devices: stop it")
     return Event(
         ev.DETACHING,
         now_s,

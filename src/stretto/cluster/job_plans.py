@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from stretto.schema.collocation import CollocatedPair
     from stretto.sim.burst import BurstStep
 
-MOST_SIMULATED = 64
+MAX_SIMULATED = 64
 """Largest number of devices that is planned for."""
 
 NETWORK = "deeppool"
@@ -105,9 +105,9 @@ def plan_job(
 
 def _counts(spec: Job, devices: int) -> Iterator[int]:
     """Yield the numbers of devices to plan for: powers of two, and both ends."""
-    most = min(spec.gpus.most, devices, MOST_SIMULATED, spec.batch or 1)
-    powers = {1 << i for i in range(most.bit_length())}
-    yield from sorted(n for n in powers | {spec.gpus.least, most} if n <= most)
+    maximum = min(spec.gpus.maximum, devices, MAX_SIMULATED, spec.batch or 1)
+    powers = {1 << i for i in range(maximum.bit_length())}
+    yield from sorted(n for n in powers | {spec.gpus.minimum, maximum} if n <= maximum)
 
 
 def _problem(

@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_MOST_ROUNDS = 16
+_MAX_ROUNDS = 16
 """After this number of rounds, a policy that still decides something is cut off."""
 
 
@@ -191,7 +191,7 @@ class Ledger:
         hosts = [host for host in known if host.name not in self.gone]
         if not hosts:
             return
-        need, size = spec.gpus.least, spec.memory_bytes
+        need, size = spec.gpus.minimum, spec.memory_bytes
         large = sum(
             1 for h in hosts for has in h.memory_bytes if not has or has >= size
         )
@@ -255,7 +255,7 @@ class Ledger:
         out: list[Event] = []
         out += self._lost_hosts(now_s)
         out += self._passed_fences(now_s)
-        for _ in range(_MOST_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             out += self._settled(now_s)
             self._wake(now_s)
             due = self._policy_s is not None and self._policy_s <= now_s
@@ -271,7 +271,7 @@ class Ledger:
                 "policy %s still returned decisions after %d rounds; the rest wait for "
                 "the next event. decide() must return nothing if nothing has changed",
                 self._policy.name,
-                _MOST_ROUNDS,
+                _MAX_ROUNDS,
             )
         return out
 
@@ -407,8 +407,8 @@ class Ledger:
             left_s = record.not_before_s - now_s
             return f"starts again in {left_s:.0f} s, because {record.why}"
         usable = self.cluster.free.num_usable
-        if usable < view.least:
-            return f"needs {view.least} devices, the open hosts have {usable}"
+        if usable < view.minimum:
+            return f"needs {view.minimum} devices, the open hosts have {usable}"
         return self._policy.why_waiting(view, now_s, self.cluster, self.state.jobs)
 
     def job(self, job: str) -> JobView:

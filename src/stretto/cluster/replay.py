@@ -37,7 +37,7 @@ CRITICAL_BATCH = 1024.0
 """Assumed for all models: above it, larger batches need many more samples."""
 
 _WAYS = {"deeppool": BURST, "weak": WEAK, "batch-optimal": BATCH_OPTIMAL}
-_MOST_TABLE_GPUS = 64
+_MAX_TABLE_GPUS = 64
 """Beyond it, a job is as fast as on this number of devices."""
 
 
@@ -96,13 +96,13 @@ def jobs_of(
 
 
 def _spec(role: str, name: str, gpus: int, *, flexible: bool) -> Job:
-    least = 1 if flexible and role == FOREGROUND else gpus
+    minimum = 1 if flexible and role == FOREGROUND else gpus
     return Job(
         name=name,
         role=role,
         command=("train.py",),
         directory="/",
-        gpus=GpuRange(least=least, most=gpus),
+        gpus=GpuRange(minimum=minimum, maximum=gpus),
         batch=MODELS[name],
     )
 
@@ -110,9 +110,9 @@ def _spec(role: str, name: str, gpus: int, *, flexible: bool) -> Job:
 def _table(
     name: str, sizes: set[int], ways: set[str], options: ReplayOptions
 ) -> Speeds:
-    most = min(max(sizes), _MOST_TABLE_GPUS)
-    powers = {2**i for i in range(most.bit_length()) if 2**i <= most}
-    counts = powers | {size for size in sizes if size <= most} | {most}
+    maximum = min(max(sizes), _MAX_TABLE_GPUS)
+    powers = {2**i for i in range(maximum.bit_length()) if 2**i <= maximum}
+    counts = powers | {size for size in sizes if size <= maximum} | {maximum}
     larger = tuple(2**i for i in range(9, 16))
     question = SpeedQuestion(
         profile=layer_profile(name, samples=(*SAMPLES, *larger)),

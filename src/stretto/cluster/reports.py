@@ -37,7 +37,7 @@ def check(event: Event) -> None:
 
 
 def _check_joined(data: Mapping[str, Any], place: str) -> None:
-    _whole(data, "life", place, least=1)
+    _whole(data, "life", place, minimum=1)
     devices = _objects(data, "devices", place)
     for i, row in enumerate(devices):
         _whole(row, "index", f"{place}.devices[{i}]")
@@ -50,7 +50,7 @@ def _check_joined(data: Mapping[str, Any], place: str) -> None:
         here = f"{place}.attempts[{i}]"
         if not isinstance(row.get("job"), str):
             raise _wrong(f"{here}.job", "text", row.get("job"))
-        _whole(row, "attempt", here, least=1)
+        _whole(row, "attempt", here, minimum=1)
         if row.get("state") not in _STATES:
             raise _wrong(f"{here}.state", " or ".join(_STATES), row.get("state"))
         if row["state"] == "ended":
@@ -61,7 +61,7 @@ def _check_joined(data: Mapping[str, Any], place: str) -> None:
 
 def _check_end(data: Mapping[str, Any], place: str) -> None:
     if data.get("code") is not None:
-        _whole(data, "code", place, least=-_ANY)
+        _whole(data, "code", place, minimum=-_ANY)
 
 
 def _check_devices(data: Mapping[str, Any], place: str, count: int) -> None:
@@ -83,10 +83,10 @@ def _objects(data: Mapping[str, Any], key: str, place: str) -> list[dict[str, An
     return list(found)
 
 
-def _whole(data: Mapping[str, Any], key: str, place: str, *, least: int = 0) -> None:
+def _whole(data: Mapping[str, Any], key: str, place: str, *, minimum: int = 0) -> None:
     found = data.get(key)
-    if type(found) is not int or found < least:
-        raise _wrong(f"{place}.{key}", f"an integer of at least {least}", found)
+    if type(found) is not int or found < minimum:
+        raise _wrong(f"{place}.{key}", f"an integer of at least {minimum}", found)
 
 
 def _wrong(place: str, rule: str, found: object) -> SpecError:

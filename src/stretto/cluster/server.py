@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _SILENT_BEATS = 4
-_LEAST_MARGIN_S = 5.0
+_MIN_MARGIN_S = 5.0
 """Within which a supervisor on a busy host must end its ranks after its lease."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SHORTEST_PAUSE_S = 0.001
-_MOST_MEETINGS = 4096
-_MOST_ROWS = 1000
+_MAX_MEETINGS = 4096
+_MAX_ROWS = 1000
 """Events in one answer."""
 
 
@@ -86,7 +86,7 @@ class Server:
         limits = Limits(
             silent_s=_SILENT_BEATS * settings.heartbeat_s,
             lease_s=settings.lease_s,
-            margin_s=max(_LEAST_MARGIN_S, settings.lease_s / 6),
+            margin_s=max(_MIN_MARGIN_S, settings.lease_s / 6),
         )
         self.ledger = Ledger(registry.get(settings.policy), limits)
         self.store = Store(folders.root)
@@ -157,7 +157,7 @@ class Server:
     def _on_push(self, channel: Channel, message: dict[str, Any]) -> None:
         host = str(message["host"])
         for fence, (address, port) in message.get("meetings", {}).items():
-            if len(self._meetings) >= _MOST_MEETINGS:
+            if len(self._meetings) >= _MAX_MEETINGS:
                 self._meetings.pop(next(iter(self._meetings)))
             self._meetings[fence] = (str(address), int(port))
         events = [event_of(each) for each in message["events"]]
@@ -298,7 +298,7 @@ class Server:
             for seq, event in read_events(database, self.folders.root, since=since):
                 if job in (None, event.job):
                     found.append({"seq": seq} | plain_event(event))
-                if len(found) >= _MOST_ROWS:
+                if len(found) >= _MAX_ROWS:
                     break
         return {"events": found}
 

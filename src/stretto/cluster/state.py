@@ -124,8 +124,8 @@ class State:
             number=event.data["number"],
             spec=spec,
             role=spec.role,
-            least=spec.gpus.least,
-            most=spec.gpus.most,
+            minimum=spec.gpus.minimum,
+            maximum=spec.gpus.maximum,
             priority=spec.priority,
             submitted_s=event.at_s,
             ready_s=event.at_s,
@@ -144,7 +144,7 @@ class State:
         burst = spec.burst
         if burst is not None and view.speeds is None:
             if burst.profile is None:
-                view.role, view.least, view.most = BACKGROUND, 1, 1
+                view.role, view.minimum, view.maximum = BACKGROUND, 1, 1
                 view.state = PROFILING
             else:
                 record.profile, record.needs_plan = burst.profile, True
@@ -303,7 +303,7 @@ class State:
     @staticmethod
     def _as_submitted(view: JobView) -> None:
         view.role = view.spec.role
-        view.least, view.most = view.spec.gpus.least, view.spec.gpus.most
+        view.minimum, view.maximum = view.spec.gpus.minimum, view.spec.gpus.maximum
 
     def _placed(self, event: Event) -> None:
         record = self.records[event.job]

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from stretto.cluster.attempt import RankCommand
 
 _CHUNK_BYTES = 1 << 16
-_MOST_PIECES = 64
+_MAX_PIECES = 64
 """Of an ended rank's output, copied at once: what it started may go on to write."""
 
 _LONGEST_CHECK_S = 1.0
@@ -188,7 +188,7 @@ class Supervisor:
                 return
             for rank in [r for r in self._ranks if r.pid == pid]:
                 # Its last lines first: they say why it has ended.
-                for _ in range(_MOST_PIECES):
+                for _ in range(_MAX_PIECES):
                     if rank not in self._outputs or not self._outputs[rank]():
                         break
                 rank.ended(status)

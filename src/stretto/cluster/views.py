@@ -73,8 +73,8 @@ class JobView:
     role: str
     """As in ``spec``; ``background`` while the job is profiled."""
 
-    least: int
-    most: int
+    minimum: int
+    maximum: int
     """Devices that it can use; 1 while the job is profiled."""
 
     priority: int
@@ -169,7 +169,7 @@ class JobsView:
                 found = rows[0][1]
         return found
 
-    def least_waiting(self, role: str) -> int | None:
+    def smallest_waiting(self, role: str) -> int | None:
         """Return the fewest devices with which a waiting job can start, or ``None``."""
         return min(self._waiting.get(role, {}), default=None)
 
@@ -189,16 +189,16 @@ class JobsView:
 
     def add_waiting(self, job: JobView) -> None:
         """Add a job that waits for devices."""
-        rows = self._waiting.setdefault(job.role, {}).setdefault(job.least, [])
+        rows = self._waiting.setdefault(job.role, {}).setdefault(job.minimum, [])
         insort(rows, (job.key, job))
 
     def remove_waiting(self, job: JobView) -> None:
         """Remove a job that waits for devices."""
-        by_least = self._waiting[job.role]
-        rows = by_least[job.least]
+        by_minimum = self._waiting[job.role]
+        rows = by_minimum[job.minimum]
         del rows[bisect_left(rows, job.key, key=lambda row: row[0])]
         if not rows:
-            del by_least[job.least]
+            del by_minimum[job.minimum]
 
     def add_live(self, job: JobView) -> None:
         """Add a job that has devices."""
@@ -224,7 +224,7 @@ class JobsView:
     def show_growth(self, job: JobView) -> None:
         """Show whether a live job could use more devices than it has now."""
         live = job.id in self._live.get(job.role, {})
-        if live and len(job.devices) < job.most:
+        if live and len(job.devices) < job.maximum:
             self._growable.setdefault(job.role, {})[job.id] = job
         elif job.role in self._growable:
             self._growable[job.role].pop(job.id, None)

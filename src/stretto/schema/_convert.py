@@ -21,6 +21,9 @@ _T = TypeVar("_T")
 ADDED = "added"
 """Metadata key of a field that is missing from files of earlier releases."""
 
+FORMERLY = "formerly"
+"""Metadata key of a field's earlier name, which is refused with the new one."""
+
 
 def convert(body: Any, value_type: type[_T], *, source: str, place: str = "$") -> _T:
     """Return a value from plain JSON data that has no header.
@@ -54,8 +57,11 @@ def _key_errors(body: Any, value_type: Any, place: str) -> Iterator[tuple[str, s
         return
     fields = {f.name: f for f in dataclasses.fields(value_type)}
     hints = _hints_of(value_type)
+    formerly = {f.metadata.get(FORMERLY): f.name for f in fields.values()}
     for key, item in body.items():
-        if key not in fields:
+        if key in formerly and key not in fields:
+            yield f"{place}.{key}", f"is called {formerly[key]} now: rename it"
+        elif key not in fields:
             known = ", ".join(sorted(fields))
             yield f"{place}.{key}", f"is an unknown key; known are {known}"
         else:

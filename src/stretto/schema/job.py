@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from stretto.errors import SpecError
 from stretto.schema import _rules, codec
-from stretto.schema._convert import ADDED
+from stretto.schema._convert import ADDED, FORMERLY
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,9 +49,9 @@ SET_BY_CLUSTER = (
 
 CLUSTER_PREFIX = "STRETTO_CLUSTER_"
 
-MOST_GPUS = 2**20
-MOST_PRIORITY = 1000
-MOST_NAME = 63
+MAX_GPUS = 2**20
+MAX_PRIORITY = 1000
+MAX_NAME = 63
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -62,17 +62,17 @@ _OPTIONAL = {ADDED: True}
 class GpuRange:
     """How many devices a job can use."""
 
-    least: int
+    minimum: int = field(metadata={FORMERLY: "least"})
 
-    most: int
+    maximum: int = field(metadata={FORMERLY: "most"})
 
     def __post_init__(self) -> None:
-        _rules.at_least(".least", self.least, 1)
-        _rules.at_most(".most", self.most, MOST_GPUS)
-        if self.most < self.least:
+        _rules.at_least(".minimum", self.minimum, 1)
+        _rules.at_most(".maximum", self.maximum, MAX_GPUS)
+        if self.maximum < self.minimum:
             raise SpecError(
-                f"most must be >= {self.least}, the least, got {self.most}",
-                place=".most",
+                f"maximum must be >= {self.minimum}, the minimum, got {self.maximum}",
+                place=".maximum",
             )
 
 
@@ -230,8 +230,8 @@ class Job:
         _rules.one_of(".launch", self.launch, LAUNCHES)
         self._check_command()
         self._check_environment()
-        _rules.at_least(".priority", self.priority, -MOST_PRIORITY)
-        _rules.at_most(".priority", self.priority, MOST_PRIORITY)
+        _rules.at_least(".priority", self.priority, -MAX_PRIORITY)
+        _rules.at_most(".priority", self.priority, MAX_PRIORITY)
         if self.batch is not None:
             _rules.at_least(".batch", self.batch, 1)
         _rules.at_least(".memory_bytes", self.memory_bytes, 0)
@@ -303,9 +303,9 @@ class Job:
 
 
 def _short_name(place: str, value: str) -> None:
-    if not _NAME.fullmatch(value) or len(value) > MOST_NAME:
+    if not _NAME.fullmatch(value) or len(value) > MAX_NAME:
         raise SpecError(
-            f"{place[1:]} must be 1 to {MOST_NAME} letters, digits, '.', '_' or '-', "
+            f"{place[1:]} must be 1 to {MAX_NAME} letters, digits, '.', '_' or '-', "
             f"the first a letter or digit, got {value!r:.80}",
             place=place,
         )

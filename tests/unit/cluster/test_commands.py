@@ -61,7 +61,7 @@ def job_file(folder: Path, script: str = "true", **fields: Any) -> Path:
         "command": ["/bin/sh", "-c", script],
         "launch": "direct",
         "directory": ".",
-        "gpus": {"least": 1, "most": 1},
+        "gpus": {"minimum": 1, "maximum": 1},
         "restart": {"attempts": 0, "backoff_s": 0.1, "grace_s": 30.0},
     }
     path = folder / "job.json"
@@ -140,7 +140,7 @@ def test_a_missing_rank_of_a_log_is_named(run: Run, tmp_path: Path) -> None:
 
 
 def test_show_says_why_a_job_waits(run: Run, tmp_path: Path) -> None:
-    gpus = {"least": 2, "most": 2}
+    gpus = {"minimum": 2, "maximum": 2}
     path = job_file(tmp_path, f"touch ready; {WAITS}", gpus=gpus)
     first = submitted(run, path)
     await_file(tmp_path / "ready")
@@ -174,7 +174,7 @@ def test_events_go_on_after_a_number(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_job_that_can_never_fit_is_exit_code_3(run: Run, tmp_path: Path) -> None:
-    path = job_file(tmp_path, gpus={"least": 3, "most": 3})
+    path = job_file(tmp_path, gpus={"minimum": 3, "maximum": 3})
     code, _, err = run("submit", path)
     assert (code, "needs 3 devices, the cluster has 2" in err) == (3, True)
 
@@ -182,7 +182,7 @@ def test_a_job_that_can_never_fit_is_exit_code_3(run: Run, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"gpus": {"least": -1, "most": 1}}, "$.gpus.least"),
+        ({"gpus": {"minimum": -1, "maximum": 1}}, "$.gpus.minimum"),
         ({"directory": "nowhere"}, "$.directory: no such folder: "),
         ({"command": ["no-such-program"]}, "'no-such-program' is missing or cannot"),
         ({"launch": "stretto run", "command": ["no.py"]}, "no such script: "),

@@ -22,7 +22,7 @@ def state(world, job):
 
 
 def test_a_job_of_a_silent_host_starts_elsewhere_after_the_fence_only(world):
-    job = world.submit(least=2)
+    job = world.submit(minimum=2)
     world.advance(1.0, 1)
     world.advance(1.0, 1)
     first, second = world.hosts
@@ -37,7 +37,7 @@ def test_a_job_of_a_silent_host_starts_elsewhere_after_the_fence_only(world):
 
 
 def test_a_job_survives_the_death_of_an_agent(world):
-    job = world.submit(least=2)
+    job = world.submit(minimum=2)
     world.advance(2.0, 2)
     world.hosts[0].fail("agent", world.now_s + 2)
     world.advance(10.0, 10)
@@ -73,7 +73,7 @@ def test_devices_of_an_attempt_that_should_not_live_are_not_given(world):
 
 def test_a_duplicate_changes_nothing(world):
     host = world.hosts[0]
-    world.submit(least=1)
+    world.submit(minimum=1)
     host.late_s = 1e9
     world.beat(host)
     host.late_s = 0.0
@@ -106,8 +106,8 @@ def test_a_restart_waits_and_says_why(world):
 
 
 def test_a_job_after_a_stopped_one_fails(world):
-    first = world.submit(least=1)
-    second = world.submit(least=1, after=(first,))
+    first = world.submit(minimum=1)
+    second = world.submit(minimum=1, after=(first,))
     world.coordinator.stop(first)
     world.calm()
     assert state(world, second) == "failed"
@@ -120,12 +120,12 @@ def test_a_job_after_an_unknown_one_is_refused(world):
 
 def test_a_job_that_never_fits_is_refused_and_recorded(world):
     with pytest.raises(Infeasible, match="needs 5 devices, the cluster has 4"):
-        world.submit(least=5)
+        world.submit(minimum=5)
     assert world.store.kept[-1].kind == ev.REFUSED
 
 
 def test_a_job_without_a_profile_is_profiled_on_one_device(world):
-    job = world.submit(least=2, burst="unprofiled")
+    job = world.submit(minimum=2, burst="unprofiled")
     world.advance(2.0, 2)
     (host, supervisor), *rest = world.live()
     assert (supervisor.purpose, len(supervisor.devices), rest) == ("profile", 1, [])
@@ -136,7 +136,7 @@ def test_a_job_without_a_profile_is_profiled_on_one_device(world):
 
 
 def test_a_drained_host_is_left_and_not_used(world):
-    job = world.submit(least=2)
+    job = world.submit(minimum=2)
     world.advance(2.0, 2)
     world.coordinator.drain("h0")
     world.advance(4.0, 4)
@@ -148,14 +148,14 @@ def test_nothing_is_commanded_that_is_not_kept(world):
     world.full_s = 1e9
     world.store.fails = True
     world.coordinator.ledger.submit(  # as if kept before the disk was full
-        world.spec(least=1), world.now_s
+        world.spec(minimum=1), world.now_s
     )
     world.advance(2.0, 2)
     assert not world.live()
 
 
 def test_what_a_host_lost_while_it_was_down_starts_again(world):
-    job = world.submit(least=2)
+    job = world.submit(minimum=2)
     world.advance(2.0, 2)
     assert state(world, job) == "running"
     world.hosts[0].fail("host", world.now_s + 2)
@@ -223,7 +223,7 @@ def test_a_request_that_could_not_be_kept_may_come_again(world):
 def test_a_host_that_will_not_return_counts_no_more(world):
     world.ledger.gone = frozenset({"h0"})
     with pytest.raises(Infeasible, match="needs 3 devices, the cluster has 2"):
-        world.submit(least=3)
+        world.submit(minimum=3)
 
 
 def test_devices_that_a_background_leaves_are_free_when_it_has_left():
@@ -231,7 +231,7 @@ def test_devices_that_a_background_leaves_are_free_when_it_has_left():
     gang = world.submit("background", 1, 3)
     world.advance(2.0, 2)
     assert len(world.ledger.job(gang).devices) == 3
-    world.submit(least=1, allow=False)
+    world.submit(minimum=1, allow=False)
     world.coordinator.tick()
     assert len(world.ledger.job(gang).devices) == 2
     assert world.ledger.cluster.free.num_free() == 0
@@ -242,7 +242,7 @@ def test_devices_that_a_background_leaves_are_free_when_it_has_left():
 
 
 def test_a_part_that_starts_late_counts_the_ranks_of_one_that_has_ended(world):
-    job = world.submit(least=4)
+    job = world.submit(minimum=4)
     first, second = world.hosts
     world.beat(first)
     world.beat(first)

@@ -31,7 +31,7 @@ def job_of(**fields: Any) -> Job:
         "role": "foreground",
         "command": ("train.py",),
         "directory": "/",
-        "gpus": GpuRange(least=1, most=4),
+        "gpus": GpuRange(minimum=1, maximum=4),
         "batch": 32,
         "burst": BurstOptions(factory="train.py:make", amplification_limit=2.0),
     }

@@ -31,7 +31,7 @@ SECONDS = st.sampled_from([1.0, 3.0, 6.0, 25.0, 60.0])
 JOB = st.fixed_dictionaries(
     {
         "role": st.sampled_from(["foreground", "background"]),
-        "least": st.sampled_from([1, 1, 1, 2, 2, 3, 5]),
+        "minimum": st.sampled_from([1, 1, 1, 2, 2, 3, 5]),
         "more": st.integers(0, 2),
         "attempts": st.integers(0, 1),
         "allow": st.booleans(),
@@ -64,11 +64,11 @@ class Machine(RuleBasedStateMachine):
         after = (next(iter(records)),) if fields.pop("after") and records else ()
         if job["role"] == "background":
             fields["burst"] = ""
-        fields["most"] = job["least"] + fields.pop("more")
+        fields["maximum"] = job["minimum"] + fields.pop("more")
         try:
             self.world.submit(**fields, after=after)
         except Infeasible:
-            assert job["least"] > sum(host.devices for host in self.world.hosts)
+            assert job["minimum"] > sum(host.devices for host in self.world.hosts)
         except StoreUnavailable:
             assert self.world.store.fails
 

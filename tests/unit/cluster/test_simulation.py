@@ -15,20 +15,20 @@ from stretto.cluster.views import WAYS, Speed, Speeds
 from stretto.schema.job import BACKGROUND, FOREGROUND, GpuRange, Job
 
 
-def spec(role=FOREGROUND, least=1, most=None, priority=0):
+def spec(role=FOREGROUND, minimum=1, maximum=None, priority=0):
     return Job(
         name="t",
         role=role,
         command=("t.py",),
         directory="/t",
-        gpus=GpuRange(least=least, most=most or least),
+        gpus=GpuRange(minimum=minimum, maximum=maximum or minimum),
         priority=priority,
     )
 
 
-def job(at, work, role=FOREGROUND, gpus=1, most=None, speeds=None, priority=0):
+def job(at, work, role=FOREGROUND, gpus=1, maximum=None, speeds=None, priority=0):
     return SimulatedJob(
-        spec=spec(role, gpus, most, priority),
+        spec=spec(role, gpus, maximum, priority),
         submit_s=float(at),
         work_s=float(work),
         speeds=speeds,
@@ -164,7 +164,7 @@ def test_strong_takes_the_fewest_devices_near_the_best():
         for gpus, speedup in ((1, 1.0), (2, 1.9), (4, 1.91))
     )
     speeds = Speeds(ways=dict.fromkeys(WAYS, rows))
-    jobs = [job(0, 19, gpus=1, most=4, speeds=speeds) for _ in range(2)]
+    jobs = [job(0, 19, gpus=1, maximum=4, speeds=speeds) for _ in range(2)]
     assert ends(run(jobs, "strong", gpus=4)) == pytest.approx([10, 10])
 
 
@@ -173,7 +173,7 @@ def test_strong_starts_a_job_again_on_more_devices_when_they_are_free():
         Speed(gpus=gpus, batch=8, step_s=1.0, speedup=float(gpus)) for gpus in (1, 2)
     )
     speeds = Speeds(ways=dict.fromkeys(WAYS, rows))
-    jobs = [job(0, 50), job(1, 300, gpus=1, most=2, speeds=speeds)]
+    jobs = [job(0, 50), job(1, 300, gpus=1, maximum=2, speeds=speeds)]
     found = run(jobs, "strong", gpus=2, settle_s=60.0)
     assert ends(found)[1] == pytest.approx(61 + 240 / 2)
 

@@ -37,14 +37,14 @@ def world(store):
 
 def submit_many(world):
     for _ in range(200):
-        world.submit(least=1)
+        world.submit(minimum=1)
 
 
 def busy(world):
     jobs = [
-        world.submit(least=2),
+        world.submit(minimum=2),
         world.submit("background", 1, 2),
-        world.submit(least=1, burst="profiled"),
+        world.submit(minimum=1, burst="profiled"),
     ]
     world.advance(4.0, 4)
     world.coordinator.stop(jobs[0])
@@ -94,7 +94,7 @@ def test_files_are_the_users_alone(store):
 
 
 def test_a_full_disk_refuses_submissions_and_recovers(world, store):
-    job = world.submit(least=1)
+    job = world.submit(minimum=1)
     world.advance(2.0, 2)
     used = store._database.execute("PRAGMA page_count").fetchone()[0]
     store._database.execute(f"PRAGMA max_page_count = {used}")
@@ -105,7 +105,7 @@ def test_a_full_disk_refuses_submissions_and_recovers(world, store):
     store._database.execute("PRAGMA max_page_count = 1000000")
     world.advance(2.0, 2)
     assert world.coordinator.trouble == ""
-    world.submit(least=1)
+    world.submit(minimum=1)
     world.check_fold()
 
 
@@ -114,10 +114,10 @@ def test_a_locked_store_is_unavailable_and_says_so(world, store, monkeypatch):
     other = sqlite3.connect(store._folder / stores.DATABASE, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with pytest.raises(StoreUnavailable, match="locked"):
-        world.submit(least=1)
+        world.submit(minimum=1)
     other.execute("ROLLBACK")
     other.close()
-    world.submit(least=1)
+    world.submit(minimum=1)
 
 
 def test_a_store_of_another_version_is_refused(tmp_path):

@@ -18,7 +18,7 @@ PLAIN = {
     "role": "foreground",
     "command": ["train.py", "--epochs", "90"],
     "directory": "/shared/vgg",
-    "gpus": {"least": 2, "most": 8},
+    "gpus": {"minimum": 2, "maximum": 8},
 }
 
 
@@ -36,10 +36,12 @@ def test_a_short_file_has_defaults():
 @pytest.mark.parametrize(
     ("changes", "place", "rule"),
     [
-        ({"gpus": {"least": -1, "most": 2}}, "$.gpus.least", "must be >= 1"),
-        ({"gpus": {"least": 4, "most": 2}}, "$.gpus.most", "must be >= 4"),
-        ({"gpus": {"least": "2", "most": 2}}, "$.gpus.least", "Expected `int`"),
-        ({"gpus": {"most": 2}}, "$.gpus.least", "is missing"),
+        ({"gpus": {"minimum": -1, "maximum": 2}}, "$.gpus.minimum", "must be >= 1"),
+        ({"gpus": {"minimum": 4, "maximum": 2}}, "$.gpus.maximum", "must be >= 4"),
+        ({"gpus": {"minimum": "2", "maximum": 2}}, "$.gpus.minimum", "Expected `int`"),
+        ({"gpus": {"maximum": 2}}, "$.gpus.minimum", "is missing"),
+        ({"gpus": {"least": 1, "maximum": 2}}, "$.gpus.least", "is called minimum now"),
+        ({"gpus": {"minimum": 1, "most": 2}}, "$.gpus.most", "is called maximum now"),
         ({"role": "boss"}, "$.role", "one of foreground, background"),
         ({"command": []}, "$.command", "must be a list such as"),
         ({"command": "train.py"}, "$.command", "Expected `array`"),
@@ -94,4 +96,4 @@ def test_a_bad_job_file_is_refused_with_its_place(changes, place, rule):
 
 
 def test_a_range_holds_its_ends():
-    assert GpuRange(least=3, most=3).least == 3
+    assert GpuRange(minimum=3, maximum=3).minimum == 3

@@ -97,6 +97,6 @@ class AbstractPolicy(abc.ABC):
         """Return why a job that could start does not, in a few words."""
         del now_s, jobs
         free = cluster.free.num_free()
-        if free < job.least:
-            return f"needs {job.least} devices, {free} are free"
+        if free < job.minimum:
+            return f"needs {job.minimum} devices, {free} are free"
         return "waits for its turn"

@@ -72,8 +72,8 @@ class DeepPoolPolicy(AbstractPolicy):
         """Return starts of both roles, and which backgrounds move."""
         out: list[Decision] = []
         free = cluster.free
-        least = jobs.least_waiting(FOREGROUND)
-        if least is not None and free.num_free(NO_FOREGROUND) >= least:
+        minimum = jobs.smallest_waiting(FOREGROUND)
+        if minimum is not None and free.num_free(NO_FOREGROUND) >= minimum:
             free = free.copy()
             out += self._foregrounds(now_s, free, cluster, jobs)
         if out:
@@ -112,7 +112,7 @@ class DeepPoolPolicy(AbstractPolicy):
             lambda job: self._keeps(job, now_s),
         ):
             row = best(job, BURST, free.num_free(NO_FOREGROUND))
-            gpus = min(job.most, free.num_free(NO_FOREGROUND))
+            gpus = min(job.maximum, free.num_free(NO_FOREGROUND))
             gpus = gpus if row is None else row.gpus
             devices = free.pick(gpus, EMPTY, job.memory_bytes) or free.pick(
                 gpus, NO_FOREGROUND, job.memory_bytes
@@ -164,7 +164,7 @@ class DeepPoolPolicy(AbstractPolicy):
             lambda: places.num_left,
             lambda job: self._keeps(job, now_s),
         ):
-            devices = places.for_job(job, job.least)
+            devices = places.for_job(job, job.minimum)
             if devices is not None:
                 out.append(Start(job.id, devices))
         return out
@@ -178,7 +178,7 @@ class DeepPoolPolicy(AbstractPolicy):
         for job in jobs.growable(BACKGROUND):
             if places is None:
                 places = _Places(self._offers, free.copy(), cluster, jobs)
-            devices = places.some(job, job.most - len(job.devices))
+            devices = places.some(job, job.maximum - len(job.devices))
             if devices:
                 out.append(Attach(job.id, devices))
         return out
@@ -193,10 +193,10 @@ class DeepPoolPolicy(AbstractPolicy):
         among = NO_FOREGROUND if job.role == FOREGROUND else EMPTY
         free = cluster.free.num_free(among)
         if job.role == FOREGROUND:
-            return f"needs {job.least} devices, {free} have no foreground"
+            return f"needs {job.minimum} devices, {free} have no foreground"
         offered = self._offers.num_offered(jobs)
         return (
-            f"needs {job.least} devices, {free} are free and {offered} are idle for "
+            f"needs {job.minimum} devices, {free} are free and {offered} are idle for "
             "long enough beside a foreground"
         )
 
@@ -240,13 +240,13 @@ class _Places:
         self._most = need - 1
         return None
 
-    def some(self, job: JobView, most: int) -> tuple[Device, ...]:
-        """Return up to ``most`` devices, the best first."""
+    def some(self, job: JobView, maximum: int) -> tuple[Device, ...]:
+        """Return up to ``maximum`` devices, the best first."""
         found: list[Device] = []
         for device in self._each(job):
             found.append(device)
             self._take((device,))
-            if len(found) == most:
+            if len(found) == maximum:
                 break
         return tuple(found)
 
@@ -290,7 +290,7 @@ def _leave(leaving: dict[str, set[Device]], jobs: JobsView) -> Iterator[Decision
         named = tuple(device for device in job.devices if device in devices)
         if not named:  # it leaves them already
             continue
-        if len(job.devices) - len(named) >= job.least:
+        if len(job.devices) - len(named) >= job.minimum:
             yield Detach(job.id, named)
         else:
             yield Stop(job.id, "a foreground needs its devices")

@@ -9,6 +9,6 @@ from stretto.cluster.policies.exclusive import ExclusivePolicy
 
 @final
 class FifoPolicy(ExclusivePolicy):
-    """Gives a job as many devices as are free, up to its most."""
+    """Gives a job as many devices as are free, up to its maximum."""
 
     name: ClassVar[str] = "fifo"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 NEVER_USED = 1.0 - 1e-9
 """A rank with at least this idle ratio computes nothing: its device is given back."""
 
-_MOST_KEPT = 4096
+_MAX_KEPT = 4096
 
 
 class Offer(NamedTuple):
@@ -45,7 +45,7 @@ class Offers:
         """Return the rates and ranks offered, best first, upper ranks first."""
         known = self._known.get(id(speed))
         if known is None:
-            if len(self._known) >= _MOST_KEPT:
+            if len(self._known) >= _MAX_KEPT:
                 self._known.clear()
             rates = ((self._rate(speed, rank), rank) for rank in range(speed.gpus))
             rows = sorted((r for r in rates if r[0] >= self._least_rate), reverse=True)
@@ -67,8 +67,8 @@ class Offers:
             return 0.0
         return speed.background[rank]
 
-    def best(self, jobs: JobsView, least: float = 0.0) -> Iterator[Offer]:
-        """Yield offers by descending rate, down to ``least``."""
+    def best(self, jobs: JobsView, minimum: float = 0.0) -> Iterator[Offer]:
+        """Yield offers by descending rate, down to ``minimum``."""
         heads = []
         for groups in jobs.hosting.values():
             for beside, group in groups.items():
@@ -76,7 +76,7 @@ class Offers:
                 rows = [
                     (rate, rank)
                     for rate, rank in (() if speed is None else self.by_rank(speed))
-                    if rate >= least and not beside >> rank & 1
+                    if rate >= minimum and not beside >> rank & 1
                 ]
                 if rows:
                     first = next(iter(group.values())).number

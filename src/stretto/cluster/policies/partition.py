@@ -57,8 +57,8 @@ class PartitionPolicy(AbstractPolicy):
         }
         for role, part in self.parts(cluster).items():
             left = min(part - taken[role], free.num_free())
-            least = jobs.least_waiting(role)
-            if least is not None and left >= least:
+            minimum = jobs.smallest_waiting(role)
+            if minimum is not None and left >= minimum:
                 free = free.copy() if free is cluster.free else free
                 out += self._starts(role, left, free, now_s, jobs)
         return out
@@ -75,7 +75,7 @@ class PartitionPolicy(AbstractPolicy):
             lambda: free.num_free() - others,
             lambda job: self._keeps(job, now_s),
         ):
-            gpus = min(job.most, free.num_free() - others)
+            gpus = min(job.maximum, free.num_free() - others)
             devices = free.pick(gpus, memory_bytes=job.memory_bytes)
             if devices is not None:
                 free.take(devices, foreground=role == FOREGROUND)
@@ -90,8 +90,8 @@ class PartitionPolicy(AbstractPolicy):
     ) -> str:
         """Return what is missing in the role's part."""
         part = self.parts(cluster)[job.role]
-        if part < job.least:
-            return f"needs {job.least} devices, {job.role}s have {part}"
+        if part < job.minimum:
+            return f"needs {job.minimum} devices, {job.role}s have {part}"
         first = jobs.first(job.role)
         if first is not None and first is not job and self._keeps(first, now_s):
             return f"free devices are kept for {first.id}, which waits longer"

@@ -34,9 +34,11 @@ def best(job: JobView, way: str, free: int) -> Speed | None:
     """
     if job.speeds is None:
         return None
-    most = min(job.most, free)
+    maximum = min(job.maximum, free)
     rows = [
-        row for row in job.speeds.ways.get(way, ()) if job.least <= row.gpus <= most
+        row
+        for row in job.speeds.ways.get(way, ())
+        if job.minimum <= row.gpus <= maximum
     ]
     if not rows:
         return None
