@@ -9,8 +9,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from stretto.cluster import engine_local, processes
-from stretto.cluster.attempt import ATTEMPT_VARIABLE
 from stretto.cluster.folders import Folders, Settings
+from stretto.cluster.part_spec import ATTEMPT_VARIABLE
 from stretto.schema import codec
 from stretto.schema.job import BackgroundRules, GpuRange, Job, RestartRules
 

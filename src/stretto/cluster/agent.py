@@ -21,19 +21,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from stretto.cluster import events, processes, supervisor_start
-from stretto.cluster.attempt import (
-    ATTEMPT_VARIABLE,
-    LOCK_FILE,
-    SOCKET_FILE,
-    Attempt,
-    write_json,
-)
-from stretto.cluster.attempts import attempt_of, profile_path
 from stretto.cluster.channel import Channel, connected
 from stretto.cluster.commands import PROFILE, MakePlan, StartPart, StopPart, UseDevices
 from stretto.cluster.coordinator_link import CoordinatorLink, Fence
 from stretto.cluster.folders import Folders
 from stretto.cluster.loop import Loop
+from stretto.cluster.part_spec import (
+    ATTEMPT_VARIABLE,
+    LOCK_FILE,
+    SOCKET_FILE,
+    PartSpec,
+    write_json,
+)
+from stretto.cluster.part_start import part_spec_of, profile_path
 from stretto.cluster.wire import command_of
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class _Part:
     """An attempt on this host."""
 
     folder: Path
-    attempt: Attempt
+    spec: PartSpec
     indices: tuple[int, ...]
     channel: Channel | None = None
     stop_grace_s: float | None = None
@@ -128,10 +128,9 @@ class Agent:
     def _meetings(self) -> dict[str, list[Any]]:
         """Return where ranks meet whose first is on this host and others are not."""
         return {
-            _name(fence): [part.attempt.master_address, part.attempt.master_port]
+            _name(fence): [part.spec.master_address, part.spec.master_port]
             for fence, part in self._parts.items()
-            if part.attempt.world_size > len(part.indices)
-            and not part.attempt.first_rank
+            if part.spec.world_size > len(part.indices) and not part.spec.first_rank
         }
 
     # commands
@@ -161,7 +160,7 @@ class Agent:
             return
         folder = self._folders.attempts(self._host) / _name(fence)
         try:
-            attempt = attempt_of(
+            spec = part_spec_of(
                 command,
                 self._folders,
                 self._devices,
@@ -169,14 +168,14 @@ class Agent:
                 lease_until_s=self._link.lease_until_s,
             )
             folder.mkdir(mode=0o700, exist_ok=True)
-            attempt.save(folder)
+            spec.save(folder)
             pid = supervisor_start.start(folder, forks=True)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             why = f"{folder} cannot be used on {self._host}: {error.strerror}"
             self._refuse(fence, why, 1)
             return
-        self._parts[fence] = _Part(folder, attempt, command.devices)
+        self._parts[fence] = _Part(folder, spec, command.devices)
         if pid is None:
             raise AssertionError(f"{folder} is new and has a supervisor")
         self._attach(fence)
@@ -224,20 +223,20 @@ class Agent:
     def _adopt_all(self) -> None:
         for folder in sorted(self._folders.attempts(self._host).iterdir()):
             try:
-                attempt = Attempt.load(folder)
+                spec = PartSpec.load(folder)
             except (OSError, ValueError):
                 # Its start was cut short before the supervisor's.
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
             indices = tuple(
                 self._devices.index(name)
-                for name in attempt.devices
+                for name in spec.devices
                 if name in self._devices
             )
-            self._parts[attempt.fence] = _Part(folder, attempt, indices)
-            latest = max(attempt.attempt, self._latest.get(attempt.job, 0))
-            self._latest[attempt.job] = latest
-            self._attach(attempt.fence)
+            self._parts[spec.fence] = _Part(folder, spec, indices)
+            latest = max(spec.attempt, self._latest.get(spec.job, 0))
+            self._latest[spec.job] = latest
+            self._attach(spec.fence)
 
     def _attach(self, fence: Fence) -> None:
         """Connect to a supervisor, or find out that it has ended."""
@@ -323,7 +322,7 @@ class Agent:
         if part.end is not None:
             return
         part.end = end
-        profile = part.attempt.profile
+        profile = part.spec.profile
         if profile and not end["code"] and Path(profile).exists():
             self._link.report(events.PROFILED, fence, {"profile": profile})
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
-from stretto.cluster.attempt import write_json
+from stretto.cluster.part_spec import write_json
 from stretto.errors import ClusterError
 
 if TYPE_CHECKING:

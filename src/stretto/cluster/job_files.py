@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stretto.cluster.attempt import base_environment
+from stretto.cluster.part_spec import base_environment
 from stretto.errors import SpecError
 from stretto.schema import codec
 from stretto.schema.job import DIRECT, Job

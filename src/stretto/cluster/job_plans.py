@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from stretto import zoo
-from stretto.cluster.attempt import write_json
 from stretto.cluster.folders import Folders
+from stretto.cluster.part_spec import write_json
 from stretto.cluster.views import BURST, DATA_PARALLEL, Speed, Speeds
 from stretto.cluster.wire import data_of, plain_data
 from stretto.cost.burst import BurstNetwork

@@ -13,7 +13,7 @@ from stretto.cluster import processes
 from stretto.lab import syscalls
 
 if TYPE_CHECKING:
-    from stretto.cluster.attempt import RankCommand
+    from stretto.cluster.part_spec import RankCommand
 
 _TAIL_BYTES = 4096
 _TAIL_LINES = 20

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from stretto.cluster import job_plans, queries
-from stretto.cluster.attempt import write_json
 from stretto.cluster.channel import Channel, Listener, listening
 from stretto.cluster.commands import Command, MakePlan, StartPart
 from stretto.cluster.coordinator import Clock, Coordinator
 from stretto.cluster.folders import Folders
 from stretto.cluster.ledger import Ledger, Limits
 from stretto.cluster.loop import Loop, Timer, now_s
+from stretto.cluster.part_spec import write_json
 from stretto.cluster.policies import registry
 from stretto.cluster.store import Store, read_events, read_only
 from stretto.cluster.wire import event_of, plain_command, plain_event

@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, final
 
 from stretto.cluster import processes
-from stretto.cluster.attempt import (
+from stretto.cluster.channel import Channel, Listener
+from stretto.cluster.loop import Loop, Timer, now_s
+from stretto.cluster.part_spec import (
     END_FILE,
     STEPS_FILE,
-    Attempt,
+    PartSpec,
     rank_commands,
     write_json,
 )
-from stretto.cluster.channel import Channel, Listener
-from stretto.cluster.loop import Loop, Timer, now_s
 from stretto.cluster.rank_process import RankProcess
 from stretto.cluster.step_reports import StepReports
 from stretto.lab import syscalls
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
 
-    from stretto.cluster.attempt import RankCommand
+    from stretto.cluster.part_spec import RankCommand
 
 _CHUNK_BYTES = 1 << 16
 _MAX_PIECES = 64
@@ -65,7 +65,7 @@ class Supervisor:
 
     def __init__(self, folder: Path, listener: socket.socket) -> None:
         self._folder, self._socket = folder, listener
-        self._attempt = Attempt.load(folder)
+        self._part = PartSpec.load(folder)
         self._loop = Loop()
         self._ranks: list[RankProcess] = []
         self._outputs: dict[RankProcess, Callable[[], bool]] = {}
@@ -75,8 +75,8 @@ class Supervisor:
         self._events: list[dict[str, Any]] = []
         self._next_number = 1
         self._agent: Channel | None = None
-        first_s = self._attempt.first_lease_until_s
-        full_s = now_s() + self._attempt.lease_s
+        first_s = self._part.first_lease_until_s
+        full_s = now_s() + self._part.lease_s
         self._lease_until_s = full_s if first_s is None else min(first_s, full_s)
         self._wanted: tuple[str, ...] | None = None
         self._why, self._code = "", 0
@@ -109,7 +109,7 @@ class Supervisor:
         else:  # the process did not run for a while: another attempt may run by now
             self._check_lease()
             self._finish()
-        period_s = min(_LONGEST_CHECK_S, max(0.05, self._attempt.lease_s / 20))
+        period_s = min(_LONGEST_CHECK_S, max(0.05, self._part.lease_s / 20))
         self._loop.every(period_s, self._check_lease)
         self._loop.run()
         listener.close()
@@ -119,33 +119,33 @@ class Supervisor:
     def _begin(self) -> None:
         try:
             note = self._prepare()
-            self._start_ranks(rank_commands(self._attempt, self._folder))
+            self._start_ranks(rank_commands(self._part, self._folder))
         except OSError as error:
             self._fail_to_start(error)
         else:
             self._emit("started", pid=os.getpid(), note=note)
-            self._loop.every(self._attempt.report_every_s, self._report_steps)
+            self._loop.every(self._part.report_every_s, self._report_steps)
 
     def _prepare(self) -> str:
         """Create the ranks' surroundings; return what could not be had."""
-        attempt = self._attempt
+        part = self._part
         note = processes.reset_priority()
-        for folder in (attempt.boards, attempt.files, attempt.logs):
+        for folder in (part.boards, part.files, part.logs):
             Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         self._steps = StepReports(
             self._folder / STEPS_FILE,
-            attempt.world_size,
-            attempt.first_rank,
-            attempt.batch,
+            part.world_size,
+            part.first_rank,
+            part.batch,
         )
         return note
 
     def _start_ranks(self, commands: Sequence[RankCommand]) -> None:
-        attempt = self._attempt
+        part = self._part
         for command in commands:
-            rank = RankProcess(command, attempt.logs)
-            is_background = attempt.role == BACKGROUND
-            output = rank.start(attempt.directory, own_session=is_background)
+            rank = RankProcess(command, part.logs)
+            is_background = part.role == BACKGROUND
+            output = rank.start(part.directory, own_session=is_background)
             self._ranks.append(rank)
             self._forward(output, rank)
 
@@ -203,7 +203,7 @@ class Supervisor:
             self._why, self._failed_rank = rank.failure(), rank.number
             self._code = rank.code if rank.code > 0 else 128 - rank.code
             self._loop.call_in(
-                self._attempt.peers_grace_s,
+                self._part.peers_grace_s,
                 lambda: self._signal_then_kill("TERM", _KILL_AFTER_S),
             )
         if self._has_ended:
@@ -227,16 +227,16 @@ class Supervisor:
         names = tuple(message["devices"])
         if self._end is not None or self._why:
             return
-        if names == self._attempt.devices and self._wanted is None:
+        if names == self._part.devices and self._wanted is None:
             self._emit("using", devices=list(names))
             return
         self._wanted = names
-        is_single = self._attempt.gang == INDEPENDENT
+        is_single = self._part.gang == INDEPENDENT
         for rank in self._ranks:
             if rank.runs and not (is_single and rank.device in names):
                 rank.leaves = True
-                rank.signal(signal.Signals[f"SIG{self._attempt.signal}"])
-                grace_s = min(self._attempt.grace_s, _LEAVE_S)
+                rank.signal(signal.Signals[f"SIG{self._part.signal}"])
+                grace_s = min(self._part.grace_s, _LEAVE_S)
                 self._loop.call_in(
                     grace_s, functools.partial(rank.signal, signal.SIGKILL)
                 )
@@ -247,14 +247,14 @@ class Supervisor:
         if self._wanted is None or any(rank.leaves for rank in self._ranks):
             return
         names, self._wanted = self._wanted, None
-        before = self._attempt
+        before = self._part
         size = before.world_size - len(before.devices) + len(names)
-        self._attempt = dataclasses.replace(before, devices=names, world_size=size)
+        self._part = dataclasses.replace(before, devices=names, world_size=size)
         numbers = self._numbers(names)
         running = {rank.device for rank in self._ranks if rank.runs}
         try:
-            self._attempt.save(self._folder)
-            commands = rank_commands(self._attempt, self._folder, numbers)
+            self._part.save(self._folder)
+            commands = rank_commands(self._part, self._folder, numbers)
             self._start_ranks([c for c in commands if c.device not in running])
         except OSError as error:
             self._fail_to_start(error)
@@ -263,7 +263,7 @@ class Supervisor:
 
     def _numbers(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """Return the ranks' numbers: single processes keep theirs."""
-        if self._attempt.gang != INDEPENDENT:
+        if self._part.gang != INDEPENDENT:
             return ()
         known = {rank.device: rank.number for rank in self._ranks}
         first = max((rank.number for rank in self._ranks), default=-1) + 1
@@ -273,8 +273,8 @@ class Supervisor:
     # the end
 
     def _asked_to_stop(self, _channel: Channel, message: dict[str, Any]) -> None:
-        name = str(message.get("signal", self._attempt.signal))
-        grace_s = float(message.get("grace_s", self._attempt.grace_s))
+        name = str(message.get("signal", self._part.signal))
+        grace_s = float(message.get("grace_s", self._part.grace_s))
         why = str(message.get("why", "on request"))
         self._stop(why, name if grace_s > 0.0 else "KILL", grace_s)
 
@@ -336,7 +336,7 @@ class Supervisor:
             self._loop.stop()  # the file says how it ended
             return
         if not self._why:
-            lease_s = self._attempt.lease_s
+            lease_s = self._part.lease_s
             self._why = f"no agent renewed the lease for {lease_s:g} s"
             self._code = 128 + signal.SIGKILL
         self._is_signaled = True
@@ -374,15 +374,13 @@ class Supervisor:
     def _attach(self, channel: Channel, message: dict[str, Any]) -> None:
         self._agent = channel
         self._renew(channel, message)
-        channel.send({"attached": list(self._attempt.fence)})
+        channel.send({"attached": list(self._part.fence)})
         for event in self._events:
             channel.send({"event": event})
 
     def _renew(self, _channel: Channel, message: dict[str, Any]) -> None:
         # A time of this host's clock: a message that was read late renews nothing.
-        until_s = min(
-            float(message.get("until_s", 0.0)), now_s() + self._attempt.lease_s
-        )
+        until_s = min(float(message.get("until_s", 0.0)), now_s() + self._part.lease_s)
         self._lease_until_s = max(self._lease_until_s, until_s)
 
     def _acknowledge(self, _channel: Channel, message: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto.cluster import processes
-from stretto.cluster.attempt import CRASH_FILE, END_FILE, LOCK_FILE, SOCKET_FILE
 from stretto.cluster.channel import listening
+from stretto.cluster.part_spec import CRASH_FILE, END_FILE, LOCK_FILE, SOCKET_FILE
 from stretto.cluster.supervisor import Supervisor
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from stretto import zoo
 from stretto.cluster import engine_local
-from stretto.cluster.attempt import ATTEMPT_VARIABLE
+from stretto.cluster.part_spec import ATTEMPT_VARIABLE
 from stretto.cluster.processes import marked_processes
 from stretto.errors import ClusterError, Infeasible, SpecError
 from stretto.schema.burst import BurstPlan

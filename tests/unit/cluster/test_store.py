@@ -11,10 +11,10 @@ import pytest
 
 from stretto.cluster import server, wire
 from stretto.cluster import store as stores
-from stretto.cluster.attempt import Attempt, base_environment, rank_commands
 from stretto.cluster.coordinator import Clock
 from stretto.cluster.folders import Folders
 from stretto.cluster.ledger import Ledger
+from stretto.cluster.part_spec import PartSpec, base_environment, rank_commands
 from stretto.cluster.policies import registry
 from stretto.cluster.store import Store, read_events, read_only, read_spec, read_table
 from stretto.cluster.tables import TABLES, all_rows
@@ -159,7 +159,7 @@ def test_a_clock_of_an_earlier_start_of_the_host_is_not_used(tmp_path, monkeypat
 
 
 def test_no_variable_that_a_rank_gets_from_the_cluster_can_be_set(tmp_path):
-    attempt = Attempt(
+    part = PartSpec(
         job="j",
         attempt=1,
         role="background",
@@ -176,7 +176,7 @@ def test_no_variable_that_a_rank_gets_from_the_cluster_can_be_set(tmp_path):
         logs="",
         boards="",
     )
-    both = [attempt, dataclasses.replace(attempt, role="foreground")]
+    both = [part, dataclasses.replace(part, role="foreground")]
     ranks = [rank_commands(each, tmp_path)[0] for each in both]
     usual = {*base_environment(), "OMP_NUM_THREADS"}
     for name in {name for rank in ranks for name in rank.environment} - usual:

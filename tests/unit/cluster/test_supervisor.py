@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from stretto.cluster import processes, supervisor_start
-from stretto.cluster.attempt import ATTEMPT_VARIABLE, LOCK_FILE, SOCKET_FILE, Attempt
 from stretto.cluster.channel import connected, encoded
 from stretto.cluster.loop import now_s
+from stretto.cluster.part_spec import ATTEMPT_VARIABLE, LOCK_FILE, SOCKET_FILE, PartSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 LIMIT_S = 60.0
 
 
-def attempt_of(folder: Path, *command: str, **fields: Any) -> Attempt:
+def part_spec_of(folder: Path, *command: str, **fields: Any) -> PartSpec:
     devices = fields.pop("devices", ("cpu:0",))
-    base = Attempt(
+    base = PartSpec(
         job="j1",
         attempt=1,
         role="foreground",
@@ -134,8 +134,8 @@ def awaited_end(folder: Path) -> dict[str, Any]:
     return end
 
 
-def started(folder: Path, attempt: Attempt, *, forks: bool = True) -> Agent:
-    attempt.save(folder)
+def started(folder: Path, part: PartSpec, *, forks: bool = True) -> Agent:
+    part.save(folder)
     assert start_supervisor(folder, forks=forks) is not None
     return Agent(folder)
 
@@ -165,7 +165,7 @@ def await_file(path: Path) -> None:
 
 def test_ranks_run_and_their_output_is_kept_by_rank(folder: Path) -> None:
     command = shell("echo out $RANK of $WORLD_SIZE; echo err >&2")
-    agent = started(folder, attempt_of(folder, *command, devices=("cpu:0", "cpu:1")))
+    agent = started(folder, part_spec_of(folder, *command, devices=("cpu:0", "cpu:1")))
     assert agent.event("ended")["code"] == 0
     logs = {p.name: p.read_text() for p in (folder / "logs").iterdir()}
     assert logs == {"rank0.log": "out 0 of 2\nerr\n", "rank1.log": "out 1 of 2\nerr\n"}
@@ -176,8 +176,8 @@ def test_the_environment_comes_from_the_job_alone(
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
-    attempt = attempt_of(folder, "/usr/bin/env", environment={"MINE": "a b"})
-    agent = started(folder, attempt, forks=False)
+    part = part_spec_of(folder, "/usr/bin/env", environment={"MINE": "a b"})
+    agent = started(folder, part, forks=False)
     agent.event("ended")
     text = (folder / "logs/rank0.log").read_text()
     assert "MINE=a b\n" in text
@@ -192,7 +192,7 @@ def test_an_inherited_nice_value_is_reset(folder: Path) -> None:
     command = (sys.executable, "-c", "import os; print(os.nice(0))")
     os.setpriority(os.PRIO_PROCESS, 0, 15)
     try:
-        agent = started(folder, attempt_of(folder, *command), forks=False)
+        agent = started(folder, part_spec_of(folder, *command), forks=False)
     finally:
         os.setpriority(os.PRIO_PROCESS, 0, before)
     agent.event("ended")
@@ -201,22 +201,22 @@ def test_an_inherited_nice_value_is_reset(folder: Path) -> None:
 
 def test_the_first_failure_is_the_outcome_and_ends_the_others(folder: Path) -> None:
     command = shell("[ $RANK = 1 ] && echo oops && exit 7; exec sleep 600")
-    agent = started(folder, attempt_of(folder, *command, devices=("cpu:0", "cpu:1")))
+    agent = started(folder, part_spec_of(folder, *command, devices=("cpu:0", "cpu:1")))
     end = agent.event("ended")
     assert (end["code"], end["rank"]) == (7, 1)
     assert "rank 1 failed with exit status 7; its last lines:\n  | oops" in end["why"]
 
 
 def test_a_missing_program_is_a_failure_with_its_name(folder: Path) -> None:
-    agent = started(folder, attempt_of(folder, "no-such-program"))
+    agent = started(folder, part_spec_of(folder, "no-such-program"))
     end = agent.event("ended")
     assert end["code"] == 127
     assert "no-such-program: No such file or directory" in end["why"]
 
 
 def test_a_missing_folder_is_a_failure_with_its_name(folder: Path) -> None:
-    attempt = attempt_of(folder, "/bin/true", directory="/no/such/folder")
-    assert "/no/such/folder" in started(folder, attempt).event("ended")["why"]
+    part = part_spec_of(folder, "/bin/true", directory="/no/such/folder")
+    assert "/no/such/folder" in started(folder, part).event("ended")["why"]
 
 
 def test_a_stop_gives_the_rank_time_to_end_by_itself(folder: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_stop_gives_the_rank_time_to_end_by_itself(folder: Path) -> None:
         "trap 'echo saved; touch saved; exit 0' TERM; touch ready; "
         "while :; do sleep 0.01; done"
     )
-    agent = started(folder, attempt_of(folder, *command))
+    agent = started(folder, part_spec_of(folder, *command))
     await_file(folder / "ready")
     agent.send(do="stop", grace_s=LIMIT_S, why="preempted")
     end = agent.event("ended")
@@ -246,7 +246,7 @@ def test_a_background_that_is_stopped_gets_an_ordinary_priority_to_end(
         "time.sleep(600)\n"
     )
     command = (sys.executable, "-c", code)
-    agent = started(folder, attempt_of(folder, *command, role="background"))
+    agent = started(folder, part_spec_of(folder, *command, role="background"))
     await_file(folder / "ready")
     agent.send(do="stop", grace_s=LIMIT_S)
     agent.event("ended")
@@ -256,7 +256,7 @@ def test_a_background_that_is_stopped_gets_an_ordinary_priority_to_end(
 
 def test_the_job_files_signal_is_sent(folder: Path) -> None:
     command = shell("trap 'exit 5' USR1; touch ready; while :; do sleep 0.01; done")
-    agent = started(folder, attempt_of(folder, *command, signal="USR1"))
+    agent = started(folder, part_spec_of(folder, *command, signal="USR1"))
     await_file(folder / "ready")
     agent.send(do="stop", grace_s=LIMIT_S)
     assert agent.event("ended")["why"] == "on request"
@@ -264,7 +264,7 @@ def test_the_job_files_signal_is_sent(folder: Path) -> None:
 
 def test_what_ignores_the_signal_is_killed_after_the_grace(folder: Path) -> None:
     command = shell("trap '' TERM; touch ready; while :; do sleep 0.01; done")
-    agent = started(folder, attempt_of(folder, *command))
+    agent = started(folder, part_spec_of(folder, *command))
     await_file(folder / "ready")
     agent.send(do="stop", grace_s=0.2)
     assert agent.event("ended")["code"] == 128 + signal.SIGTERM
@@ -274,7 +274,7 @@ def test_no_process_of_the_attempt_is_left_even_of_another_session(
     folder: Path,
 ) -> None:
     command = shell("setsid sleep 600 & sleep 600 & touch ready; exit 0")
-    agent = started(folder, attempt_of(folder, *command))
+    agent = started(folder, part_spec_of(folder, *command))
     agent.event("ended")
     assert processes.marked_processes(ATTEMPT_VARIABLE, str(folder)) == []
 
@@ -283,7 +283,7 @@ def test_without_an_agent_the_attempt_goes_on_and_a_new_one_adopts_it(
     folder: Path,
 ) -> None:
     command = shell("touch ready; while [ ! -e go ]; do sleep 0.01; done; exit 3")
-    agent = started(folder, attempt_of(folder, *command))
+    agent = started(folder, part_spec_of(folder, *command))
     await_file(folder / "ready")
     agent.close()
     assert start_supervisor(folder) is None  # one is enough
@@ -294,8 +294,8 @@ def test_without_an_agent_the_attempt_goes_on_and_a_new_one_adopts_it(
 
 
 def test_without_a_renewed_lease_the_supervisor_ends_the_attempt(folder: Path) -> None:
-    attempt = attempt_of(folder, *shell("exec sleep 600"), lease_s=0.5)
-    agent = started(folder, attempt)
+    part = part_spec_of(folder, *shell("exec sleep 600"), lease_s=0.5)
+    agent = started(folder, part)
     end = agent.event("ended")
     assert end["why"] == "no agent renewed the lease for 0.5 s"
     assert supervisor_start.read_end(folder) is not None
@@ -303,7 +303,7 @@ def test_without_a_renewed_lease_the_supervisor_ends_the_attempt(folder: Path) -
 
 def test_a_renewed_lease_keeps_the_attempt(folder: Path) -> None:
     command = shell("sleep 1.5; exit 4")
-    agent = started(folder, attempt_of(folder, *command, lease_s=1.0))
+    agent = started(folder, part_spec_of(folder, *command, lease_s=1.0))
     for _ in range(15):
         agent.send(do="lease", until_s=now_s() + 1.0)
         time.sleep(0.1)
@@ -314,9 +314,9 @@ def test_a_renewed_lease_keeps_the_attempt(folder: Path) -> None:
 def test_a_renewal_that_is_read_after_its_lease_renews_nothing(folder: Path) -> None:
     # As if the supervisor had not run since the message was sent.
     sent_until_s = now_s() - 1.0
-    attempt = attempt_of(folder, *shell("exec sleep 600"), lease_s=1e6)
-    attempt = dataclasses.replace(attempt, first_lease_until_s=now_s() + 3.0)
-    attempt.save(folder)
+    part = part_spec_of(folder, *shell("exec sleep 600"), lease_s=1e6)
+    part = dataclasses.replace(part, first_lease_until_s=now_s() + 3.0)
+    part.save(folder)
     assert start_supervisor(folder) is not None
     with contextlib.suppress(OSError):  # a busy machine: it has ended already
         Agent(folder, until_s=sent_until_s)
@@ -324,24 +324,24 @@ def test_a_renewal_that_is_read_after_its_lease_renews_nothing(folder: Path) -> 
 
 
 def test_ranks_do_not_start_after_their_first_lease(folder: Path) -> None:
-    attempt = attempt_of(folder, *shell("touch ran"))
-    attempt = dataclasses.replace(attempt, first_lease_until_s=now_s() - 1.0)
-    attempt.save(folder)
+    part = part_spec_of(folder, *shell("touch ran"))
+    part = dataclasses.replace(part, first_lease_until_s=now_s() - 1.0)
+    part.save(folder)
     assert start_supervisor(folder) is not None
     assert awaited_end(folder)["code"] == 128 + signal.SIGKILL
     assert not (folder / "ran").exists()
 
 
 def test_an_end_that_nobody_acknowledged_is_kept_in_a_file(folder: Path) -> None:
-    attempt = attempt_of(folder, *shell("exit 9"), lease_s=1.0)
-    started(folder, attempt).close()
+    part = part_spec_of(folder, *shell("exit 9"), lease_s=1.0)
+    started(folder, part).close()
     end = awaited_end(folder)
     assert end["code"] == 9
 
 
 def test_a_killed_supervisor_takes_its_ranks_with_it(folder: Path) -> None:
-    attempt = attempt_of(folder, *shell("touch ready; exec sleep 600"))
-    agent = started(folder, attempt)
+    part = part_spec_of(folder, *shell("touch ready; exec sleep 600"))
+    agent = started(folder, part)
     pid = agent.event("started")["pid"]
     await_file(folder / "ready")
     os.kill(pid, signal.SIGKILL)
@@ -355,21 +355,21 @@ def test_a_log_on_a_full_disk_loses_lines_and_the_job_goes_on(folder: Path) -> N
     (folder / "logs").mkdir()
     (folder / "logs/rank0.log").symlink_to("/dev/full")
     command = shell("i=0; while [ $i -lt 2000 ]; do echo line $i; i=$((i+1)); done")
-    end = started(folder, attempt_of(folder, *command)).event("ended")
+    end = started(folder, part_spec_of(folder, *command)).event("ended")
     assert (end["code"], end["why"]) == (0, "")
 
 
 def test_single_processes_come_and_go_with_their_devices(folder: Path) -> None:
     command = shell("touch on-$STRETTO_DEVICE; exec sleep 600")
-    attempt = attempt_of(
+    part = part_spec_of(
         folder,
         *command,
         devices=("cpu:0", "cpu:1"),
         gang="none",
         role="background",
     )
-    agent = started(folder, attempt)
-    for device in attempt.devices:
+    agent = started(folder, part)
+    for device in part.devices:
         await_file(folder / f"on-{device}")
     (folder / "on-cpu:1").unlink()
     agent.send(do="use", devices=["cpu:1", "cpu:3"])
@@ -380,8 +380,8 @@ def test_single_processes_come_and_go_with_their_devices(folder: Path) -> None:
 
 def test_a_gang_starts_again_on_its_new_devices(folder: Path) -> None:
     command = shell("touch rank$RANK-of-$WORLD_SIZE; exec sleep 600")
-    attempt = attempt_of(folder, *command, gang="claims", role="background")
-    agent = started(folder, attempt)
+    part = part_spec_of(folder, *command, gang="claims", role="background")
+    agent = started(folder, part)
     await_file(folder / "rank0-of-1")
     agent.send(do="use", devices=["cpu:0", "cpu:2"])
     assert agent.event("using")["devices"] == ["cpu:0", "cpu:2"]
@@ -398,8 +398,8 @@ def test_steps_are_reported_with_their_rate(folder: Path) -> None:
         "    time.sleep(0.005)\n"
         "    counter.add()\n"
     )
-    attempt = attempt_of(folder, sys.executable, "-c", code, batch=32)
-    step = started(folder, attempt).event("step")
+    part = part_spec_of(folder, sys.executable, "-c", code, batch=32)
+    step = started(folder, part).event("step")
     assert step["step"] == 20
     assert step["step_s"] >= 0.005
     assert step["samples_per_s"] == pytest.approx(32 / step["step_s"])

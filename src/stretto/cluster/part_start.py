@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.cluster.attempt import Attempt
 from stretto.cluster.commands import PROFILE
+from stretto.cluster.part_spec import PartSpec
 from stretto.cluster.views import BURST
 from stretto.lab.ports import free_port
 from stretto.schema.job import BACKGROUND, DIRECT
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 _PEERS_GRACE_S = 5.0
 
 
-def attempt_of(
+def part_spec_of(
     command: StartPart,
     folders: Folders,
     devices: Sequence[str],
     *,
     meeting: Sequence[Any] | None,
     lease_until_s: float,
-) -> Attempt:
+) -> PartSpec:
     """Return what a host runs for a command.
 
     Args:
@@ -50,7 +50,7 @@ def attempt_of(
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         words, launch, profile = _profiling(spec, path), DIRECT, str(path)
     batch = command.batch or spec.batch
-    return Attempt(
+    return PartSpec(
         job=command.job,
         attempt=command.attempt,
         role=BACKGROUND if profile else spec.role,

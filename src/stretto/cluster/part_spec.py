@@ -1,4 +1,4 @@
-"""One attempt of a job on one host: what its supervisor starts, from data alone."""
+"""An attempt of a job on one host: what its supervisor starts, from data alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ATTEMPT_VARIABLE = "STRETTO_CLUSTER_ATTEMPT"
 """Marks every process of an attempt: the folder of the attempt, which is unique."""
 
-ATTEMPT_FILE, END_FILE, LOCK_FILE = "attempt.json", "end.json", "supervisor.lock"
+PART_FILE, END_FILE, LOCK_FILE = "part.json", "end.json", "supervisor.lock"
 SOCKET_FILE, STEPS_FILE, CRASH_FILE = "supervisor.sock", "steps", "crash"
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -27,8 +27,8 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """What one host runs of an attempt; the file ``attempt.json`` of its folder."""
+class PartSpec:
+    """What one host runs of an attempt; the file ``part.json`` of its folder."""
 
     job: str
     attempt: int
@@ -75,23 +75,25 @@ class Attempt:
 
     def save(self, folder: Path) -> None:
         """Write the file, whole or not at all."""
-        write_json(folder / ATTEMPT_FILE, asdict(self))
+        write_json(folder / PART_FILE, asdict(self))
 
     @classmethod
-    def load(cls, folder: Path) -> Attempt:
-        """Return the attempt in a folder.
+    def load(cls, folder: Path) -> PartSpec:
+        """Return the part in a folder.
 
         Raises:
             OSError: its file is missing.
             ValueError: the file is damaged.
         """
-        found = json.loads((folder / ATTEMPT_FILE).read_bytes())
+        found = json.loads((folder / PART_FILE).read_bytes())
         try:
             found["command"] = tuple(found["command"])
             found["devices"] = tuple(found["devices"])
             return cls(**found)
         except (TypeError, KeyError) as exc:
-            raise ValueError(f"{folder / ATTEMPT_FILE}: not an attempt: {exc}") from exc
+            raise ValueError(
+                f"{folder / PART_FILE}: not a part of an attempt: {exc}"
+            ) from exc
 
     @property
     def fence(self) -> tuple[str, int]:
@@ -114,44 +116,44 @@ class RankCommand:
 
 
 def rank_commands(
-    attempt: Attempt, folder: Path, numbers: Sequence[int] = ()
+    part: PartSpec, folder: Path, numbers: Sequence[int] = ()
 ) -> list[RankCommand]:
     """Return how the ranks of this host are started.
 
     Args:
-        attempt: what runs.
-        folder: of the attempt, for the file of step counts.
+        part: what runs.
+        folder: of the part, for the file of step counts.
         numbers: of the ranks, if they are not consecutive: single processes keep
             theirs when others end.
     """
-    is_single = attempt.gang == INDEPENDENT
-    local_size = len(attempt.devices)
-    first = attempt.first_rank
+    is_single = part.gang == INDEPENDENT
+    local_size = len(part.devices)
+    first = part.first_rank
     numbers = numbers or range(first, first + local_size)
     found: list[RankCommand] = []
     for local_rank, (rank, device) in enumerate(
-        zip(numbers, attempt.devices, strict=True)
+        zip(numbers, part.devices, strict=True)
     ):
         environment = base_environment() | {
             "RANK": "0" if is_single else str(rank),
             "LOCAL_RANK": "0" if is_single else str(local_rank),
-            "WORLD_SIZE": "1" if is_single else str(attempt.world_size),
+            "WORLD_SIZE": "1" if is_single else str(part.world_size),
             "LOCAL_WORLD_SIZE": "1" if is_single else str(local_size),
             "GROUP_RANK": "0",
-            "MASTER_ADDR": attempt.master_address,
-            "MASTER_PORT": str(attempt.master_port),
-            "STRETTO_RUNTIME_DIR": attempt.boards,
+            "MASTER_ADDR": part.master_address,
+            "MASTER_PORT": str(part.master_port),
+            "STRETTO_RUNTIME_DIR": part.boards,
             ATTEMPT_VARIABLE: str(folder),
         }
         if not is_single or not found:
             environment[STEP_COUNTS] = str(folder / STEPS_FILE)
         environment |= _device_variables(
-            attempt, local_rank, (device,) if is_single else attempt.devices
+            part, local_rank, (device,) if is_single else part.devices
         )
-        environment |= attempt.extra or {}
+        environment |= part.extra or {}
         environment.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-        environment |= attempt.environment
-        command = _with_launcher(attempt.launch, attempt.command)
+        environment |= part.environment
+        command = _with_launcher(part.launch, part.command)
         found.append(RankCommand(rank, command, environment, f"rank{rank}.log", device))
     return found
 
@@ -173,9 +175,9 @@ def base_environment() -> dict[str, str]:
 
 
 def _device_variables(
-    attempt: Attempt, local_rank: int, visible: tuple[str, ...]
+    part: PartSpec, local_rank: int, visible: tuple[str, ...]
 ) -> dict[str, str]:
-    own = attempt.devices[local_rank]
+    own = part.devices[local_rank]
     found = {"STRETTO_DEVICE": own}
     numbers = [d.partition(":")[2] for d in visible if d.startswith("cuda:")]
     if numbers:
@@ -183,10 +185,10 @@ def _device_variables(
         own = f"cuda:{visible.index(own)}"  # as the rank numbers them
     else:
         found["CUDA_VISIBLE_DEVICES"] = ""
-    if attempt.role == BACKGROUND:
+    if part.role == BACKGROUND:
         found["STRETTO_BACKGROUND"] = own
-        found["STRETTO_BACKGROUND_MAX_LOSS"] = f"{attempt.max_loss:g}"
-    elif attempt.allows_background:
+        found["STRETTO_BACKGROUND_MAX_LOSS"] = f"{part.max_loss:g}"
+    elif part.allows_background:
         found["STRETTO_FOREGROUND"] = own
     return found
 
