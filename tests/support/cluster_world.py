@@ -22,7 +22,7 @@ from stretto.schema.job import (
     RestartRules,
 )
 
-LIMITS = Limits(silent_s=4.0, lease_s=20.0, margin_s=3.0)
+LIMITS = Limits(silent_s=4.0, watchdog_s=20.0, margin_s=3.0)
 
 
 SPEEDS = Speeds(
@@ -146,7 +146,7 @@ class Host:
 
     def answered(self, answer, sent_s):
         """Do what an answer to the last request says."""
-        if self.now() - sent_s >= LIMITS.lease_s:
+        if self.now() - sent_s >= LIMITS.watchdog_s:
             return
         acknowledged = {e.agent_seq: e for e in self.outbox}
         for seq, event in acknowledged.items():
@@ -199,8 +199,8 @@ class Host:
             self.report(ev.ENDED, *key, code=code, signaled=signaled)
 
     def expire(self):
-        """End what has had no contact for the lease."""
-        if self.now() - self.contact_s >= LIMITS.lease_s:
+        """End what has had no contact for the watchdog's time."""
+        if self.now() - self.contact_s >= LIMITS.watchdog_s:
             for key, known in list(self.supervisors.items()):
                 if known.lives:
                     self.end(key, 137, signaled=True)
@@ -273,7 +273,7 @@ class World:
         self.coordinator.push(name, agent, events)
 
     def advance(self, seconds, beats=4):
-        """Let time pass; agents send requests, and leases end before others look."""
+        """Let time pass; agents send requests, watchdogs fire before others look."""
         for _ in range(beats):
             self.now_s += seconds / beats
             for host in self.hosts:

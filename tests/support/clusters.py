@@ -166,7 +166,7 @@ def cluster(
     *,
     hosts: int = 2,
     devices: int = 2,
-    lease_s: float = 60.0,
+    watchdog_s: float = 60.0,
     heartbeat_s: float = 1.0,
     **settings: Any,
 ) -> Iterator[Cluster]:
@@ -182,7 +182,7 @@ def cluster(
         Settings(
             hosts=names,
             policy=settings.pop("policy", "fifo"),
-            lease_s=lease_s,
+            watchdog_s=watchdog_s,
             heartbeat_s=heartbeat_s,
             **settings,
         ),

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     help="Which jobs run where, see `stretto cluster simulate`.",
 )
 @click.option(
-    "--lease",
-    "lease_s",
+    "--watchdog",
+    "watchdog_s",
     type=click.FloatRange(min=0.5),
     default=60.0,
     show_default=True,
@@ -89,7 +89,7 @@ def start_command(
     hosts: int,
     kind: str | None,
     policy: str,
-    lease_s: float,
+    watchdog_s: float,
     heartbeat_s: float,
     report_every_s: float,
     network: str | None,
@@ -105,9 +105,9 @@ def start_command(
             f"--hosts {hosts}: more hosts than the {len(names)} devices: give each "
             "at least one"
         )
-    if lease_s < 5 * heartbeat_s:
+    if watchdog_s < 5 * heartbeat_s:
         raise SpecError(
-            f"--lease {lease_s:g} must be at least five heartbeats of "
+            f"--watchdog {watchdog_s:g} must be at least five heartbeats of "
             f"{heartbeat_s:g} s, or one late answer ends jobs"
         )
     settings = Settings(
@@ -115,7 +115,7 @@ def start_command(
         policy=policy,
         network=network or "",
         collocation=collocation or "",
-        lease_s=lease_s,
+        watchdog_s=watchdog_s,
         heartbeat_s=heartbeat_s,
         report_every_s=report_every_s,
     )
@@ -150,7 +150,7 @@ def down_command(timeout_s: float, folders: Folders, is_json: bool) -> None:
         return
     click.echo(f"the cluster in {folders.root} is down")
     if not has_ended:
-        click.echo("some jobs have not ended; they end when their lease has passed")
+        click.echo("some jobs have not ended; they end when their watchdog fires")
 
 
 @click.command(name="status")

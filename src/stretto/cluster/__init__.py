@@ -1,5 +1,8 @@
 """A cluster of jobs: one pure core, and engines that execute its commands.
 
+In this package *cluster* means the hosts on which jobs run. A measured
+`schema.Cluster`, for which plans are made, is called *network* here.
+
 `ledger` holds all decisions: events in, commands out. `events` and `commands` are its
 vocabulary, `views` what its policies see, `policies` choose where jobs run. `store`
 keeps the events, and `coordinator` joins ledger, store and clock for an engine.
@@ -11,8 +14,8 @@ keeps the events, and `coordinator` joins ledger, store and clock for an engine.
 
 `engine_local` starts the processes of a cluster on this machine: `server`, which is the
 coordinator behind a socket, and an `agent` per host with its `coordinator_link`. An
-agent makes an `attempt` of each command (`attempts`) and starts a `supervisor` for it
-(`supervisor_start`), which runs the ranks (`rank_process`) and reads their steps
+agent makes a `part_spec` of each command (`part_start`) and starts a `supervisor` for
+it (`supervisor_start`), which runs the ranks (`rank_process`) and reads their steps
 (`step_reports`). All wait in a `loop` and exchange lines of JSON (`channel`); `folders`
 says where their files are, `processes` finds and ends trees of processes. `job_plans`
 plans a profiled job, `job_files` reads what users write, and `queries` is what they

@@ -5,8 +5,8 @@ and reports what happens, each event once and in order. It keeps nothing in memo
 it could not find again: attempts are folders, supervisors hold their lock, and events
 that the coordinator has not acknowledged stay with their supervisor.
 
-Every message that the coordinator answers renews the lease of the host's attempts, from
-the moment at which the message was sent.
+Every message that the coordinator answers resets the watchdogs of the host's attempts,
+from the moment at which the message was sent.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ class Agent:
         self._adopt_all()
         self._link.connect()
         self._loop.every(self._settings.heartbeat_s, self._link.beat)
-        self._loop.every(min(2.0, self._settings.lease_s / 10), self._renew_leases)
+        self._loop.every(
+            min(2.0, self._settings.watchdog_s / 10), self._reset_watchdogs
+        )
         self._loop.run()
 
     # the coordinator
@@ -165,7 +167,7 @@ class Agent:
                 self._folders,
                 self._devices,
                 meeting=meeting,
-                lease_until_s=self._link.lease_until_s,
+                watchdog_until_s=self._link.watchdog_until_s,
             )
             folder.mkdir(mode=0o700, exist_ok=True)
             spec.save(folder)
@@ -257,7 +259,7 @@ class Agent:
             lambda channel, message: self._on_report(fence, channel, message),
             lambda channel: self._on_detached(fence, channel),
         )
-        part.channel.send({"do": "attach", "until_s": self._link.lease_until_s})
+        part.channel.send({"do": "attach", "until_s": self._link.watchdog_until_s})
 
     def _on_detached(self, fence: Fence, channel: Channel) -> None:
         part = self._parts.get(fence)
@@ -334,11 +336,11 @@ class Agent:
 
         self._link.report(events.ENDED, fence, end, forget)
 
-    def _renew_leases(self) -> None:
-        until_s = self._link.lease_until_s
+    def _reset_watchdogs(self) -> None:
+        until_s = self._link.watchdog_until_s
         for part in self._parts.values():
             if part.channel is not None:
-                part.channel.send({"do": "lease", "until_s": until_s})
+                part.channel.send({"do": "reset", "until_s": until_s})
 
 
 def _next_life(path: Path) -> int:

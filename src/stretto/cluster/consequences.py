@@ -69,8 +69,8 @@ def _stop_of(
 def _unusable_host(attempt: Attempt, state: State) -> str | None:
     """Return why an attempt must leave its hosts, if it must.
 
-    One whose hosts are all silent goes on if they return within their leases: stopping
-    it would free no device earlier.
+    One whose hosts are all silent goes on if they return before its watchdogs fire:
+    stopping it would free no device earlier.
     """
     hosts = [state.cluster.hosts[part.host] for part in attempt.live_parts()]
     if not any(host.is_up for host in hosts):

@@ -52,7 +52,8 @@ class Answer:
 
     join: bool = False
     """The agent's events do not count until it sends `events.JOINED`, with all that its
-    host's supervisors know, as the next event of its life. Its lease is not renewed."""
+    host's supervisors know, as the next event of its life. Until then no
+    watchdog is reset."""
 
 
 @final

@@ -75,7 +75,7 @@ class CoordinatorLink:
         self._loop, self._folders, self._host = loop, folders, host
         self._agent = f"{host}#{life}"
         self._joined, self._meetings, self._execute = joined, meetings, execute
-        self._lease_s = folders.load_settings().lease_s
+        self._watchdog_s = folders.load_settings().watchdog_s
         self._outgoing: list[_Outgoing] = []
         self._next_seq, self._sent_seq = 1, 0
         self._channel: Channel | None = None
@@ -84,12 +84,12 @@ class CoordinatorLink:
         self._is_flushing = False
 
     @property
-    def lease_until_s(self) -> float:
-        """End of the lease that the last contact has renewed, as of `loop.now_s`.
+    def watchdog_until_s(self) -> float:
+        """When the watchdogs fire that the last contact has reset, as of `loop.now_s`.
 
         A time, not what is left: however late a supervisor reads it, it means the same.
         """
-        return self._contact_s + self._lease_s
+        return self._contact_s + self._watchdog_s
 
     def connect(self) -> None:
         """Connect, now or as soon as a coordinator runs."""
@@ -126,7 +126,7 @@ class CoordinatorLink:
             self.report(events.JOINED, data=self._joined())
             return
         self._contact_s = max(self._contact_s, sent_s)
-        if sent_s + self._lease_s <= now_s():
+        if sent_s + self._watchdog_s <= now_s():
             return  # a late answer: other hosts may have its jobs by now
         for body in message.get("commands", ()):
             self._execute(body)

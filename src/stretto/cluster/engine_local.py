@@ -239,7 +239,7 @@ def down(folders: Folders, *, timeout_s: float) -> bool:
 
     Returns:
         Whether all jobs had ended in time. Otherwise their supervisors end them when
-        their lease has passed.
+        their watchdog fires.
 
     Raises:
         ClusterError: no cluster runs here.

@@ -68,7 +68,7 @@ DETACHING = "detaching"
 STOPPING = "stopping"
 """The attempt must end. Data: ``why``, ``then`` (see `ledger`), ``kill_s``."""
 LOST = "lost"
-"""With an attempt: its part on ``host`` has certainly ended, by its lease. Without:
+"""With an attempt: its part on ``host`` has certainly ended, by its watchdog. Without:
 ``host`` is silent. Data: ``why``, and for a host ``fence_s``."""
 REQUEUED = "requeued"
 """The attempt has ended and the job waits again. Data: ``why``, ``ready_s``,

@@ -37,7 +37,7 @@ class Settings:
     collocation: str = ""
     """File of measured pairs of foregrounds and backgrounds; empty: none."""
 
-    lease_s: float = 60.0
+    watchdog_s: float = 60.0
     heartbeat_s: float = 1.0
     report_every_s: float = 10.0
 

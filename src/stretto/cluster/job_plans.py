@@ -39,7 +39,7 @@ MAX_SIMULATED = 64
 """Largest number of devices that is planned for."""
 
 NETWORK = "deeppool"
-"""The cluster of `stretto.zoo` whose network is assumed if none was measured."""
+"""The measured network of `stretto.zoo` that is assumed if none was measured."""
 
 
 @final

@@ -26,8 +26,8 @@ that time, which only lengthens a fence.
 # Note [Attempts and fences]
 Each start of a job is an attempt, numbered from 1, and (job, attempt) is its fence. An
 attempt has a part on each of its hosts. A part has ended when its host reports it
-(`ENDED`, or `JOINED` without it), or when the host was silent for the lease and a
-margin: supervisors end their ranks when they have no contact for a lease, counted from
+(`ENDED`, or `JOINED` without it), or when the host was silent for the watchdog's time
+and a margin: supervisors end their ranks when they have no contact for that time, from
 when the last acknowledged heartbeat was sent. A part's devices are free when it has
 ended; the job waits again, or ends, when all parts have. So two attempts never live at
 once, and no device has two jobs of a role.
@@ -35,10 +35,11 @@ once, and no device has two jobs of a role.
 # Note [What agents must do]
 An agent sends one request at a time, with all its events that are not acknowledged,
 oldest first, and drops answers to earlier requests. It executes the commands of an
-answer only if it sent the request less than a lease ago; from then on, that sending is
-its last contact. Its host's supervisors end their ranks a lease after the last contact,
-even if the agent has ended. An agent that must join (`coordinator.Answer`) reports
-`JOINED` next. It keeps the record of an ended attempt until `ENDED` is acknowledged.
+answer only if it sent the request less than `watchdog_s` ago; that sending is then
+its last contact. Its host's supervisors end their ranks `watchdog_s` after the last
+contact, even if the agent has ended. An agent that must join (`coordinator.Answer`)
+reports `JOINED` next. It keeps the record of an ended attempt until `ENDED` is
+acknowledged.
 
 # Note [How an attempt ends]
 All ranks ended with 0: `DONE`. A rank failed: the other parts are stopped; then
@@ -90,11 +91,11 @@ class Limits:
     silent_s: float = 4.0
     """A host without a heartbeat for so long is lost."""
 
-    lease_s: float = 60.0
+    watchdog_s: float = 60.0
     """Supervisors end their ranks after so long without contact."""
 
     margin_s: float = 10.0
-    """Added to the lease before an attempt on a silent host counts as ended."""
+    """Added to `watchdog_s` before an attempt on a silent host counts as ended."""
 
 
 @final
@@ -298,7 +299,7 @@ class Ledger:
             if host.is_up and now_s - heard_s >= limits.silent_s:
                 data = {
                     "why": f"nothing heard for {now_s - heard_s:.1f} s",
-                    "fence_s": heard_s + limits.lease_s + limits.margin_s,
+                    "fence_s": heard_s + limits.watchdog_s + limits.margin_s,
                 }
                 out.append(Event(ev.LOST, now_s, host=host.name, data=data))
         return self._applied(out)
@@ -308,7 +309,7 @@ class Ledger:
         for host, fence_s in list(self.state.fences.items()):
             if fence_s > now_s:
                 continue
-            data = {"why": f"{host} was silent for longer than the lease"}
+            data = {"why": f"{host} was silent for longer than the watchdog"}
             out += [
                 Event(ev.LOST, now_s, job, number, host, data)
                 for job, number in self.state.on_host[host]

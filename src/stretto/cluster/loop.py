@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def now_s() -> float:
     """Return the time since the host's start, suspension included.
 
-    No change of the wall clock moves it. Leases end while a host is suspended.
+    No change of the wall clock moves it. Watchdogs fire while a host is suspended.
     """
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 

@@ -65,9 +65,10 @@ class PartSpec:
     peers_grace_s: float = 5.0
     """How long other ranks may go on after one has failed, to report what they saw."""
 
-    lease_s: float = 60.0
-    first_lease_until_s: float | None = None
-    """End of the lease at the start, as of `loop.now_s`; ``None``: all is left."""
+    watchdog_s: float = 60.0
+    first_watchdog_until_s: float | None = None
+    """When the watchdog fires unless it is reset, as of `loop.now_s`; ``None``: after
+    all its time."""
 
     report_every_s: float = 10.0
     extra: dict[str, str] | None = None

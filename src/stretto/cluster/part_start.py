@@ -31,7 +31,7 @@ def part_spec_of(
     devices: Sequence[str],
     *,
     meeting: Sequence[Any] | None,
-    lease_until_s: float,
+    watchdog_until_s: float,
 ) -> PartSpec:
     """Return what a host runs for a command.
 
@@ -40,7 +40,7 @@ def part_spec_of(
         folders: of the cluster.
         devices: names of the host's devices.
         meeting: address and port at which the ranks meet; ``None``: choose a port.
-        lease_until_s: end of the host's lease, as of `loop.now_s`.
+        watchdog_until_s: when the host's watchdogs fire, as of `loop.now_s`.
     """
     spec, settings = command.spec, folders.load_settings()
     address, port = meeting or ("127.0.0.1", free_port())
@@ -74,8 +74,8 @@ def part_spec_of(
         signal=spec.restart.signal,
         grace_s=spec.restart.grace_s,
         peers_grace_s=min(_PEERS_GRACE_S, spec.restart.grace_s),
-        lease_s=settings.lease_s,
-        first_lease_until_s=lease_until_s,
+        watchdog_s=settings.watchdog_s,
+        first_watchdog_until_s=watchdog_until_s,
         report_every_s=settings.report_every_s,
         extra=_variables(command, folders, batch),
     )

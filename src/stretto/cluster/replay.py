@@ -116,7 +116,7 @@ def _table(
     larger = tuple(2**i for i in range(9, 16))
     question = SpeedQuestion(
         profile=layer_profile(name, samples=(*SAMPLES, *larger)),
-        cluster=cluster("deeppool"),
+        network=cluster("deeppool"),
         batch=MODELS[name],
         gpus=tuple(sorted(counts)),
         ways=tuple(sorted(ways)),

@@ -38,7 +38,7 @@ _log = get_logger(__name__)
 
 _SILENT_BEATS = 4
 _MIN_MARGIN_S = 5.0
-"""Within which a supervisor on a busy host must end its ranks after its lease."""
+"""Within which a busy host's supervisor must end its ranks when its watchdog fires."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SHORTEST_PAUSE_S = 0.001
@@ -85,8 +85,8 @@ class Server:
         self.folders, self.settings = folders, settings
         limits = Limits(
             silent_s=_SILENT_BEATS * settings.heartbeat_s,
-            lease_s=settings.lease_s,
-            margin_s=max(_MIN_MARGIN_S, settings.lease_s / 6),
+            watchdog_s=settings.watchdog_s,
+            margin_s=max(_MIN_MARGIN_S, settings.watchdog_s / 6),
         )
         self.ledger = Ledger(registry.get(settings.policy), limits)
         self.store = Store(folders.root)

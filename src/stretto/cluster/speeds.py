@@ -48,7 +48,7 @@ class SpeedQuestion:
 
     profile: LayerProfile
 
-    cluster: Cluster
+    network: Cluster
     """One host of it is as large as needed: full bisection, as in DeepPool's paper."""
 
     batch: int
@@ -71,7 +71,7 @@ class SpeedQuestion:
             [
                 _VERSION,
                 codec.encode(self.profile).decode(),
-                codec.encode(self.cluster).decode(),
+                codec.encode(self.network).decode(),
                 codec.encode(self.efficiency).decode(),
                 self.batch,
                 self.gpus,
@@ -192,7 +192,7 @@ class _Table:
     def _problem(self, gpus: int, batch: int) -> tuple[BurstProblem, Cluster]:
         question = self._question
         network = replace(
-            question.cluster, hosts=1, ranks_per_host=gpus, allreduce=None
+            question.network, hosts=1, ranks_per_host=gpus, allreduce=None
         )
         problem = BurstProblem.of(
             question.profile,

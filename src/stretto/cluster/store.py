@@ -155,7 +155,7 @@ def read_events(
     except (sqlite3.Error, ValueError, TypeError, KeyError) as exc:
         raise ClusterError(
             f"{folder / DATABASE}: is damaged: {exc}. Move it away and start again; "
-            "jobs that run now end after their lease"
+            "jobs that run now end when their watchdog fires"
         ) from exc
 
 

@@ -1,10 +1,10 @@
 """The process above one attempt's ranks: see `supervisor_start`.
 
 It has a session of its own, outside the tree of the process that started it, and serves
-a socket in the attempt's folder. An agent attaches to it, renews its lease, and gets
+a socket in the attempt's folder. An agent attaches to it, resets its watchdog, and gets
 its events in order until it has acknowledged them. When the agent dies, the ranks go
-on, and the next agent attaches. Without a renewed lease the supervisor ends the attempt
-by itself, so the job may start elsewhere once the lease has passed.
+on, and the next agent attaches. If nothing resets the watchdog in time, the supervisor
+ends the attempt by itself, so the job may start elsewhere after that time.
 
 The supervisor's lock is taken before it is started and held to its end: while it is
 held, the attempt may run. If the supervisor is killed, the kernel kills the ranks with
@@ -47,7 +47,7 @@ _MAX_PIECES = 64
 """Of an ended rank's output, copied at once: what it started may go on to write."""
 
 _LONGEST_CHECK_S = 1.0
-"""Between two looks at the lease."""
+"""Between two looks at the watchdog."""
 
 _KILL_AFTER_S = 5.0
 _DRAIN_S = 1.0
@@ -75,9 +75,9 @@ class Supervisor:
         self._events: list[dict[str, Any]] = []
         self._next_number = 1
         self._agent: Channel | None = None
-        first_s = self._part.first_lease_until_s
-        full_s = now_s() + self._part.lease_s
-        self._lease_until_s = full_s if first_s is None else min(first_s, full_s)
+        first_s = self._part.first_watchdog_until_s
+        full_s = now_s() + self._part.watchdog_s
+        self._watchdog_until_s = full_s if first_s is None else min(first_s, full_s)
         self._wanted: tuple[str, ...] | None = None
         self._why, self._code = "", 0
         self._failed_rank: int | None = None
@@ -86,7 +86,7 @@ class Supervisor:
         self._end: dict[str, Any] | None = None
         self._handlers: dict[str, Callable[[Channel, dict[str, Any]], None]] = {
             "attach": self._attach,
-            "lease": self._renew,
+            "reset": self._reset,
             "acknowledge": self._acknowledge,
             "stop": self._asked_to_stop,
             "use": self._use,
@@ -104,13 +104,13 @@ class Supervisor:
             }
         )
         listener = Listener(self._loop, self._socket, self._on_message, self._on_close)
-        if now_s() < self._lease_until_s:
+        if now_s() < self._watchdog_until_s:
             self._begin()
         else:  # the process did not run for a while: another attempt may run by now
-            self._check_lease()
+            self._check_watchdog()
             self._finish()
-        period_s = min(_LONGEST_CHECK_S, max(0.05, self._part.lease_s / 20))
-        self._loop.every(period_s, self._check_lease)
+        period_s = min(_LONGEST_CHECK_S, max(0.05, self._part.watchdog_s / 20))
+        self._loop.every(period_s, self._check_watchdog)
         self._loop.run()
         listener.close()
 
@@ -329,18 +329,18 @@ class Supervisor:
         except OSError:  # a full disk; the event says it, too
             self._loop.call_in(_RETRY_S, self._write_end)
 
-    def _check_lease(self) -> None:
-        if now_s() < self._lease_until_s:
+    def _check_watchdog(self) -> None:
+        if now_s() < self._watchdog_until_s:
             return
         if self._end is not None:
             self._loop.stop()  # the file says how it ended
             return
         if not self._why:
-            lease_s = self._part.lease_s
-            self._why = f"no agent renewed the lease for {lease_s:g} s"
+            watchdog_s = self._part.watchdog_s
+            self._why = f"no agent reset the watchdog for {watchdog_s:g} s"
             self._code = 128 + signal.SIGKILL
         self._is_signaled = True
-        # Another attempt may start when the lease has ended: there is no grace.
+        # Another attempt may start when the watchdog has fired: there is no grace.
         self._kill()
 
     # the agent
@@ -373,15 +373,17 @@ class Supervisor:
 
     def _attach(self, channel: Channel, message: dict[str, Any]) -> None:
         self._agent = channel
-        self._renew(channel, message)
+        self._reset(channel, message)
         channel.send({"attached": list(self._part.fence)})
         for event in self._events:
             channel.send({"event": event})
 
-    def _renew(self, _channel: Channel, message: dict[str, Any]) -> None:
-        # A time of this host's clock: a message that was read late renews nothing.
-        until_s = min(float(message.get("until_s", 0.0)), now_s() + self._part.lease_s)
-        self._lease_until_s = max(self._lease_until_s, until_s)
+    def _reset(self, _channel: Channel, message: dict[str, Any]) -> None:
+        # A time of this host's clock: a message that was read late resets nothing.
+        until_s = min(
+            float(message.get("until_s", 0.0)), now_s() + self._part.watchdog_s
+        )
+        self._watchdog_until_s = max(self._watchdog_until_s, until_s)
 
     def _acknowledge(self, _channel: Channel, message: dict[str, Any]) -> None:
         number = int(message.get("number", 0))

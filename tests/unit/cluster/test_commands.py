@@ -235,10 +235,10 @@ def test_more_hosts_than_devices_are_refused(
     assert "more hosts than the 1 devices" in capsys.readouterr().err
 
 
-def test_a_lease_of_few_heartbeats_is_refused(
+def test_a_watchdog_of_few_heartbeats_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--lease", "2", "--folder", str(tmp_path / "c")]
+    options = ["--watchdog", "2", "--folder", str(tmp_path / "c")]
     with pytest.raises(SystemExit) as ended:
         main(["cluster", "start", *options])
     assert ended.value.code == 2

@@ -277,7 +277,7 @@ def test_a_full_disk_refuses_submissions_and_running_jobs_go_on(
 def test_a_silent_hosts_job_starts_elsewhere_and_never_runs_twice(
     tmp_path: Path,
 ) -> None:
-    with cluster(tmp_path / "c", devices=1, lease_s=4.0, heartbeat_s=0.25) as found:
+    with cluster(tmp_path / "c", devices=1, watchdog_s=4.0, heartbeat_s=0.25) as found:
         # Two attempts at once would find the lock taken, and fail.
         script = "exec 9>lock; flock -n 9 || touch twice; touch on-$STRETTO_DEVICE; "
         name = found.submit(job(tmp_path, script + WAITS))
@@ -293,7 +293,7 @@ def test_a_silent_hosts_job_starts_elsewhere_and_never_runs_twice(
             os.kill(agent, signal.SIGCONT)
         (tmp_path / "go").touch()
         end = found.await_state(name, "done")
-        # On a machine that stands still for a lease there are more attempts.
+        # On a machine that stands still for that time there are more attempts.
         assert end["attempt"] >= 2
         assert end["failures"] == 0
         assert not (tmp_path / "twice").exists()
@@ -304,7 +304,7 @@ def test_a_silent_hosts_job_starts_elsewhere_and_never_runs_twice(
         )
 
 
-def test_a_host_that_is_silent_for_less_than_its_lease_keeps_its_job(
+def test_a_host_that_is_silent_for_less_than_its_watchdog_keeps_its_job(
     tmp_path: Path,
 ) -> None:
     with cluster(tmp_path / "c", devices=1, heartbeat_s=0.25) as found:

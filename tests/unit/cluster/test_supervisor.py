@@ -1,4 +1,4 @@
-"""One attempt's supervisor: ranks, logs, grace, lease, adoption."""
+"""One attempt's supervisor: ranks, logs, grace, watchdog, adoption."""
 
 from __future__ import annotations
 
@@ -293,39 +293,39 @@ def test_without_an_agent_the_attempt_goes_on_and_a_new_one_adopts_it(
     assert second.event("ended")["code"] == 3
 
 
-def test_without_a_renewed_lease_the_supervisor_ends_the_attempt(folder: Path) -> None:
-    part = part_spec_of(folder, *shell("exec sleep 600"), lease_s=0.5)
+def test_without_a_reset_watchdog_the_supervisor_ends_the_attempt(folder: Path) -> None:
+    part = part_spec_of(folder, *shell("exec sleep 600"), watchdog_s=0.5)
     agent = started(folder, part)
     end = agent.event("ended")
-    assert end["why"] == "no agent renewed the lease for 0.5 s"
+    assert end["why"] == "no agent reset the watchdog for 0.5 s"
     assert supervisor_start.read_end(folder) is not None
 
 
-def test_a_renewed_lease_keeps_the_attempt(folder: Path) -> None:
+def test_a_reset_watchdog_keeps_the_attempt(folder: Path) -> None:
     command = shell("sleep 1.5; exit 4")
-    agent = started(folder, part_spec_of(folder, *command, lease_s=1.0))
+    agent = started(folder, part_spec_of(folder, *command, watchdog_s=1.0))
     for _ in range(15):
-        agent.send(do="lease", until_s=now_s() + 1.0)
+        agent.send(do="reset", until_s=now_s() + 1.0)
         time.sleep(0.1)
-    # On a machine that stood still for a second the lease may have ended.
+    # On a machine that stood still for a second the watchdog may have fired.
     assert agent.event("ended")["code"] in (4, 128 + signal.SIGKILL)
 
 
-def test_a_renewal_that_is_read_after_its_lease_renews_nothing(folder: Path) -> None:
+def test_a_reset_that_is_read_after_its_time_resets_nothing(folder: Path) -> None:
     # As if the supervisor had not run since the message was sent.
     sent_until_s = now_s() - 1.0
-    part = part_spec_of(folder, *shell("exec sleep 600"), lease_s=1e6)
-    part = dataclasses.replace(part, first_lease_until_s=now_s() + 3.0)
+    part = part_spec_of(folder, *shell("exec sleep 600"), watchdog_s=1e6)
+    part = dataclasses.replace(part, first_watchdog_until_s=now_s() + 3.0)
     part.save(folder)
     assert start_supervisor(folder) is not None
     with contextlib.suppress(OSError):  # a busy machine: it has ended already
         Agent(folder, until_s=sent_until_s)
-    assert awaited_end(folder)["why"].startswith("no agent renewed the lease")
+    assert awaited_end(folder)["why"].startswith("no agent reset the watchdog")
 
 
-def test_ranks_do_not_start_after_their_first_lease(folder: Path) -> None:
+def test_ranks_do_not_start_after_their_watchdog_has_fired(folder: Path) -> None:
     part = part_spec_of(folder, *shell("touch ran"))
-    part = dataclasses.replace(part, first_lease_until_s=now_s() - 1.0)
+    part = dataclasses.replace(part, first_watchdog_until_s=now_s() - 1.0)
     part.save(folder)
     assert start_supervisor(folder) is not None
     assert awaited_end(folder)["code"] == 128 + signal.SIGKILL
@@ -333,7 +333,7 @@ def test_ranks_do_not_start_after_their_first_lease(folder: Path) -> None:
 
 
 def test_an_end_that_nobody_acknowledged_is_kept_in_a_file(folder: Path) -> None:
-    part = part_spec_of(folder, *shell("exit 9"), lease_s=1.0)
+    part = part_spec_of(folder, *shell("exit 9"), watchdog_s=1.0)
     started(folder, part).close()
     end = awaited_end(folder)
     assert end["code"] == 9
