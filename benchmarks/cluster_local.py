@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from _record import spread, store
-from stretto.cluster import engine_local
+from stretto.cluster import engine_local, roles
 from stretto.cluster.folders import Folders, Settings
 from stretto.schema import codec
 from stretto.schema.job import GpuRange, Job
@@ -81,7 +81,7 @@ def killed_coordinator(cluster: Cluster) -> tuple[float, int]:
     script = f"while [ ! -e {go} ]; do sleep 0.05; done"
     jobs = [cluster.submit(script) for _ in range(4)]
     cluster.await_states({"running": 4})
-    pid = engine_local.holder_of(cluster.folders.coordinator_lock)
+    pid = roles.holder_of(cluster.folders.coordinator_lock)
     begin_s = time.perf_counter()
     os.kill(pid, signal.SIGKILL)
     cluster.states()

@@ -8,7 +8,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
-from stretto.cluster import engine_local, processes
+from stretto.cluster import engine_local, processes, roles
 from stretto.cluster.folders import Folders, Settings
 from stretto.cluster.part_spec import ATTEMPT_VARIABLE
 from stretto.schema import codec
@@ -82,7 +82,7 @@ class Cluster:
 
         def runs() -> bool:
             nonlocal found
-            found = engine_local.holder_of(lock)
+            found = roles.holder_of(lock)
             return found is not None
 
         await_that(runs, lambda: f"{role} does not run")
@@ -106,7 +106,7 @@ class Cluster:
         deadline_s = time.monotonic() + LIMIT_S
         while any(map(processes.is_locked, locks)) and time.monotonic() < deadline_s:
             for lock in locks:
-                if (pid := engine_local.holder_of(lock)) is not None:
+                if (pid := roles.holder_of(lock)) is not None:
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)

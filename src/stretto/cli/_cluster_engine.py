@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto.cli._cluster_options import as_json, in_folder, put
-from stretto.cluster import engine_local
+from stretto.cluster import engine_local, engine_ray
 from stretto.cluster.folders import Settings
 from stretto.cluster.local_devices import KINDS, local_devices
 from stretto.cluster.policies import registry
+from stretto.cluster.ray_head import is_loopback
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from stretto.cluster.folders import Folders
+    from stretto.cluster.folders import Folders, RaySettings
+
+_HERE = "here"
 
 
 @click.command(name="start")
@@ -24,6 +27,34 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     metavar="N",
     help="Use this machine, with N devices.  [default: its GPUs, or its processors]",
+)
+@click.option(
+    "--ray",
+    is_flag=False,
+    flag_value=_HERE,
+    metavar="[HOST:PORT]",
+    help="Use Ray: one that runs there, with all its nodes, or one that is started "
+    "here and that other hosts can join.",
+)
+@click.option(
+    "--interface",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="ADDRESS",
+    help="Address of this machine for a Ray that is started here. Any but the default "
+    "lets it listen on all interfaces.",
+)
+@click.option(
+    "--shared",
+    type=click.Path(exists=True, file_okay=False, resolve_path=True),
+    help="Folder that all hosts share, for logs and jobs' files.  [default: the "
+    "cluster's own]",
+)
+@click.option(
+    "--insecure",
+    "is_insecure",
+    is_flag=True,
+    help="Join a Ray that asks for no token.",
 )
 @click.option(
     "--hosts",
@@ -86,6 +117,10 @@ if TYPE_CHECKING:
 @as_json
 def start_command(
     devices: int | None,
+    ray: str | None,
+    interface: str,
+    shared: str | None,
+    is_insecure: bool,
     hosts: int,
     kind: str | None,
     policy: str,
@@ -97,10 +132,13 @@ def start_command(
     folders: Folders,
     is_json: bool,
 ) -> None:
-    """Start a cluster on this machine; it goes on when you log out."""
+    """Start a cluster on this machine or on Ray; it goes on when you log out."""
     registry.get(policy)
-    names = local_devices(devices, kind)
-    if hosts > len(names):
+    ray_settings = _ray(folders, ray, interface, is_insecure=is_insecure)
+    # A Ray that runs already says itself what its nodes have.
+    is_named = ray in (None, _HERE) or devices is not None
+    names = local_devices(devices, kind) if is_named else []
+    if is_named and hosts > len(names):
         raise SpecError(
             f"--hosts {hosts}: more hosts than the {len(names)} devices: give each "
             "at least one"
@@ -111,20 +149,37 @@ def start_command(
             f"{heartbeat_s:g} s, or one late answer ends jobs"
         )
     settings = Settings(
-        hosts={f"host{number}": tuple(names[number::hosts]) for number in range(hosts)},
+        hosts={
+            f"host{number}": tuple(names[number::hosts])
+            for number in range(hosts if is_named else 0)
+        },
         policy=policy,
         network=network or "",
         collocation=collocation or "",
         watchdog_s=watchdog_s,
         heartbeat_s=heartbeat_s,
         report_every_s=report_every_s,
+        shared=shared or "",
+        ray=ray_settings,
     )
     found = engine_local.start(folders, settings)
     if is_json:
         put(found)
         return
     click.echo(f"started a cluster in {folders.root}")
+    if ray_settings is not None and not is_loopback(ray_settings.address):
+        click.echo(engine_ray.how_to_join(ray_settings))
     _echo_status(found)
+
+
+def _ray(
+    folders: Folders, ray: str | None, interface: str, *, is_insecure: bool
+) -> RaySettings | None:
+    if ray is None:
+        return None
+    if ray == _HERE:
+        return engine_ray.started_ray(folders, interface)
+    return engine_ray.joined_ray(ray, is_insecure=is_insecure)
 
 
 @click.command(name="down")

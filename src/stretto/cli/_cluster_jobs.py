@@ -167,7 +167,8 @@ def logs_command(
     """Print what a rank of a job wrote; with --json one object per line."""
     found = engine_local.ask(folders, {"do": "show", "job": job})
     job, number = found["job"], attempt or found["attempt"]
-    log = _Log(folders.logs(job, number), rank, number, is_json=is_json)
+    all_logs = Path(found["logs"]).parent
+    log = _Log(all_logs / f"attempt{number}", rank, number, is_json=is_json)
     while True:
         is_later = found["attempt"] > number
         is_over = is_later or found["state"] in _ENDED
@@ -175,7 +176,7 @@ def logs_command(
         log.copy(is_last=is_over or not follow)
         if is_later and follow and attempt is None:
             number += 1
-            log = _Log(folders.logs(job, number), rank, number, is_json=is_json)
+            log = _Log(all_logs / f"attempt{number}", rank, number, is_json=is_json)
             continue
         if is_over or not follow:
             break

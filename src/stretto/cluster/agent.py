@@ -25,7 +25,7 @@ from stretto.cluster.channel import Channel, connected
 from stretto.cluster.commands import PROFILE, MakePlan, StartPart, StopPart, UseDevices
 from stretto.cluster.coordinator_link import CoordinatorLink, Fence
 from stretto.cluster.folders import Folders
-from stretto.cluster.loop import Loop
+from stretto.cluster.loop import Loop, now_s
 from stretto.cluster.part_spec import (
     ATTEMPT_VARIABLE,
     LOCK_FILE,
@@ -103,9 +103,10 @@ class Agent:
         self._adopt_all()
         self._link.connect()
         self._loop.every(self._settings.heartbeat_s, self._link.beat)
-        self._loop.every(
-            min(2.0, self._settings.watchdog_s / 10), self._reset_watchdogs
-        )
+        period_s = min(2.0, self._settings.watchdog_s / 10)
+        self._loop.every(period_s, self._reset_watchdogs)
+        if not self._settings.has_keeper:
+            self._loop.every(period_s, self._end_if_forgotten)
         self._loop.run()
 
     # the coordinator
@@ -341,6 +342,14 @@ class Agent:
         for part in self._parts.values():
             if part.channel is not None:
                 part.channel.send({"do": "reset", "until_s": until_s})
+
+    def _end_if_forgotten(self) -> None:
+        """End if the cluster has gone and left nothing here; an actor may restart it.
+
+        A keeper ends its agents itself.
+        """
+        if not self._parts and now_s() > self._link.watchdog_until_s:
+            self._loop.stop()
 
 
 def _next_life(path: Path) -> int:

@@ -1,17 +1,15 @@
 """A cluster of processes on this machine: start it, keep it running, end it.
 
-A keeper starts the coordinator and one agent per emulated host, and starts again what
-has ended. Each takes a lock in the cluster's folder for as long as it lives, so none
-runs twice, and the kernel releases it however the process ends. An agent that finds no
-keeper starts one. So any of them may be killed.
+A keeper starts the coordinator and one agent per emulated host, or what connects it to
+Ray, and starts again what has ended (`roles`). An agent that finds no keeper starts
+one, and so does any command. So any of them may be killed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import itertools
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -21,70 +19,17 @@ from typing import TYPE_CHECKING, Any, final
 from stretto.cluster import channel, processes
 from stretto.cluster.folders import Folders, Settings
 from stretto.cluster.loop import Loop, now_s
+from stretto.cluster.roles import Role, end_holders
 from stretto.errors import ClusterError, Infeasible, SpecError, StrettoError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _LOOK_S = 0.1
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-"""Between two starts of a process that ends at once."""
-
-_STEADY_S = 10.0
 _ANSWER_S = 10.0
 _START_S = 30.0
-
-
-@final
-class _Role:
-    """A process that should run."""
-
-    def __init__(
-        self, module: str, arguments: list[str], lock: Path, log: Path
-    ) -> None:
-        self.lock, self.log = lock, log
-        self._command = [sys.executable, "-P", "-m", module, *arguments]
-        self._process: subprocess.Popen[bytes] | None = None
-        self._started_s, self._pause_s = 0.0, 0.0
-
-    def look(self) -> None:
-        """Start the process if none runs and its pause has passed."""
-        if self._process is not None and self._process.poll() is None:
-            return
-        if processes.is_locked(self.lock):  # a former keeper's
-            return
-        age_s = now_s() - self._started_s
-        if age_s > _STEADY_S:
-            self._pause_s = 0.0
-        elif age_s < self._pause_s:
-            return
-        self._pause_s = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * self._pause_s))
-        self._started_s = now_s()
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd="/",
-                start_new_session=True,
-            )
-
-    def end(self) -> None:
-        """Ask the process to end, even if another keeper started it."""
-        if (pid := holder_of(self.lock)) is not None:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGTERM)
-
-
-def holder_of(lock: Path) -> int | None:
-    """Return the process that holds a file's lock and wrote its number there."""
-    if not processes.is_locked(lock):
-        return None
-    try:
-        return int(lock.read_text())
-    except (OSError, ValueError):
-        return None
+_RAY_START_S = 180.0
+"""Ray's processes take 5 s to start, and much longer on a busy machine."""
 
 
 @final
@@ -93,26 +38,7 @@ class Keeper:
 
     def __init__(self, folders: Folders) -> None:
         self._folders = folders
-        settings = folders.load_settings()
-        root = str(folders.root)
-        self._roles = [
-            _Role(
-                "stretto.cluster.server",
-                [root],
-                folders.coordinator_lock,
-                folders.coordinator_log,
-            )
-        ]
-        for host in settings.hosts:
-            folders.host(host).mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._roles.append(
-                _Role(
-                    "stretto.cluster.agent",
-                    [root, host],
-                    folders.agent_lock(host),
-                    folders.host(host) / "agent.log",
-                )
-            )
+        self._stages = stages(folders, folders.load_settings())
         self._loop = Loop()
 
     def run(self) -> None:
@@ -129,27 +55,57 @@ class Keeper:
         self._look()
         self._loop.every(_LOOK_S, self._look)
         self._loop.run()
-        deadline_s = now_s() + _ANSWER_S
-        while any(holder_of(role.lock) for role in self._roles):
-            for role in self._roles:
-                role.end()
-            if now_s() > deadline_s:
-                break
-            time.sleep(0.05)
+        for stage in self._stages:
+            end_holders([role.lock for role in stage], timeout_s=_ANSWER_S)
 
     def _look(self) -> None:
         if self._folders.down.exists():
             self._loop.stop()
             return
-        for role in self._roles:
+        for role in itertools.chain(*self._stages):
             # A disk may be full, or processes may be scarce: try again later.
             with contextlib.suppress(OSError):
                 role.look()
 
 
+def stages(folders: Folders, settings: Settings) -> list[list[Role]]:
+    """Return the processes of a cluster on this host, those that end first first."""
+    root, ray = str(folders.root), settings.ray
+    coordinator = Role(
+        "stretto.cluster.server",
+        [root],
+        folders.coordinator_lock,
+        folders.coordinator_log,
+    )
+    if ray is None:
+        return [[coordinator, *_agents(folders, settings)]]
+    gateway = Role(
+        "stretto.cluster.ray_gateway",
+        [root],
+        folders.gateway_lock,
+        folders.gateway_log,
+    )
+    head = Role("stretto.cluster.ray_head", [root], folders.ray_lock, folders.ray_log)
+    # The gateway ends what runs on other hosts, through Ray.
+    return [[gateway], [coordinator, head] if ray.is_started else [coordinator]]
+
+
+def _agents(folders: Folders, settings: Settings) -> Iterator[Role]:
+    for host in settings.hosts:
+        folders.host(host).mkdir(mode=0o700, parents=True, exist_ok=True)
+        yield Role(
+            "stretto.cluster.agent",
+            [str(folders.root), host],
+            folders.agent_lock(host),
+            folders.host(host) / "agent.log",
+        )
+
+
 def start_keeper(folders: Folders) -> None:
     """Start a keeper unless one runs, or the cluster is to be down."""
     if folders.down.exists() or processes.is_locked(folders.keeper_lock):
+        return
+    if not folders.load_settings().has_keeper:
         return
     processes.start_detached(
         [sys.executable, "-P", "-m", __name__, str(folders.root)], folders.keeper_log
@@ -174,23 +130,27 @@ def start(folders: Folders, settings: Settings) -> dict[str, Any]:
             "with `stretto cluster down`, or start another with --folder"
         )
     folders.save_settings(settings)
+    folders.found_hosts.unlink(missing_ok=True)
     drained = folders.take_down_mark()
     start_keeper(folders)
-    deadline_s = now_s() + _START_S
+    limit_s = _START_S if settings.ray is None else _RAY_START_S
+    deadline_s = now_s() + limit_s
     found: dict[str, Any] = {}
     while now_s() < deadline_s:
         with contextlib.suppress(ClusterError):
             found = ask(folders, {"do": "status"}, patience_s=1.0)
-            if all(row["joined"] for row in found["hosts"]):
+            if found["hosts"] and all(row["joined"] for row in found["hosts"]):
                 break
         time.sleep(0.02)
     else:
+        logs = [folders.coordinator_log]
+        logs += [] if settings.ray is None else [folders.gateway_log, folders.ray_log]
         raise ClusterError(
-            f"the cluster in {folders.root} did not start within {_START_S:g} s: see "
-            f"{folders.coordinator_log}"
+            f"the cluster in {folders.root} did not start within {limit_s:g} s: see "
+            f"{', '.join(map(str, logs))}, and end it with `stretto cluster down`"
         )
     for host in drained:
-        if host in settings.hosts:
+        if host in {row["host"] for row in found["hosts"]}:
             ask(folders, {"do": "drain", "host": host, "open": True, "user": "start"})
     return ask(folders, {"do": "status"})
 
@@ -256,22 +216,10 @@ def down(folders: Folders, *, timeout_s: float) -> bool:
         if not has_ended:
             time.sleep(0.05)
     folders.mark_down(drained)
-    for pid in _holders(folders):
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGTERM)
-    end_s = now_s() + 2 * _ANSWER_S
-    while any(_holders(folders)) and now_s() < end_s:
-        time.sleep(0.02)
+    for stage in stages(folders, folders.load_settings()):
+        end_holders([role.lock for role in stage], timeout_s=2 * _ANSWER_S)
+    end_holders([folders.keeper_lock], timeout_s=2 * _ANSWER_S)
     return has_ended
-
-
-def _holders(folders: Folders) -> Iterator[int]:
-    """Yield the cluster's processes that run, the keeper first."""
-    locks = [folders.keeper_lock, folders.coordinator_lock]
-    locks += [folders.agent_lock(host) for host in folders.load_settings().hosts]
-    for each in locks:
-        if (pid := holder_of(each)) is not None:
-            yield pid
 
 
 def main(folder: str) -> int:

@@ -7,13 +7,13 @@ import os
 import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 from stretto.cluster.part_spec import write_json
 from stretto.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 FOLDER_VARIABLE = "STRETTO_CLUSTER_DIR"
 """Names the folder."""
@@ -21,11 +21,33 @@ FOLDER_VARIABLE = "STRETTO_CLUSTER_DIR"
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RaySettings:
+    """How a cluster uses Ray."""
+
+    address: str
+    """Host and port of Ray's head."""
+
+    namespace: str
+    """Of the cluster's actors; no other start of a cluster has it."""
+
+    is_started: bool
+    """Whether the cluster starts and ends Ray, instead of joining one that runs."""
+
+    temp: str = ""
+    """Ray's folder for sockets and logs, if the cluster starts it; its path is short,
+    because paths of sockets have a limit."""
+
+    token: str = ""
+    """File of Ray's token; empty: Ray has none, and the user insists."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a local cluster was started; the file ``settings.json``."""
+    """How a cluster was started; the file ``settings.json``."""
 
     hosts: dict[str, tuple[str, ...]]
-    """Names of each host's devices."""
+    """Names of each host's devices; on Ray, those of this machine alone."""
 
     policy: str
     memory_bytes: int = 0
@@ -41,22 +63,54 @@ class Settings:
     heartbeat_s: float = 1.0
     report_every_s: float = 10.0
 
+    address: str = "127.0.0.1"
+    """Of this host, at which ranks on other hosts meet its own."""
+
+    shared: str = ""
+    """Folder that all hosts share, for jobs' files, logs, profiles and plans; empty:
+    the cluster's own."""
+
+    ray: RaySettings | None = None
+
+    has_keeper: bool = True
+    """Whether a keeper runs the folder's processes; on Ray, actors run the agents."""
+
 
 @final
 class Folders:
     """Paths in a cluster's folder."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root = self.shared = root
+        """The cluster's own folder, and the one that all hosts share."""
+
         self.settings = root / "settings.json"
         self.socket = root / "coordinator.sock"
         self.coordinator_lock = root / "coordinator.lock"
         self.coordinator_log = root / "coordinator.log"
         self.keeper_lock = root / "keeper.lock"
         self.keeper_log = root / "keeper.log"
+        self.gateway_lock = root / "gateway.lock"
+        self.gateway_log = root / "gateway.log"
+        self.ray_lock = root / "ray.lock"
+        self.ray_log = root / "ray.log"
+        self.ray_token = root / "ray-token"
+        self.found_hosts = root / "hosts.json"
         self.clock = root / "clock.json"
         self.down = root / "down.json"
         """Exists while the cluster is to be down: nothing is started again."""
+
+    def of_node(self, host: str) -> Folders:
+        """Return the folders of a host that an actor of Ray serves."""
+        return Folders(self.root / "nodes" / host)
+
+    def hosts(self, settings: Settings) -> dict[str, tuple[str, ...]]:
+        """Return the devices of all hosts: the settings', and those found since."""
+        try:
+            found = json.loads(self.found_hosts.read_bytes())
+        except (OSError, ValueError):
+            found = {}
+        return {name: tuple(names) for name, names in found.items()} | settings.hosts
 
     def host(self, name: str) -> Path:
         """Return the folder of an agent."""
@@ -85,7 +139,7 @@ class Folders:
 
     def plans(self, job: str) -> Path:
         """Return the folder of a job's plans."""
-        return self.root / "plans" / job
+        return self.shared / "plans" / job
 
     def plan(self, job: str, devices: int) -> Path:
         """Return the file of a job's burst plan for a number of devices."""
@@ -93,15 +147,15 @@ class Folders:
 
     def profile(self, digest: str) -> Path:
         """Return the file of a layer profile, which equal jobs share."""
-        return self.root / "profiles" / f"{digest}.json"
+        return self.shared / "profiles" / f"{digest}.json"
 
     def files(self, job: str) -> Path:
         """Return the folder of a job's own files."""
-        return self.root / "files" / job
+        return self.shared / "files" / job
 
     def logs(self, job: str, attempt: int) -> Path:
         """Return the folder of the ranks' logs."""
-        return self.root / "logs" / job / f"attempt{attempt}"
+        return self.shared / "logs" / job / f"attempt{attempt}"
 
     def create(self) -> None:
         """Create the folder.
@@ -139,9 +193,7 @@ class Folders:
             ClusterError: no cluster was started here.
         """
         try:
-            found = json.loads(self.settings.read_bytes())
-            hosts = {name: tuple(names) for name, names in found.pop("hosts").items()}
-            return Settings(hosts=hosts, **found)
+            settings = settings_of(json.loads(self.settings.read_bytes()))
         except FileNotFoundError as exc:
             raise ClusterError(
                 f"no cluster was started in {self.root}: run `stretto cluster start`"
@@ -151,6 +203,23 @@ class Folders:
                 f"{self.settings} cannot be read ({exc}): run `stretto cluster down`, "
                 "then `stretto cluster start`"
             ) from exc
+        if settings.shared:
+            self.shared = Path(settings.shared)
+        return settings
+
+
+def settings_of(plain: Mapping[str, Any]) -> Settings:
+    """Return settings from plain JSON.
+
+    Raises:
+        KeyError, TypeError, ValueError: a field is missing, unknown or invalid.
+    """
+    found = dict(plain)
+    hosts = {name: tuple(names) for name, names in found.pop("hosts").items()}
+    ray = found.pop("ray", None)
+    return Settings(
+        hosts=hosts, ray=None if ray is None else RaySettings(**ray), **found
+    )
 
 
 def default_root() -> Path:

@@ -189,7 +189,7 @@ def main(root: str, job: str, profile: str) -> int:
             Cluster.load(settings.network)
             if settings.network
             else zoo.cluster(NETWORK),
-            devices=sum(map(len, settings.hosts.values())),
+            devices=sum(map(len, folders.hosts(settings).values())),
             pair=pair_of(settings.collocation, spec),
         )
         for gpus, plan in found.plans.items():

@@ -43,7 +43,7 @@ def part_spec_of(
         watchdog_until_s: when the host's watchdogs fire, as of `loop.now_s`.
     """
     spec, settings = command.spec, folders.load_settings()
-    address, port = meeting or ("127.0.0.1", free_port())
+    address, port = meeting or (settings.address, free_port())
     words, launch, profile = spec.command, spec.launch, ""
     if command.purpose == PROFILE and spec.burst is not None:
         path = profile_path(spec, folders, devices)

@@ -6,9 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping, Sequence
 
-    from stretto.cluster.folders import Settings
     from stretto.cluster.ledger import Ledger
     from stretto.cluster.records import Record
 
@@ -68,7 +67,11 @@ def job_details(ledger: Ledger, job: str, now_s: float) -> dict[str, Any]:
 
 
 def status(
-    ledger: Ledger, settings: Settings, connected: Collection[str], trouble: str
+    ledger: Ledger,
+    policy: str,
+    all_hosts: Mapping[str, Sequence[str]],
+    connected: Collection[str],
+    trouble: str,
 ) -> dict[str, Any]:
     """Return hosts, devices and who has them, and the number of jobs by state."""
     users: dict[tuple[str, int], dict[str, str]] = {}
@@ -82,7 +85,7 @@ def status(
                 row = users.setdefault((part.host, index), {})
                 row[record.view.role] = record.view.id
     hosts = []
-    for name, devices in settings.hosts.items():
+    for name, devices in all_hosts.items():
         host = ledger.cluster.hosts.get(name)
         is_up = host is not None and host.is_up
         hosts.append(
@@ -102,7 +105,7 @@ def status(
         )
     states = Counter(record.view.state for record in ledger.state.records.values())
     return {
-        "policy": settings.policy,
+        "policy": policy,
         "trouble": trouble,
         "hosts": hosts,
         "jobs": dict(sorted(states.items())),

@@ -93,7 +93,7 @@ class Server:
         self.clock = Clock(self.store.last_s, steady_wall(folders), now_s)
         self.coordinator = Coordinator(self.ledger, self.store, self.clock)
         known = frozenset(self.ledger.cluster.hosts)
-        self.ledger.gone = known - settings.hosts.keys()
+        self.ledger.gone = known - folders.hosts(settings).keys()
         self._loop = Loop()
         self._agents: dict[str, Channel] = {}
         self._sent: dict[str, set[Any]] = {}
@@ -165,6 +165,7 @@ class Server:
         if self._agents.get(host) is not channel:
             self._agents[host], self._sent[host] = channel, set()
             channel.peer = host
+            self.ledger.gone -= {host}
         self._sent_s[host] = float(message["sent_s"])
         if answer.join:
             self._agents.pop(host, None)
@@ -269,10 +270,8 @@ class Server:
 
     def _known(self, message: dict[str, Any]) -> str:
         host = str(message["host"])
-        if host not in self.settings.hosts:
-            raise SpecError(
-                f"{host}: no such host; there are {', '.join(self.settings.hosts)}"
-            )
+        if host not in (hosts := self.folders.hosts(self.settings)):
+            raise SpecError(f"{host}: no such host; there are {', '.join(hosts)}")
         return host
 
     def _list(self, _message: dict[str, Any]) -> dict[str, Any]:
@@ -286,7 +285,13 @@ class Server:
 
     def _status(self, _message: dict[str, Any]) -> dict[str, Any]:
         trouble = self.coordinator.trouble
-        return queries.status(self.ledger, self.settings, set(self._agents), trouble)
+        return queries.status(
+            self.ledger,
+            self.settings.policy,
+            self.folders.hosts(self.settings),
+            set(self._agents),
+            trouble,
+        )
 
     def _events(self, message: dict[str, Any]) -> dict[str, Any]:
         since, job = int(message["since"]), message.get("job")

@@ -1,0 +1,176 @@
+"""A cluster on Ray: settings for a Ray that is started here, or that runs already.
+
+Ray says which hosts there are, passes messages, and restarts what serves a host. The
+coordinator, its store, agents and supervisors are the local engine's: see
+`ray_gateway`, `ray_actor` and `ray_head`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stretto.cluster.folders import RaySettings
+from stretto.errors import ClusterError, MissingPackage, SpecError
+from stretto.lab.ports import free_port
+
+if TYPE_CHECKING:
+    from stretto.cluster.folders import Folders
+
+OLDEST = (2, 59)
+"""Earlier versions have no tokens, or known ways around them."""
+
+_ADDRESS = re.compile(r"[^:/\s]+:[0-9]{1,5}")
+_DEFAULT_TOKEN = Path(".ray") / "auth_token"
+_CHECK_S = 60.0
+
+_CHECK = """
+import sys
+from ray._raylet import GcsClient
+from ray.exceptions import AuthenticationError
+try:
+    GcsClient(address=sys.argv[1]).get_all_node_info(timeout=10)
+except AuthenticationError:
+    print("refused")
+except Exception as error:
+    print("failed", str(error).splitlines()[0])
+else:
+    print("open")
+"""
+
+
+def require_ray() -> None:
+    """Check that a usable Ray is installed.
+
+    Raises:
+        MissingPackage: it is missing or too old.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise MissingPackage(
+            'a cluster on Ray needs Ray on every host: run `pip install "'
+            'stretto[cluster]"`, or start one on this machine with --local N'
+        )
+    version = importlib.metadata.version("ray")
+    numbers = re.findall(r"\d+", version)[:2]
+    if tuple(map(int, numbers)) < OLDEST:
+        raise MissingPackage(
+            f"Ray {version} is too old, {OLDEST[0]}.{OLDEST[1]} is needed for its "
+            'tokens: run `pip install --upgrade "stretto[cluster]"`'
+        )
+
+
+def started_ray(folders: Folders, interface: str) -> RaySettings:
+    """Return settings for a Ray that the cluster starts and ends.
+
+    Args:
+        folders: of the cluster; its token is created, for this user alone.
+        interface: address of this host at which other hosts reach it.
+    """
+    require_ray()
+    folders.create()
+    token = folders.ray_token
+    if not token.exists():
+        descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+    digest = hashlib.sha256(str(folders.root).encode()).hexdigest()[:10]
+    temp = Path(tempfile.gettempdir()) / f"stretto-ray-{os.geteuid()}-{digest}"
+    temp.mkdir(mode=0o700, exist_ok=True)
+    found = temp.lstat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077 or temp.is_symlink():
+        raise ClusterError(
+            f"{temp} is not a folder of this user alone: remove it, or set TMPDIR"
+        )
+    return RaySettings(
+        address=f"{interface}:{free_port()}",
+        namespace=_namespace(),
+        is_started=True,
+        temp=str(temp),
+        token=str(token),
+    )
+
+
+def joined_ray(address: str, *, is_insecure: bool) -> RaySettings:
+    """Return settings for a Ray that runs already.
+
+    Args:
+        address: host and port of its head.
+        is_insecure: join it even if it lets anybody in.
+
+    Raises:
+        SpecError: the address has another form, or no token is known.
+        ClusterError: nothing answers, or anybody is let in.
+    """
+    require_ray()
+    if not _ADDRESS.fullmatch(address):
+        raise SpecError(f"--ray {address}: must be HOST:PORT of a head of Ray")
+    answer = _without_token(address)
+    if answer == "open":
+        if is_insecure:
+            return RaySettings(
+                address=address, namespace=_namespace(), is_started=False
+            )
+        raise ClusterError(
+            f"the Ray at {address} asks for no token: whoever reaches it runs code as "
+            "its user. Start it with RAY_AUTH_MODE=token, or insist with --insecure"
+        )
+    if answer != "refused":
+        raise ClusterError(f"the Ray at {address} does not answer: {answer}")
+    token = _user_token()
+    if token is None:
+        raise SpecError(
+            f"the Ray at {address} asks for a token: name its file in "
+            "RAY_AUTH_TOKEN_PATH, or copy it to ~/.ray/auth_token"
+        )
+    return RaySettings(
+        address=address, namespace=_namespace(), is_started=False, token=str(token)
+    )
+
+
+def _namespace() -> str:
+    return f"stretto-{uuid.uuid4().hex}"
+
+
+def _user_token() -> Path | None:
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named).absolute() if named else Path.home() / _DEFAULT_TOKEN
+    return path if path.is_file() else None
+
+
+def _without_token(address: str) -> str:
+    """Return how a head answers a client that has no token."""
+    plain = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _CHECK, address],
+            env=plain | {"RAY_AUTH_MODE": "disabled"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_CHECK_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_CHECK_S:g} s"
+    words = [line for line in done.stdout.splitlines() if line.strip()]
+    return words[-1].removeprefix("failed ") if words else f"exit {done.returncode}"
+
+
+def how_to_join(ray: RaySettings) -> str:
+    """Return how another host joins the Ray of a cluster; one line, maybe empty."""
+    if not ray.is_started:
+        return ""
+    return (
+        f"another host joins by `RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={ray.token} RAY_worker_niceness=0 "
+        f"ray start --block --address={ray.address}`, with a copy of that file"
+    )

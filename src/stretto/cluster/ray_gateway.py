@@ -1,0 +1,280 @@
+"""Between Ray and the coordinator: ``python -m stretto.cluster.ray_gateway ROOT``.
+
+It is the cluster's only client of Ray: it follows Ray's nodes, has a detached actor on
+each (`ray_actor`), and relays between the actors and the coordinator's socket
+(`ray_relay`). It keeps nothing, so it may be killed at any time, and ends by itself
+when Ray does; the keeper starts another one, which finds the actors by their names.
+
+Ray pickles the arguments of calls. They are numbers, text and bytes of this cluster's
+own processes; nothing that a user writes is unpickled anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import uuid
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+from stretto.cluster import processes
+from stretto.cluster.folders import Folders, Settings
+from stretto.cluster.part_spec import write_json
+from stretto.cluster.ray_actor import HostActor
+from stretto.cluster.ray_head import environment
+from stretto.cluster.ray_relay import Member, Relay, RemoteActor, members
+from stretto.logs import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from stretto.cluster.folders import RaySettings
+
+_log = get_logger(__name__)
+
+_LOOK_S = 1.0
+_RETRY_S = 0.2
+_RAY_S = 10.0
+"""Ray's head must answer within this time, or the gateway ends and starts again."""
+
+_END_S = 5.0
+_CONCURRENCY = 64
+"""Calls of an actor at once; each but `receive` is short."""
+
+
+class Ray(Protocol):
+    """What the gateway needs of Ray."""
+
+    def own_node(self) -> str:
+        """Return the id of this process's node."""
+
+    def nodes(self) -> Sequence[Mapping[str, Any]]:
+        """Return all nodes; may take long."""
+
+    def actor(self, name: str, member: Member, arguments: Sequence[str]) -> RemoteActor:
+        """Return a host's actor, which is created if there is none; may take long."""
+
+    def kill(self, name: str) -> None:
+        """End an actor for good, if it exists; may take long."""
+
+
+@final
+class Gateway:
+    """Keeps an actor and a relay for every host."""
+
+    def __init__(self, folders: Folders, settings: Settings, ray: Ray) -> None:
+        self._folders, self._settings, self._ray = folders, settings, ray
+        self._name = uuid.uuid4().hex
+        self._relays: dict[str, tuple[Member, asyncio.Task[None]]] = {}
+        self._ends = asyncio.Event()
+
+    def end(self) -> None:
+        """End `run`."""
+        self._ends.set()
+
+    async def run(self) -> None:
+        """Follow the nodes until `end`; if the cluster is down by then, end the hosts.
+
+        Raises:
+            Exception: Ray does not answer.
+        """
+        own = await _in_thread(self._ray.own_node)
+        try:
+            while not self._ends.is_set():
+                await self._follow(own)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ends.wait(), _LOOK_S)
+        finally:
+            for _, task in self._relays.values():
+                task.cancel()
+            await asyncio.gather(
+                *(task for _, task in self._relays.values()), return_exceptions=True
+            )
+        if self._folders.down.exists():
+            hosts = [self._end_host(host, m) for host, (m, _) in self._relays.items()]
+            await asyncio.gather(*hosts)
+
+    async def _follow(self, own: str) -> None:
+        nodes = await _in_thread(self._ray.nodes)
+        found = members(nodes, own, self._settings.hosts)
+        for host, member in found.items():
+            known = self._relays.get(host)
+            if known is not None and known[0] == member:
+                continue
+            if known is not None:  # it is back, as another node
+                known[1].cancel()
+            _log.info("host %s is at %s", host, member.address)
+            task = asyncio.create_task(self._serve(host, member))
+            self._relays[host] = member, task
+            self._note_hosts()
+        for host in self._relays.keys() - found.keys():
+            member, task = self._relays[host]
+            if not task.done():
+                _log.warning("Ray has lost host %s", host)
+                task.cancel()
+            # Should the same node return, it is served again.
+            self._relays[host] = replace(member, node=""), task
+
+    def _note_hosts(self) -> None:
+        """Write which hosts the coordinator may expect."""
+        hosts = {host: member.devices for host, (member, _) in self._relays.items()}
+        with contextlib.suppress(OSError):  # it says so itself when the disk is full
+            write_json(self._folders.found_hosts, hosts)
+
+    async def _serve(self, host: str, member: Member) -> None:
+        socket = self._folders.socket
+        while True:
+            try:
+                actor = await self._actor(host, member)
+                await Relay(actor, self._name, socket).run()
+            except Exception as error:  # noqa: BLE001 - whatever Ray raises
+                _log.warning("the actor of host %s is lost: %s", host, _short(error))
+            await asyncio.sleep(_RETRY_S)
+
+    async def _actor(self, host: str, member: Member) -> RemoteActor:
+        settings = replace(
+            self._settings,
+            hosts={host: member.devices},
+            address=member.address,
+            shared=str(self._folders.shared),
+            ray=None,
+            has_keeper=False,
+        )
+        arguments = (str(self._folders.root), host, json.dumps(asdict(settings)))
+        return await asyncio.to_thread(
+            self._ray.actor, _actor_name(host, member), member, arguments
+        )
+
+    async def _end_host(self, host: str, member: Member) -> None:
+        if not member.node:
+            return
+        with contextlib.suppress(Exception):  # its agent ends when its watchdogs fire
+            actor = await asyncio.wait_for(self._actor(host, member), _END_S)
+            await asyncio.wait_for(actor.end(), _END_S)
+        with contextlib.suppress(Exception):
+            await _in_thread(self._ray.kill, _actor_name(host, member))
+
+
+def _actor_name(host: str, member: Member) -> str:
+    return f"{host}-{member.node}"
+
+
+async def _in_thread(call: Any, *arguments: Any) -> Any:
+    return await asyncio.wait_for(asyncio.to_thread(call, *arguments), _RAY_S)
+
+
+def _short(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:200]
+
+
+@final
+class _Remote:
+    """Calls of an actor's handle."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def receive(self, gateway: str, session: int) -> tuple[int, bytes]:
+        found: tuple[int, bytes] = await self._handle.receive.remote(gateway, session)
+        return found
+
+    async def send(self, gateway: str, session: int, data: bytes) -> None:
+        await self._handle.send.remote(gateway, session, data)
+
+    async def close(self, gateway: str, session: int) -> None:
+        await self._handle.close.remote(gateway, session)
+
+    async def end(self) -> None:
+        await self._handle.end.remote()
+
+
+@final
+class _ConnectedRay:
+    """Ray, of which this process is a client."""
+
+    def __init__(self, settings: RaySettings) -> None:
+        """Connect.
+
+        Raises:
+            ConnectionError, RuntimeError: nothing answers there, or it refuses the
+                token.
+        """
+        os.environ.update(environment(settings))  # before Ray is imported
+        self._ray: Any = importlib.import_module("ray")
+        self._ray.init(
+            address=settings.address,
+            namespace=settings.namespace,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+
+    def own_node(self) -> str:
+        found: str = self._ray.get_runtime_context().get_node_id()
+        return found
+
+    def nodes(self) -> Sequence[Mapping[str, Any]]:
+        found: Sequence[Mapping[str, Any]] = self._ray.nodes()
+        return found
+
+    def actor(self, name: str, member: Member, arguments: Sequence[str]) -> RemoteActor:
+        with contextlib.suppress(ValueError):
+            return _Remote(self._ray.get_actor(name))
+        strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
+        pinned = strategies.NodeAffinitySchedulingStrategy
+        handle = (
+            self._ray.remote(HostActor)
+            .options(
+                name=name,
+                lifetime="detached",
+                max_restarts=-1,
+                max_concurrency=_CONCURRENCY,
+                num_cpus=0,
+                num_gpus=len(member.devices) if member.asks_for_gpus else 0,
+                get_if_exists=True,
+                scheduling_strategy=pinned(member.node, soft=False),
+            )
+            .remote(*arguments)
+        )
+        return _Remote(handle)
+
+    def kill(self, name: str) -> None:
+        with contextlib.suppress(ValueError):
+            self._ray.kill(self._ray.get_actor(name), no_restart=True)
+
+
+async def _run(folders: Folders, settings: Settings, ray: Ray) -> None:
+    gateway = Gateway(folders, settings, ray)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, gateway.end)
+    await gateway.run()
+
+
+def main(folder: str) -> int:
+    """Run the gateway of a cluster, unless it runs already."""
+    folders = Folders(Path(folder))
+    if processes.lock_as_owner(folders.gateway_lock) is None or folders.down.exists():
+        return 0
+    settings = folders.load_settings()
+    if settings.ray is None:
+        return 0
+    os.umask(0o077)
+    try:
+        ray = _ConnectedRay(settings.ray)
+        asyncio.run(_run(folders, settings, ray))
+    except Exception as error:  # noqa: BLE001 - whatever Ray raises
+        _log.error("no connection to Ray: %s", _short(error))
+        os._exit(1)  # Ray's own end may wait for a head that is gone
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
