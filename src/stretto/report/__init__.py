@@ -1,8 +1,9 @@
 """Show measurements and predictions: tables, traces, pages.
 
 `tables` prints on a terminal, `trace` writes trace files, `results` is what a demo or a
-run found. `page` makes HTML pages, of which `ranks_page`, `burst`, `background`,
-`cluster` and `tuning` are kinds, from `svg`, `curves` and `bars`. `gather` reads the
+run found. `page` makes its HTML page, with `page_facts`, `tuning` and, for the ranks,
+`ranks_page`; `burst`, `background` and `cluster` make other pages. All use `html` for
+the frame and its parts, and `svg`, `curves` and `bars` for drawings. `gather` reads the
 files that `stretto report` is given; `ranks` compares ranks.
 """
 

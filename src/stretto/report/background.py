@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from stretto.report.page import _section, _table, framed
+from stretto.report.html import framed, section, table
 from stretto.report.svg import _svg, _tag, _text, ticks
 from stretto.report.tables import plain_table
 from stretto.schema import codec
@@ -55,12 +55,12 @@ def save_background(
     cells = [([row.name, *_figures(row)], row.description, row is best) for row in rows]
     body = (
         f"<h1>{escape(title)}</h1>"
-        + _section(
+        + section(
             "Throughput of both jobs",
             "The foreground's rate over its rate alone, and after it the background's.",
             totals_svg(rows),
         )
-        + _section("Figures", "", _table(_HEADS, cells))
+        + section("Figures", "", table(_HEADS, cells))
         + "".join(f"<p>{escape(note)}</p>" for note in notes)
     )
     codec.write_atomically(path, framed(title, body).encode())

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from stretto.report.curves import Chart, charts_svg
-from stretto.report.page import _section, _table, framed
+from stretto.report.html import framed, section, table
 from stretto.schema import codec
 from stretto.units import format_s
 
@@ -62,17 +62,17 @@ def render_scaling(
         f"from the profile on {escape(profile.device)}; network: {escape(network)}; "
         f"samples to the target: {escape(curve.name)}.</p>"
     )
-    body += _section(
+    body += section(
         "Scaling",
         "Weak: the batch grows with the GPUs. Strong: the batch stays the same. "
         "Batch-optimal: the batch that reaches the target soonest. Burst: "
         "batch-optimal, with each layer on as many GPUs as shorten the step.",
         drawing,
     )
-    body += _section(
+    body += section(
         "Figures",
         "Speed-up, batch, time per step.",
-        _table(["GPUs", *names], cells),
+        table(["GPUs", *names], cells),
     )
     return framed(title, body)
 
@@ -158,7 +158,7 @@ def render_collocation(found: Mapping[str, Any], network: str) -> str:
         "over those of each job alone; the foreground's step alone is "
         f"{format_s(found['alone_s'])}.</p>"
     )
-    body += _section(
+    body += section(
         "Foreground and background",
         "Each point is a burst plan: a lower amplification limit makes the foreground "
         "slower and leaves more idle time. In a static partition the foreground is "
@@ -167,14 +167,14 @@ def render_collocation(found: Mapping[str, Any], network: str) -> str:
     )
     for pair in found["pairs"]:
         heads, cells = front_cells(pair["front"])
-        body += _section(
+        body += section(
             escape(pair["background"]),
             escape(measured_text(pair["measured"])),
-            _table(heads, [(row, "", False) for row in cells]),
+            table(heads, [(row, "", False) for row in cells]),
         )
     heads, cells = front_cells(found["partitions"])
-    body += _section(
-        "Static partition", "", _table(heads, [(row, "", False) for row in cells])
+    body += section(
+        "Static partition", "", table(heads, [(row, "", False) for row in cells])
     )
     return framed(title, body)
 

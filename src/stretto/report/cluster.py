@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from stretto.report.page import _section, _table, framed
+from stretto.report.html import framed, section, table
 from stretto.report.svg import _svg, _tag, _text, ticks
 from stretto.report.tables import plain_table
 from stretto.schema import codec
@@ -56,33 +56,33 @@ def save_policies(path: str | Path, found: Mapping[str, Any]) -> None:
     notes = "".join(f"<li>{escape(text)}</li>" for text in found["assumed"])
     body = (
         f"<h1>{escape(title)}</h1>"
-        + _section(
+        + section(
             "Foreground completion",
             "Mean hours from submission to end.",
             bars_svg(means, "h"),
         )
-        + _section(
+        + section(
             "Background throughput",
             "GPUs' worth of background work, on average until the last job ended.",
             bars_svg(gpus, "GPUs"),
         )
-        + _section(
+        + section(
             "Figures",
             "Foregrounds: time from submission to end, wait, and number that ended. "
             "Backgrounds: mean GPUs' worth of work, and number that ended. Preempted: "
             "attempts that were stopped for others.",
-            _scroll(_table(_HEADS, cells)),
+            _scroll(table(_HEADS, cells)),
         )
-        + _section(
+        + section(
             "GPU-hours by use",
             "Blue: foreground; gray: background alone; the rest is unused. Beside: "
             "background work on foregrounds' devices.",
             uses_svg(rows)
             + _scroll(
-                _table(["policy", *_USE_NAMES], [(row, "", False) for row in hours])
+                table(["policy", *_USE_NAMES], [(row, "", False) for row in hours])
             ),
         )
-        + _section("Assumed", "", f"<ul>{notes}</ul>")
+        + section("Assumed", "", f"<ul>{notes}</ul>")
     )
     codec.write_atomically(path, framed(title, body).encode())
 

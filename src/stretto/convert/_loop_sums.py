@@ -1,0 +1,197 @@
+"""What a loop adds up, and whether its results are nothing but sums of numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import libcst as cst
+
+from stretto.convert._tree import Scope, dotted, found
+
+if TYPE_CHECKING:
+    from stretto.convert._edit import Work
+    from stretto.convert._job import Loop
+    from stretto.convert._models import Models
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Added:
+    """``name += value`` in a loop."""
+
+    name: str
+    value: cst.BaseExpression
+    statement: cst.CSTNode
+
+
+def added_in(body: cst.CSTNode) -> list[Added]:
+    """Return what is added to a name in some code: ``a += x`` and ``a = a + x``."""
+    out = []
+    for line in found(body, cst.AugAssign):
+        name = dotted(line.target)
+        if name is not None and isinstance(line.operator, cst.AddAssign):
+            out.append(Added(name=name, value=line.value, statement=line))
+    for plain in found(body, cst.Assign):
+        value, name = plain.value, dotted(plain.targets[0].target)
+        if (
+            name is not None
+            and isinstance(value, cst.BinaryOperation)
+            and isinstance(value.operator, cst.Add)
+            and dotted(value.left) == name
+        ):
+            out.append(Added(name=name, value=value.right, statement=plain))
+    return out
+
+
+@final
+class LoopSums:
+    """Sums of loops: for `_numbers`, which reduces them over ranks."""
+
+    def __init__(self, work: Work, models: Models) -> None:
+        self._work, self._tree, self._models = work, work.tree, models
+
+    def only_added(self, added: Added, loop: Loop) -> bool:
+        """Return whether a name is set before a loop and only added to in it."""
+        if not added.name.isidentifier():
+            return False
+        reads = 0
+        for name in found(loop.node, cst.Name):
+            if name.value != added.name:
+                continue
+            parent = self._tree.parent(name)
+            reads += not (isinstance(parent, cst.AugAssign) and parent.target is name)
+        plain = sum(
+            2
+            for other in added_in(loop.node.body)
+            if other.name == added.name and isinstance(other.statement, cst.Assign)
+        )
+        if reads - plain > 0:
+            return False
+        block = self._tree.block(loop.node)
+        begun = [
+            o
+            for o in self._work.flow.assigned(added.name, loop.scope)
+            if self._tree.line(o.statement) < self._tree.line(loop.node)
+        ]
+        return any(self._tree.parent(o.statement) is block for o in begun) or any(
+            self._tree.within(loop.node, self._tree.block(o.statement))
+            and self._same_pass(o.statement, loop.node)
+            for o in begun
+        )
+
+    def why_not_summable(self, node: cst.For) -> str | None:
+        """Return why a loop's results are more than sums of numbers, or ``None``."""
+        scope = self._tree.function(node)
+        added = added_in(node.body)
+        names = {a.name for a in added}
+        if not added:
+            return "nothing is added up in it"
+        loop = self._work.job.loop(node)
+        if loop is None or not all(
+            self._tree.within(source, node.iter) for source, _ in loop.loaders
+        ):
+            return "its loader is named outside the loop"
+        for a in added:
+            if not self._is_number(a.value, node):
+                return f"`{a.name}` may be a tensor or a list"
+            made = Added(name=a.name, value=a.value, statement=a.statement)
+            if not self.only_added(made, loop):
+                return f"`{a.name}` is read in the loop, or not set before it"
+        if self._tree.called(node.iter) == "enumerate" and isinstance(
+            node.target, cst.Tuple
+        ):
+            index = dotted(node.target.elements[0].value)
+            if any(n.value == index for n in found(node.body, cst.Name)):
+                return f"it uses the number `{index}` of each batch"
+        after = self._read_after(node, scope)
+        for line in found(node.body, cst.Assign):
+            for target in line.targets:
+                for name in found(target.target, cst.Name):
+                    if name.value in after - names:
+                        return f"`{name.value}` is read after the loop"
+                if not isinstance(target.target, cst.Name | cst.Tuple):
+                    return "it sets more than its own variables"
+        for call in found(node.body, cst.Call):
+            if (why := self._hidden(call)) is not None:
+                return why
+        if any(True for _ in found(node.body, cst.Return)):
+            return "it returns from within"
+        if any(True for _ in found(node.body, cst.Break)):
+            return "it may end early"
+        return None
+
+    def _same_pass(self, statement: cst.CSTNode, loop: cst.CSTNode) -> bool:
+        """Return whether each pass of a loop begins by resetting a target."""
+        return self._tree.loops(statement)[:1] == self._tree.loops(loop)[:1]
+
+    def _hidden(self, call: cst.Call) -> str | None:
+        """Return why a call in an evaluation may do more than return a value."""
+        function = next(
+            (f for f in self._tree.functions if f.name.value == dotted(call.func)), None
+        )
+        scope = self._tree.function(call)
+        passes = any(self._models.is_model(a.value, scope) for a in call.args)
+        if function is not None and (
+            passes
+            or any(
+                self._models.is_model(c.func, function)
+                for c in found(function.body, cst.Call)
+            )
+        ):
+            return f"`{function.name.value}` calls the model"
+        if (
+            isinstance(call.func, cst.Attribute)
+            and dotted(call.func.value) == "self"
+            and not self._models.is_model(call.func, scope)
+            and not self._work.flow.assigned(f"self.{call.func.attr.value}", scope)
+        ):
+            return f"`{dotted(call.func)}` may store something"
+        in_line = isinstance(self._tree.parent(call), cst.Expr)
+        if in_line and self._tree.called(call) != "print":
+            return f"`{self._tree.text(call)[:40]}` stores something"
+        return None
+
+    def _is_number(self, value: cst.BaseExpression, node: cst.For) -> bool:
+        """Return whether an expression certainly is a plain number."""
+        if isinstance(value, cst.Integer | cst.Float):
+            return True
+        if isinstance(value, cst.BinaryOperation):
+            return self._is_number(value.left, node) and self._is_number(
+                value.right, node
+            )
+        if isinstance(value, cst.Call):
+            method = (
+                value.func.attr.value if isinstance(value.func, cst.Attribute) else ""
+            )
+            return (
+                method == "item"
+                or (method == "size" and bool(value.args))
+                or (self._tree.called(value) in ("len", "float", "int"))
+            )
+        if isinstance(value, cst.Subscript):
+            base = value.value
+            return isinstance(base, cst.Attribute) and base.attr.value == "shape"
+        if (path := dotted(value)) is not None:
+            made = [
+                o
+                for o in self._work.flow.assigned(path, self._tree.function(node))
+                if self._tree.within(o.statement, node.body) and o.place is None
+            ]
+            return len(made) == 1 and self._is_number(made[0].value, node)
+        return False
+
+    def _read_after(self, node: cst.For, scope: Scope) -> set[str]:
+        where: cst.CSTNode = self._tree.module if scope is None else scope.body
+        last = max(self._tree.line(n) for n in found(node, cst.Name))
+        inside = {id(n) for n in found(node, cst.Name)}
+        return {
+            n.value
+            for n in found(where, cst.Name)
+            if id(n) not in inside
+            and self._tree.line(n) > last
+            and not self._assigned_by(n)
+        }
+
+    def _assigned_by(self, name: cst.Name) -> bool:
+        parent = self._tree.parent(name)
+        return isinstance(parent, cst.AssignTarget)
