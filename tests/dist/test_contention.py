@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from stretto.measure import AbstractContentionBench, CollectiveBench, read_contention
 from stretto.measure.load import convolutions
-from stretto.runtime.lanes import LanePool
-from stretto.runtime.resource_launch import ResourceLaunch
+from stretto.runtime.lanes import LanePool, ResourceLaunch
 from stretto.runtime.store import ranks_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]

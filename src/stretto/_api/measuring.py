@@ -22,8 +22,7 @@ from stretto.measure.network import device_of
 from stretto.runtime import backends
 from stretto.runtime.agreement import Agreement
 from stretto.runtime.backends.nccl import max_ctas_of
-from stretto.runtime.lanes import LanePool
-from stretto.runtime.resource_launch import ResourceLaunch
+from stretto.runtime.lanes import LanePool, ResourceLaunch
 from stretto.runtime.store import ranks_of
 
 if TYPE_CHECKING:

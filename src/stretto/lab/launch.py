@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import CommandNotFound, LabError, SpecError
-from stretto.lab.job import TIMEOUT_STATUS, Job
 from stretto.lab.ports import free_port
-from stretto.lab.spec import LabSpec, Mode, shared_environment
+from stretto.lab.spec import TIMEOUT_STATUS, LabJob, LabSpec, Mode, shared_environment
 from stretto.units import format_rate
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def run_lab(
         num_cores=len(os.sched_getaffinity(0)),
     )
     _check_command(command, rank_env["PATH"])
-    job = Job(
+    job = LabJob(
         **{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)},
         mode=Mode.NAMESPACES.value,
         command=list(command),
@@ -188,7 +187,7 @@ class _Run:
 
     def __init__(
         self,
-        job: Job,
+        job: LabJob,
         say: Callable[[str], None],
         stdout: int | None,
         stderr: int | None,

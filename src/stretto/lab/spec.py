@@ -1,4 +1,4 @@
-"""The specification of a lab: its hosts, its rates, and the environment of a rank."""
+"""The specification of a lab, the jobs that it runs, and the environment of a rank."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ MAX_HOSTS = 64
 
 MIN_RATE_BYTES_PER_S = 12_500.0
 """Below this rate, the burst of a single segment takes many seconds."""
+
+TIMEOUT_STATUS = 124
+"""Exit status of a lab that was ended by its time limit, as of timeout(1)."""
 
 _INHERITED_AWAY = ("TORCHELASTIC_", "PET_", "ROLE_")
 """Variables of an outer launcher that would mislead the ranks."""
@@ -89,6 +92,35 @@ class LabSpec:
         if self.flow_bytes_per_s is None:
             return self.link_bytes_per_s
         return min(self.flow_bytes_per_s, self.link_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabJob:
+    """One run of a command in a lab, as `stretto` sends it to the supervisor."""
+
+    hosts: int
+    ranks_per_host: int
+    link_bytes_per_s: float
+    flow_bytes_per_s: float | None
+    mode: str
+    command: list[str]
+    env: dict[str, str]
+    tools_env: dict[str, str]
+    master_port: int
+    timeout_s: float | None
+    grace_s: float
+    logs: str | None
+    parent_pid: int
+
+    @property
+    def spec(self) -> LabSpec:
+        """Return the lab's specification."""
+        return LabSpec(
+            hosts=self.hosts,
+            ranks_per_host=self.ranks_per_host,
+            link_bytes_per_s=self.link_bytes_per_s,
+            flow_bytes_per_s=self.flow_bytes_per_s,
+        )
 
 
 def host_name(host: int) -> str:

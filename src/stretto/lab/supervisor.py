@@ -36,8 +36,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from stretto.errors import LabError
 from stretto.lab import network, syscalls
-from stretto.lab.job import TIMEOUT_STATUS, Job
-from stretto.lab.spec import Mode, host_name, rank_environment
+from stretto.lab.spec import TIMEOUT_STATUS, LabJob, Mode, host_name, rank_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,7 +94,7 @@ def main(report_fd: int) -> int:
     return 0
 
 
-def _read_job() -> Job | None:
+def _read_job() -> LabJob | None:
     """Return the job on the control pipe; None if its writer ended first."""
     line = bytearray()
     while not line.endswith(b"\n"):
@@ -104,7 +103,7 @@ def _read_job() -> Job | None:
         if not piece:
             return None
         line += piece
-    return Job(**json.loads(line))
+    return LabJob(**json.loads(line))
 
 
 def _enter_namespaces() -> None:
@@ -132,7 +131,7 @@ def _enter_namespaces() -> None:
     Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
 
 
-def _run_as_init(job: Job, reports: _Reports) -> None:
+def _run_as_init(job: LabJob, reports: _Reports) -> None:
     """Build the network and run the job as process 1 of the new namespaces."""
     try:
         syscalls.mount("none", "/", "", syscalls.MS_REC | syscalls.MS_PRIVATE)
@@ -157,7 +156,7 @@ class _Supervisor:
 
     def __init__(
         self,
-        job: Job,
+        job: LabJob,
         reports: _Reports,
         *,
         hosts: list[network.Host],

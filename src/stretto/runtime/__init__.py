@@ -5,8 +5,8 @@
   in PyTorch, `plan_binding` checks a plan against a model, `static_graph` counts
   gradients, and `nan_check` finds invalid ones.
 - `sender` sends buckets on `lanes`, each by its `bucket_schedule`. `planned_group` and
-  `ddp_group` are the process groups of Reducers, with `launch` (works and futures),
-  `narrow_lanes` (narrower types) and `resource_launch` (the probe's all-reduces).
+  `ddp_group` are the process groups of Reducers, with `launch` (works and futures) and
+  `narrow_lanes` (narrower types).
 - `ranks`, `store` and `agreement` are how ranks meet; `presence` and `failure` how lost
   ranks are found and named. `after_backward`, `weak_call`, `time_limit`, `sockets` and
   `quiesce` serve them.

@@ -9,6 +9,7 @@ options, and keeps the group until the job ends.
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -103,3 +104,22 @@ class LanePool:
     def close(self) -> None:
         """End every lane after its collectives are done."""
         self._close()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ResourceLaunch:
+    """Launches all-reduces of a resource on lane 0 of a pool."""
+
+    pool: LanePool
+
+    resource: int
+
+    cut: bool
+    """Whether the message is cut into as many pieces, as on Gloo."""
+
+    def __call__(self, message: torch.Tensor) -> list[Any]:
+        """Launch the all-reduce of a message, in place; return its works."""
+        lane = self.pool.lane(0, self.resource)
+        pieces = message.chunk(self.resource) if self.cut else (message,)
+        return [lane.allreduce([piece]) for piece in pieces]
