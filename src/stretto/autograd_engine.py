@@ -9,6 +9,9 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
 queue_callback: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 )
@@ -16,3 +19,21 @@ queue_callback: Callable[[Callable[[], None]], None] = (
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
 """Return a number of the backward that this thread is in; -1 outside of a backward."""
+
+
+def on_accumulated(
+    parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]
+) -> RemovableHandle:
+    """Register a hook that runs when the parameter has its gradient.
+
+    PyTorch accepts it only while the parameter requires a gradient. A parameter that is
+    frozen now keeps the hook for later: programs that train parts of a model in turn
+    freeze the others meanwhile.
+    """
+    if parameter.requires_grad:
+        return parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(True)  # noqa: FBT003 - as PyTorch's
+    try:
+        return parameter.register_post_accumulate_grad_hook(hook)
+    finally:
+        parameter.requires_grad_(False)  # noqa: FBT003 - as PyTorch's

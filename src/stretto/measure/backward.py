@@ -16,7 +16,11 @@ from torch.nn.modules.module import (
 )
 from torch.utils import _pytree as pytree
 
-from stretto.autograd_engine import graph_task_id, queue_callback
+from stretto.autograd_engine import (
+    graph_task_id,
+    on_accumulated,
+    queue_callback,
+)
 from stretto.errors import SpecError
 from stretto.measure.clocks import clock_for
 from stretto.measure.network import device_of
@@ -148,10 +152,8 @@ class StepObserver:
         else:
             self._watch_modules()
         for i, parameter in enumerate(self._parameters):
-            if not parameter.requires_grad:
-                continue  # frozen since the model was wrapped
             hook = self._held(StepObserver._became_ready, i)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._handles.append(on_accumulated(parameter, hook))
         return self
 
     def _watch_modules(self) -> None:

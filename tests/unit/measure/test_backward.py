@@ -323,3 +323,17 @@ def test_no_hooks_remain_on_a_parameter_that_the_model_returns(aside):
         observer.end_step()
     assert len(observer.steps) == 3
     assert not model.linear.bias._backward_hooks
+
+
+@pytest.mark.parametrize("aside", [True, False])
+def test_parameters_trained_in_turn_are_observed_when_they_are_unfrozen(aside):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    named = list(model.named_parameters())
+    model[1].requires_grad_(False)
+    with StepObserver(model, parameters=named, unused=True, aside=aside) as observer:
+        for number in range(4):
+            for index, layer in enumerate(model):
+                layer.requires_grad_(index == number % 2)
+            model(torch.ones(3, 4)).sum().backward()
+            observer.end_step()
+    assert len(observer.steps) == 4

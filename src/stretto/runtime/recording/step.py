@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 
-from stretto.autograd_engine import queue_callback
+from stretto.autograd_engine import on_accumulated, queue_callback
 from stretto.runtime.torch_compat import without_dynamo
 from stretto.runtime.weak_call import weakly
 from stretto.schema import Span, Timeline
@@ -482,9 +482,8 @@ class StepWatch:
             model.register_forward_pre_hook(self._forward_started),
             model.register_forward_hook(self._forward_ended),
             *(
-                parameter.register_post_accumulate_grad_hook(partial(ready, index))
+                on_accumulated(parameter, partial(ready, index))
                 for index, parameter in enumerate(parameters)
-                if parameter.requires_grad  # not frozen since
             ),
         ]
 
