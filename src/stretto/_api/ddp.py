@@ -225,6 +225,30 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         return {**attributes, "_auto": None, "_keeper": None, "_counts_steps": False}
 
 
+def require_overlap(
+    plan: Plan | None, overlap: str | None, *, automatic: bool
+) -> None:
+    """Require that the option ``overlap`` is valid and that the plan fits it.
+
+    Raises:
+        SpecError: it is not, or the plan was not made for it.
+    """
+    if overlap is not None and overlap not in OVERLAPS:
+        choices = " or ".join(map(repr, OVERLAPS))
+        raise SpecError(
+            f"overlap must be {choices}, got {overlap!r}. Choosing automatically "
+            "between both is not supported yet."
+        )
+    if overlap == "forward" and (plan is None or plan.overlap != "forward"):
+        what = "plan='auto'" if automatic else "DDP's own buckets"
+        if plan is not None:
+            what = f"a plan with overlap {plan.overlap!r}"
+        raise SpecError(
+            f"overlap='forward' needs a plan that was made for it, not {what}: "
+            "plan with planner 'joint' and its dimension 'forward', and pass the plan."
+        )
+
+
 def _with_overlap(
     plan: Plan | None, overlap: str | None, *, automatic: bool
 ) -> Plan | None:
@@ -233,28 +257,13 @@ def _with_overlap(
     Raises:
         SpecError: the option is invalid, or the plan does not fit it.
     """
-    if overlap is None:
-        overlap = "backward"
-    if overlap not in OVERLAPS:
-        choices = " or ".join(map(repr, OVERLAPS))
-        raise SpecError(
-            f"overlap must be {choices}, got {overlap!r}. Choosing automatically "
-            "between both is not supported yet."
+    require_overlap(plan, overlap, automatic=automatic)
+    if overlap == "forward":
+        _log.warning(
+            "overlap='forward' is experimental: compare a run with overlap='backward' "
+            "before you rely on it"
         )
-    if overlap == "backward":
-        if plan is None or plan.overlap != "forward":
-            return plan
-        return replace(plan, overlap="backward", launch=(), predicted=None)
+        return plan
     if plan is None or plan.overlap != "forward":
-        what = "plan='auto'" if automatic else "DDP's own buckets"
-        if plan is not None:
-            what = f"a plan with overlap {plan.overlap!r}"
-        raise SpecError(
-            f"overlap='forward' needs a plan that was made for it, not {what}: "
-            "plan with planner 'joint' and its dimension 'forward', and pass the plan."
-        )
-    _log.warning(
-        "overlap='forward' is experimental: compare a run with overlap='backward' "
-        "before you rely on it"
-    )
-    return plan
+        return plan
+    return replace(plan, overlap="backward", launch=(), predicted=None)

@@ -199,6 +199,7 @@ def command(arguments: tuple[str, ...], convert: bool, **settings: str | None) -
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys() or settings["background"]:
         _run_here(arguments)
     else:
+        _check_plan(settings["plan"])
         _launch(arguments, convert=convert)
 
 
@@ -290,6 +291,27 @@ def _one_line_errors() -> Iterator[None]:
 def _one_line(error: Exception) -> str:
     """Return the first line of an error's text, without the stack that may follow."""
     return str(error).strip().partition("\n")[0].rstrip(".")
+
+
+def _check_plan(plan: str | None) -> None:
+    """Refuse once, instead of on each rank, a plan that no model can be run with.
+
+    Whether it fits the script's model is known only on the ranks, which compare it.
+
+    Raises:
+        SpecError: the file is not a plan, or does not fit the overlap.
+        PlanMismatch: the runtime does not support it.
+    """
+    if plan in ("auto", "ddp", None):  # a script may pass plans of its own
+        return
+    from stretto._api.ddp import require_overlap
+    from stretto.runtime.plan_binding import check_features
+    from stretto.schema import Plan
+
+    loaded = Plan.load(plan)
+    check_features(loaded)
+    overlap = os.environ.get(SETTINGS["overlap"]) or None
+    require_overlap(loaded, overlap, automatic=False)
 
 
 def _check_conversion(script: Path) -> None:

@@ -171,7 +171,12 @@ def _check_digest(
         )
 
 
-def _check_supported(plan: Plan, kind: AbstractBackend, device: torch.device) -> None:
+def check_features(plan: Plan) -> None:
+    """Require that a plan needs nothing that this runtime lacks for every model.
+
+    Raises:
+        PlanMismatch: it does.
+    """
     if plan.overlap == "halves":
         raise PlanMismatch(
             "this runtime does not support overlap 'halves': plan with 'backward', "
@@ -183,6 +188,11 @@ def _check_supported(plan: Plan, kind: AbstractBackend, device: torch.device) ->
                 f"this runtime does not support algorithm {bucket.algorithm!r} of "
                 f"bucket {i} yet: plan with 'ring'."
             )
+
+
+def _check_supported(plan: Plan, kind: AbstractBackend, device: torch.device) -> None:
+    check_features(plan)
+    for i, bucket in enumerate(plan.buckets):
         pieces = bucket.slices * kind.collectives_per_slice(bucket.resource)
         if pieces > 1 and device.type != kind.device_type:
             raise PlanMismatch(

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from stretto.cli.run import command
 from stretto.errors import SpecError, StrettoError
+from support.plans import plan_in_turn
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -301,6 +302,30 @@ def launcher(monkeypatch):
     monkeypatch.setenv("STRETTO_PLAN", "auto")  # the command sets it
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as does torchrun
     return partial(CliRunner().invoke, command)
+
+
+REFUSED_PLANS = [
+    ("", {}, "plan.json"),
+    ('{"kind": "workload", "schema_version": 1, "made_by": "us"}', {}, "kind"),
+    (plan_in_turn([["w"]], overlap="halves"), {}, "'halves'"),
+    (plan_in_turn([["w"]], algorithm="tree"), {}, "algorithm 'tree'"),
+    (plan_in_turn([["w"]]), {"STRETTO_OVERLAP": "forward"}, "made for it"),
+]
+
+
+@pytest.mark.parametrize(("plan", "variables", "reason"), REFUSED_PLANS)
+def test_a_plan_that_no_model_can_run_with_is_refused_before_ranks_start(
+    plan, variables, reason, script, launcher, monkeypatch, tmp_path
+):
+    """Each rank started, and reported it for itself."""
+    file = tmp_path / "plan.json"
+    file.write_text(plan) if isinstance(plan, str) else plan.save(file)
+    monkeypatch.setattr("stretto.cli.run._launch", lambda *_, **__: pytest.fail("ran"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    done = launcher(["--plan", str(file), str(script("print()"))])
+    assert isinstance(done.exception, StrettoError), done.exception
+    assert reason in str(done.exception)
 
 
 @pytest.mark.parametrize(("options", "reason"), REFUSED_OPTIONS)
