@@ -47,7 +47,7 @@ TAKE_TURNS = {
     "unit/burst/test_inner_calls.py": 2,
     "unit/burst/test_reads.py": 2,
     "unit/cli/test_run.py": 2,
-    "unit/cluster/test_engine_local.py": 2,
+    "unit/cluster/test_engines.py": 2,
     "unit/cluster/test_supervisor.py": 2,
     "wheel/test_wheel.py": 2,
 }

@@ -171,6 +171,7 @@ EXTRAS = {
     "hypothesis": "testing/strategies.py",
     "libcst": "convert/",
     "optuna": "tune/techniques/aiacc.py",
+    "ray": "cluster/engine_ray.py",
     "sklearn": "demo/data.py",
 }
 """Packages that extras install, and where alone they are imported."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import time
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from stretto.cluster import engine_local, processes, roles
+import pytest
+
+from stretto.cluster import engine_local, engine_ray, processes, roles
 from stretto.cluster.folders import Folders, Settings
 from stretto.cluster.part_spec import ATTEMPT_VARIABLE
+from stretto.cluster.ray_head import MARK
 from stretto.schema import codec
 from stretto.schema.job import BackgroundRules, GpuRange, Job, RestartRules
 
@@ -21,17 +26,38 @@ if TYPE_CHECKING:
 LIMIT_S = 60.0
 """How long tests wait for what must happen at some time."""
 
+LOCAL, RAY = "local", "ray"
+ENGINES = [
+    LOCAL,
+    pytest.param(
+        RAY,
+        marks=[
+            pytest.mark.slow,
+            pytest.mark.timeout(300),
+            pytest.mark.skipif(not find_spec("ray"), reason="needs Ray"),
+        ],
+    ),
+]
+"""Parameters of tests that hold for every engine."""
+
 ENDS = ("done", "failed", "stopped")
 
 
 class Cluster:
     """A cluster on this machine."""
 
-    def __init__(self, root: Path, settings: Settings) -> None:
-        self.folders, self.settings = Folders(root), settings
+    def __init__(self, root: Path, settings: Settings, engine: str = LOCAL) -> None:
+        self.folders, self.settings, self.engine = Folders(root), settings, engine
         self.start()
 
+    def node(self, host: str) -> Folders:
+        """Return the folders of a host."""
+        return self.folders if self.engine == LOCAL else self.folders.of_node(host)
+
     def start(self) -> None:
+        if self.engine == RAY:
+            ray = engine_ray.started_ray(self.folders, "127.0.0.1")
+            self.settings = dataclasses.replace(self.settings, ray=ray)
         engine_local.start(self.folders, self.settings)
 
     def ask(self, do: str, **fields: Any) -> dict[str, Any]:
@@ -72,12 +98,8 @@ class Cluster:
         return found
 
     def pid(self, role: str) -> int:
-        """Return the process of a role: coordinator, keeper, or a host's name."""
-        locks = {
-            "coordinator": self.folders.coordinator_lock,
-            "keeper": self.folders.keeper_lock,
-        }
-        lock = locks.get(role) or self.folders.agent_lock(role)
+        """Return the process of a role, or of the agent of a host."""
+        lock = self._locks().get(role) or self.node(role).agent_lock(role)
         found: int | None = None
 
         def runs() -> bool:
@@ -88,6 +110,14 @@ class Cluster:
         await_that(runs, lambda: f"{role} does not run")
         assert found is not None
         return found
+
+    def _locks(self) -> dict[str, Path]:
+        return {
+            "keeper": self.folders.keeper_lock,
+            "coordinator": self.folders.coordinator_lock,
+            "gateway": self.folders.gateway_lock,
+            "ray": self.folders.ray_lock,
+        }
 
     def kill(self, role: str) -> int:
         """Kill a process of the cluster at once; return its number."""
@@ -101,17 +131,19 @@ class Cluster:
     def end(self) -> None:
         """End everything at once."""
         self.folders.mark_down([])
-        locks = [self.folders.keeper_lock, self.folders.coordinator_lock]
-        locks += [self.folders.agent_lock(host) for host in self.settings.hosts]
+        hosts = self.folders.hosts(self.settings)
+        locks = [*self._locks().values()]
+        locks += [self.node(host).agent_lock(host) for host in hosts]
         deadline_s = time.monotonic() + LIMIT_S
         while any(map(processes.is_locked, locks)) and time.monotonic() < deadline_s:
             for lock in locks:
                 if (pid := roles.holder_of(lock)) is not None:
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
+            processes.kill_marked(MARK, str(self.folders.root))
             time.sleep(0.02)
-        for host in self.settings.hosts:
-            for folder in self.folders.attempts(host).glob("*"):
+        for host in hosts:
+            for folder in self.node(host).attempts(host).glob("*"):
                 processes.kill_marked(ATTEMPT_VARIABLE, str(folder))
 
 
@@ -164,6 +196,7 @@ WAITS = "while [ ! -e go ]; do sleep 0.02; done"
 def cluster(
     root: Path,
     *,
+    engine: str = LOCAL,
     hosts: int = 2,
     devices: int = 2,
     watchdog_s: float = 60.0,
@@ -186,6 +219,7 @@ def cluster(
             heartbeat_s=heartbeat_s,
             **settings,
         ),
+        engine,
     )
     try:
         yield found

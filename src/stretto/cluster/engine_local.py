@@ -105,7 +105,11 @@ def start_keeper(folders: Folders) -> None:
     """Start a keeper unless one runs, or the cluster is to be down."""
     if folders.down.exists() or processes.is_locked(folders.keeper_lock):
         return
-    if not folders.load_settings().has_keeper:
+    try:
+        has_keeper = folders.load_settings().has_keeper
+    except ClusterError:  # no keeper could read them, either
+        return
+    if not has_keeper:
         return
     processes.start_detached(
         [sys.executable, "-P", "-m", __name__, str(folders.root)], folders.keeper_log

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import re
 import secrets
+import stat
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,9 @@ OLDEST = (2, 59)
 _ADDRESS = re.compile(r"[^:/\s]+:[0-9]{1,5}")
 _DEFAULT_TOKEN = Path(".ray") / "auth_token"
 _CHECK_S = 60.0
+
+_MAX_TEMP = 38
+"""Characters: with them, and 70 of Ray's, the paths of its sockets are full."""
 
 _CHECK = """
 import sys
@@ -83,21 +87,33 @@ def started_ray(folders: Folders, interface: str) -> RaySettings:
         descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32))
-    digest = hashlib.sha256(str(folders.root).encode()).hexdigest()[:10]
-    temp = Path(tempfile.gettempdir()) / f"stretto-ray-{os.geteuid()}-{digest}"
-    temp.mkdir(mode=0o700, exist_ok=True)
-    found = temp.lstat()
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077 or temp.is_symlink():
-        raise ClusterError(
-            f"{temp} is not a folder of this user alone: remove it, or set TMPDIR"
-        )
     return RaySettings(
         address=f"{interface}:{free_port()}",
         namespace=_namespace(),
         is_started=True,
-        temp=str(temp),
+        temp=str(_temp(folders)),
         token=str(token),
     )
+
+
+def _temp(folders: Folders) -> Path:
+    """Return a folder with a short path, in one that is this user's alone.
+
+    Ray opens its own folder to all users.
+    """
+    digest = hashlib.sha256(str(folders.root).encode()).hexdigest()[:8]
+    name = f"stretto-{os.geteuid()}-{digest}"
+    above = Path(tempfile.gettempdir()) / name
+    if len(str(above)) > _MAX_TEMP:
+        above = Path("/tmp") / name
+    above.mkdir(mode=0o700, exist_ok=True)
+    found = above.lstat()
+    is_own = found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode)
+    if not is_own or found.st_mode & 0o077:
+        raise ClusterError(
+            f"{above} is not a folder of this user alone: remove it, or set TMPDIR"
+        )
+    return above / "r"
 
 
 def joined_ray(address: str, *, is_insecure: bool) -> RaySettings:
@@ -170,7 +186,9 @@ def how_to_join(ray: RaySettings) -> str:
     """Return how another host joins the Ray of a cluster; one line, maybe empty."""
     if not ray.is_started:
         return ""
+    variables = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={ray.token}"
+    command = f"ray start --block --address={ray.address}"
     return (
-        f"another host joins by `RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={ray.token} RAY_worker_niceness=0 "
-        f"ray start --block --address={ray.address}`, with a copy of that file"
+        f"another host joins by `{variables} RAY_worker_niceness=0 {command}`, with a "
+        "copy of that file"
     )

@@ -117,18 +117,19 @@ class HostActor:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         readers: set[asyncio.Task[None]] = set()
-        while True:
-            connection, _ = await loop.sock_accept(listener)
-            if not is_own_peer(connection):
-                connection.close()
-                continue
-            reader, writer = await asyncio.open_unix_connection(sock=connection)
-            self._drop()
-            self._session, self._writer = next(self._numbers), writer
-            task = asyncio.create_task(self._read(self._session, reader))
-            readers.add(task)
-            task.add_done_callback(readers.discard)
-            await self._notify()
+        with listener:
+            while True:
+                connection, _ = await loop.sock_accept(listener)
+                if not is_own_peer(connection):
+                    connection.close()
+                    continue
+                reader, writer = await asyncio.open_unix_connection(sock=connection)
+                self._drop()
+                self._session, self._writer = next(self._numbers), writer
+                task = asyncio.create_task(self._read(self._session, reader))
+                readers.add(task)
+                task.add_done_callback(readers.discard)
+                await self._notify()
 
     async def _read(self, session: int, reader: asyncio.StreamReader) -> None:
         changed = await self._begin()
@@ -219,6 +220,7 @@ class HostActor:
         self._drop()
         for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 def _plain_environment() -> dict[str, str]:

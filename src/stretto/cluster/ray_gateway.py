@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from stretto.cluster import processes
+from stretto.cluster.engine_local import start_keeper
 from stretto.cluster.folders import Folders, Settings
 from stretto.cluster.part_spec import write_json
 from stretto.cluster.ray_actor import HostActor
@@ -102,6 +103,8 @@ class Gateway:
             await asyncio.gather(*hosts)
 
     async def _follow(self, own: str) -> None:
+        with contextlib.suppress(OSError):
+            start_keeper(self._folders)  # unless one runs
         nodes = await _in_thread(self._ray.nodes)
         found = members(nodes, own, self._settings.hosts)
         for host, member in found.items():

@@ -8,6 +8,7 @@ not carry it, and live on.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def run(folders: Folders, ray: RaySettings) -> None:
     """Run Ray until it ends or a signal comes; nothing of it is left."""
     mark = str(folders.root)
     processes.kill_marked(MARK, mark)  # what a killed process of this kind has left
-    Path(ray.temp).mkdir(mode=0o700, parents=True, exist_ok=True)
+    Path(ray.temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Ray's processes otherwise run at nice 15, and jobs with them; and Ray would end
     # its own processes when a host's memory is nearly full.
     more = {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0"}
@@ -91,6 +92,8 @@ def run(folders: Folders, ray: RaySettings) -> None:
     loop.run()
     processes.kill_marked(MARK, mark)
     process.wait()
+    if folders.down.exists():
+        shutil.rmtree(Path(ray.temp).parent, ignore_errors=True)
 
 
 def main(folder: str) -> int:

@@ -19,6 +19,7 @@ from stretto.cluster import job_plans, queries
 from stretto.cluster.channel import Channel, Listener, listening
 from stretto.cluster.commands import Command, MakePlan, StartPart
 from stretto.cluster.coordinator import Clock, Coordinator
+from stretto.cluster.engine_local import start_keeper
 from stretto.cluster.folders import Folders
 from stretto.cluster.ledger import Ledger, Limits
 from stretto.cluster.loop import Loop, Timer, now_s
@@ -41,6 +42,7 @@ _MIN_MARGIN_S = 5.0
 """Within which a busy host's supervisor must end its ranks when its watchdog fires."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_KEEPER_S = 2.0
 _SHORTEST_PAUSE_S = 0.001
 _MAX_MEETINGS = 4096
 _MAX_ROWS = 1000
@@ -121,11 +123,17 @@ class Server:
             self._on_close,
         )
         self._tick_soon()
+        if self.settings.ray is not None:  # otherwise agents do so
+            self._loop.every(_KEEPER_S, self._start_keeper)
         self._loop.run()
         listener.close()
         with contextlib.suppress(OSError):
             self.folders.socket.unlink()  # while no other coordinator can have its own
         self.store.close()
+
+    def _start_keeper(self) -> None:
+        with contextlib.suppress(OSError):
+            start_keeper(self.folders)  # unless one runs
 
     # messages
 

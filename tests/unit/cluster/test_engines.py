@@ -1,4 +1,7 @@
-"""Jobs on a local cluster, and what happens when parts of it die."""
+"""What every engine must do: jobs on a cluster, and what happens when parts of it die.
+
+Tests on Ray are slow, and skipped without it: `make test-cluster-ray` runs them.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from stretto.schema.burst import BurstPlan
 from stretto.schema.collocation import Collocation
 from stretto.schema.job import BurstOptions
 from support.clusters import (
+    ENGINES,
     WAITS,
     Cluster,
     await_file,
@@ -37,10 +41,13 @@ if TYPE_CHECKING:
 PAIR = measured_pair(loss_ratio=0.01)
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+@pytest.fixture(scope="module", params=ENGINES)
+def shared(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     """A cluster of two hosts with two devices each, which each test leaves idle."""
-    with cluster(tmp_path_factory.mktemp("cluster") / "c") as found:
+    folder = tmp_path_factory.mktemp("cluster") / "c"
+    with cluster(folder, engine=request.param) as found:
         yield found
 
 
@@ -209,7 +216,7 @@ def test_a_killed_supervisors_job_starts_again_and_leaves_nothing(
     name = shared.submit(job(tmp_path, script))
     await_that(lambda: len(list(tmp_path.glob("ready*"))) == 1, lambda: "not ready")
     ((host, _),) = shared.await_state(name, "running")["devices"]
-    folder = shared.folders.attempts(host) / f"{name}.1"
+    folder = shared.node(host).attempts(host) / f"{name}.1"
     os.kill(shared.supervisor(name), signal.SIGKILL)
     await_that(
         lambda: len(list(tmp_path.glob("ready*"))) == 2, lambda: str(shared.show(name))
@@ -274,10 +281,12 @@ def test_a_full_disk_refuses_submissions_and_running_jobs_go_on(
 # hosts
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_silent_hosts_job_starts_elsewhere_and_never_runs_twice(
-    tmp_path: Path,
+    engine: str, tmp_path: Path
 ) -> None:
-    with cluster(tmp_path / "c", devices=1, watchdog_s=4.0, heartbeat_s=0.25) as found:
+    times = {"watchdog_s": 4.0, "heartbeat_s": 0.25}
+    with cluster(tmp_path / "c", engine=engine, devices=1, **times) as found:
         # Two attempts at once would find the lock taken, and fail.
         script = "exec 9>lock; flock -n 9 || touch twice; touch on-$STRETTO_DEVICE; "
         name = found.submit(job(tmp_path, script + WAITS))
@@ -304,10 +313,11 @@ def test_a_silent_hosts_job_starts_elsewhere_and_never_runs_twice(
         )
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_host_that_is_silent_for_less_than_its_watchdog_keeps_its_job(
-    tmp_path: Path,
+    engine: str, tmp_path: Path
 ) -> None:
-    with cluster(tmp_path / "c", devices=1, heartbeat_s=0.25) as found:
+    with cluster(tmp_path / "c", engine=engine, devices=1, heartbeat_s=0.25) as found:
         name = found.submit(job(tmp_path, f"touch ready; {WAITS}"))
         await_file(tmp_path / "ready")
         ((host, _),) = found.await_state(name, "running")["devices"]
@@ -324,8 +334,11 @@ def test_a_host_that_is_silent_for_less_than_its_watchdog_keeps_its_job(
         is_once(found, name)
 
 
-def test_a_cluster_that_was_down_goes_on_with_its_jobs(tmp_path: Path) -> None:
-    with cluster(tmp_path / "c", hosts=1) as found:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_cluster_that_was_down_goes_on_with_its_jobs(
+    engine: str, tmp_path: Path
+) -> None:
+    with cluster(tmp_path / "c", engine=engine, hosts=1) as found:
         script = f"trap 'touch saved; exit 0' TERM; touch ready; {WAITS}"
         name = found.submit(job(tmp_path, script))
         await_file(tmp_path / "ready")

@@ -1,0 +1,252 @@
+"""What only a cluster on Ray does. `make test-cluster-ray` runs these tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from stretto.cluster import engine_ray, processes
+from stretto.cluster.ray_head import MARK, environment
+from stretto.errors import ClusterError
+from support.clusters import (
+    LIMIT_S,
+    RAY,
+    WAITS,
+    Cluster,
+    await_file,
+    await_that,
+    cluster,
+    job,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not find_spec("ray"), reason="needs Ray"),
+]
+
+OTHER = "STRETTO_TEST_NODE"
+"""Marks the processes of a node that a test starts."""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster of one host with two devices, which each test leaves idle."""
+    folder = tmp_path_factory.mktemp("cluster") / "c"
+    with cluster(folder, engine=RAY, hosts=1, heartbeat_s=0.5, watchdog_s=30) as found:
+        yield found
+
+
+def waiting(cluster: Cluster, folder: Path) -> str:
+    """Return a job that waits for `finish`."""
+    name = cluster.submit(job(folder, f"touch ready; {WAITS}"))
+    await_file(folder / "ready")
+    cluster.await_state(name, "running")
+    return name
+
+
+def finish(cluster: Cluster, folder: Path, name: str) -> None:
+    """Check that the job was not disturbed, and goes on to its end."""
+    (folder / "go").touch()
+    found = cluster.await_state(name, "done")
+    assert found["attempt"] == 1
+    assert cluster.events(name).count("started") == 1
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def of_ray(cluster: Cluster, word: str) -> list[int]:
+    """Return the processes of the cluster's Ray whose command has a word."""
+    marked = processes.marked_processes(MARK, str(cluster.folders.root))
+    return [pid for pid in marked if word in command_of(pid)]
+
+
+def joined(cluster: Cluster) -> dict[str, bool]:
+    return {row["host"]: row["joined"] for row in cluster.ask("status")["hosts"]}
+
+
+def await_all_joined(cluster: Cluster) -> None:
+    await_that(lambda: all(joined(cluster).values()), lambda: str(joined(cluster)))
+
+
+# what dies
+
+
+def test_a_killed_gateway_disturbs_no_job(shared: Cluster, tmp_path: Path) -> None:
+    name = waiting(shared, tmp_path)
+    before = shared.kill("gateway")
+    await_that(lambda: shared.pid("gateway") != before, lambda: "no other")
+    finish(shared, tmp_path, name)
+
+
+def test_a_killed_actor_is_replaced_and_its_agent_goes_on(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    name = waiting(shared, tmp_path)
+    agent = shared.pid("host0")
+    (actor,) = of_ray(shared, "ray::HostActor")
+    os.kill(actor, signal.SIGKILL)
+    await_that(
+        lambda: of_ray(shared, "ray::HostActor") not in ([], [actor]),
+        lambda: "no other actor",
+    )
+    finish(shared, tmp_path, name)
+    assert shared.pid("host0") == agent
+
+
+def test_a_killed_ray_is_started_again_and_disturbs_no_job(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    name = waiting(shared, tmp_path)
+    ray = shared.pid("ray")
+    for pid in [ray, *of_ray(shared, "")]:
+        processes.kill_marked(MARK, str(shared.folders.root))
+        if pid == ray:
+            os.kill(pid, signal.SIGKILL)
+    await_that(lambda: shared.pid("ray") != ray, lambda: "no other")
+    await_that(lambda: not all(joined(shared).values()), lambda: "it was not lost")
+    await_all_joined(shared)
+    finish(shared, tmp_path, name)
+
+
+def test_a_killed_keeper_is_replaced_when_the_gateway_dies_too(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    keeper = shared.kill("keeper")
+    gateway = shared.kill("gateway")
+    await_that(lambda: shared.pid("keeper") != keeper, lambda: "no other keeper")
+    await_that(lambda: shared.pid("gateway") != gateway, lambda: "no other gateway")
+
+
+# who gets in
+
+
+def test_only_this_machine_reaches_ray_and_nobody_without_its_token(
+    shared: Cluster,
+) -> None:
+    found = subprocess.run(
+        ["ss", "-ltnpH"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    pids = set(map(str, of_ray(shared, "")))
+    lines = found.splitlines()
+    lines = [line for line in lines if pids & set(re.findall(r"pid=(\d+)", line))]
+    assert len(lines) >= 3
+    assert all(re.search(r"127\.0\.0\.1[\]]?:\d", line.split()[3]) for line in lines)
+    assert shared.settings.ray is not None
+    address = shared.settings.ray.address
+    assert engine_ray._without_token(address) == "refused"
+
+
+def test_rays_priority_is_an_ordinary_one(shared: Cluster, tmp_path: Path) -> None:
+    name = shared.submit(job(tmp_path, "nice"))
+    shared.await_state(name, "done")
+    assert shared.log(name) == "0\n"
+
+
+# another host
+
+
+class Node:
+    """A node of Ray beside a cluster's own, on this machine."""
+
+    def __init__(self, cluster: Cluster, name: str, folder: Path) -> None:
+        assert cluster.settings.ray is not None
+        ray, self.mark = cluster.settings.ray, f"{folder}/{name}"
+        command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start"]
+        options = [f"--address={ray.address}", f"--node-name={name}", "--block"]
+        sizes = ["--num-cpus=1", "--num-gpus=0", "--object-store-memory=80000000"]
+        self.process = subprocess.Popen(
+            [*command, *options, *sizes, "--node-ip-address=127.0.0.1"],
+            env=environment(ray) | {OTHER: self.mark, "RAY_worker_niceness": "0"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def kill(self) -> None:
+        processes.kill_marked(OTHER, self.mark)
+        self.process.wait(LIMIT_S)
+
+
+def test_a_node_that_joins_gets_jobs_and_its_loss_is_noticed_and_moves_them(
+    tmp_path: Path,
+) -> None:
+    times = {"heartbeat_s": 0.5, "watchdog_s": 5.0}
+    with cluster(tmp_path / "c", engine=RAY, hosts=1, devices=1, **times) as found:
+        first = waiting(found, tmp_path)
+        node = Node(found, "second", tmp_path)
+        try:
+            await_that(lambda: joined(found).get("second", False), lambda: "no node")
+            (tmp_path / "other").mkdir()
+            script = f"touch on-$STRETTO_CLUSTER_RESUME-; {WAITS}"
+            moved = found.submit(job(tmp_path / "other", script))
+            await_file(tmp_path / "other" / "on--")
+            assert found.await_state(moved, "running")["devices"][0][0] == "second"
+        finally:
+            node.kill()  # the whole host: its agent and supervisor have the mark, too
+        lost_s = time.monotonic()
+        await_that(lambda: not joined(found)["second"], lambda: "it is not lost")
+        assert time.monotonic() - lost_s < LIMIT_S
+        finish(found, tmp_path, first)
+        await_file(tmp_path / "other" / "on-1-")
+        (tmp_path / "other" / "go").touch()
+        end = found.await_state(moved, "done")
+        assert (end["attempt"], end["failures"]) == (2, 0)
+
+
+# a Ray that runs already
+
+
+def test_a_ray_that_runs_is_joined_with_its_token_and_left_running(
+    shared: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert shared.settings.ray is not None
+    ray = shared.settings.ray
+    node = Node(shared, "member", tmp_path)
+    try:
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", ray.token)
+        command = [sys.executable, "-m", "stretto", "cluster"]
+        folder = ["--folder", str(tmp_path / "joined")]
+        await_that(lambda: joined(shared).get("member", False), lambda: "no node")
+        start = ["start", "--ray", ray.address, *folder]
+        subprocess.run([*command, *start], check=True, timeout=120)
+        job(tmp_path, "echo here").save(tmp_path / "job.json")
+        submit = ["submit", str(tmp_path / "job.json"), *folder]
+        subprocess.run([*command, *submit], check=True, timeout=60)
+        logs = subprocess.run(
+            [*command, "logs", "test", "-f", *folder],
+            check=True,
+            timeout=60,
+            capture_output=True,
+            text=True,
+        )
+        assert logs.stdout == "here\n"
+        subprocess.run([*command, "down", *folder], check=True, timeout=60)
+        assert of_ray(shared, "gcs_server")
+    finally:
+        node.kill()
+        # The shared cluster knows the node as a lost host from here on.
+
+
+def test_a_ray_without_a_token_is_refused(shared: Cluster) -> None:
+    assert shared.settings.ray is not None
+    with pytest.raises(ClusterError, match="does not answer"):
+        engine_ray.joined_ray("127.0.0.1:1", is_insecure=False)
