@@ -15,6 +15,11 @@ one wrong decision about one task.
 # Note [Nothing is written unread]
 The background sets a field of the board to its process id; marks are written while it
 is set. The foreground clears it when that process has ended.
+
+# Note [Namespaces of process ids]
+A process cannot see whether those of another namespace, such as a container's, still
+run. So each process that has a board open holds a shared lock on it, which the kernel
+releases. A board of another namespace is replaced if nobody holds it.
 """
 
 from __future__ import annotations
@@ -536,6 +541,7 @@ def _opened(path: Path) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if _is_current(descriptor, path) and _is_ready(descriptor, path):
+                _set_lock(descriptor, fcntl.F_RDLCK)
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
                 return descriptor
         except BaseException:
@@ -575,7 +581,7 @@ def _is_ready(descriptor: int, path: Path) -> bool:
         if (version, size) == (_VERSION, found.st_size) and size == _SIZE:
             if (boot, namespace) == (own_boot, own_namespace):
                 return True
-            if boot == own_boot:
+            if boot == own_boot and not _set_lock(descriptor, fcntl.F_WRLCK):
                 raise BackgroundError(
                     f"the board {path} is used in another namespace of process ids: "
                     "run foreground and background in the same one, or set "
@@ -586,6 +592,22 @@ def _is_ready(descriptor: int, path: Path) -> bool:
     # A new file, because shrinking or growing this one could end who has it mapped.
     path.unlink()
     return False
+
+
+def _set_lock(descriptor: int, kind: int) -> bool:
+    """Set an open file's lock on its board; return ``False`` if others prevent it.
+
+    Unlike `flock`'s, which orders changes, this lock is held while the board is open.
+    """
+    command = getattr(fcntl, "F_OFD_SETLK", None)
+    if command is None:
+        return False
+    whole = struct.pack("hhqqi0q", kind, os.SEEK_SET, 0, 0, 0)
+    try:
+        fcntl.fcntl(descriptor, command, whole)
+    except OSError:
+        return False
+    return True
 
 
 def _require_unused(head: bytes, path: Path) -> None:

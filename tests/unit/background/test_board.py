@@ -382,6 +382,28 @@ def test_a_board_of_another_namespace_of_processes_is_refused(boards):
         boards()
 
 
+def test_a_board_that_ended_processes_of_another_namespace_left_is_replaced(boards):
+    board = boards()
+    board.mark(3, COMPUTING)
+    rewrite_header(board.path, namespace=1)
+    board.close()
+    assert boards().last_number == 0
+
+
+def test_a_board_that_another_process_has_open_is_not_replaced(boards):
+    board = boards()
+    board.close()
+    code = "import sys; from stretto.background.board import Board; b = Board('cpu')"
+    code += "; print(flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as holder:
+        holder.stdout.readline()
+        rewrite_header(board.path, namespace=1)
+        with pytest.raises(BackgroundError, match="another namespace of process ids"):
+            boards()
+        holder.stdin.close()
+
+
 def test_a_board_of_another_version_is_replaced_unless_it_is_used(boards, other):
     living, ended = other
     board = boards()
