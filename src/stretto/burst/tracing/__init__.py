@@ -24,6 +24,7 @@ Two recordings:
 
 - `operations`: `trace`, the way from a module to its operations.
 - `recordings`: both recordings, with forward's changes undone.
+- `aligning`: pair their operations, without calls that only change a memory layout.
 - `comparing`: sizes that follow the batch.
 - `ordering`: an order of fixed operations that all processes share.
 - `build`: a graph from both recordings.

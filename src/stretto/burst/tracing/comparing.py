@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stretto.burst.tracing.aligning import FROM_CALL, aligned, differs
 from stretto.burst.tracing.records import Fixed, Record, Recording, Ref, names_in
 from stretto.errors import SpecError
 
@@ -80,27 +81,22 @@ def compare(
 ) -> list[Any]:
     """Return each record's arguments, with `Count` where a number follows the batch.
 
-    ``batches`` are the recordings' numbers of samples, ``None`` if they are the same.
+    The recordings are `aligned`. ``batches`` are their numbers of samples, ``None`` if
+    they are the same.
 
     Raises:
         SpecError: the recordings differ in anything else.
     """
     found = []
-    for one, two in zip(first.records, second.records, strict=False):
-        if not _is_same_call(one, two):
-            raise _differs(one, batches)
+    for one, two in zip(first.records, second.records, strict=True):
         found.append(
             (
                 _joined(one.args, two.args, one, batches),
                 _joined(one.kwargs, two.kwargs, one, batches),
             )
         )
-    if len(first.records) != len(second.records):
-        longer = max(first.records, second.records, key=len)
-        place = min(len(first.records), len(second.records))
-        raise _differs(longer[place], batches)
     if first.output != second.output:
-        raise _differs(first.records[-1], batches)
+        raise differs(first.records[-1], batches)
     _require_constants(first, second, batches)
     return found
 
@@ -116,7 +112,7 @@ def _require_constants(
             if one is two or not isinstance(one, Tensor):
                 continue
             if not isinstance(two, Tensor) or not is_equal(one, two):
-                raise _differs(record, batches)
+                raise differs(record, batches)
 
 
 def is_equal(one: Tensor, two: Tensor) -> bool:
@@ -124,44 +120,6 @@ def is_equal(one: Tensor, two: Tensor) -> bool:
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     return bool(torch.allclose(one, two, rtol=0.0, atol=0.0, equal_nan=True))
-
-
-def require_like(
-    known: Recording, batches: tuple[int, int] | None, number: int, record: Record
-) -> None:
-    """Check an operation while it is recorded; a loop over samples may be long.
-
-    Raises:
-        SpecError: a known recording has another one, or none, at this place.
-    """
-    if number >= len(known.records):
-        raise _differs(record, batches)
-    if not _is_same_call(known.records[number], record):
-        raise _differs(known.records[number], batches)
-
-
-def _is_same_call(one: Record, two: Record) -> bool:
-    same_target = one.target == two.target or (
-        getattr(one.target, "__func__", 1) is getattr(two.target, "__func__", 2)
-        and getattr(one.target, "__self__", 1) is getattr(two.target, "__self__", 2)
-    )
-    return one.kind == two.kind and same_target and one.context == two.context
-
-
-_FROM_CALL = ": what runs here differs from call to call"
-
-
-def _differs(one: Record, batches: tuple[int, int] | None) -> SpecError:
-    if batches is not None:
-        return SpecError(
-            f"{one.place}: what runs here depends on the number of samples: a layer "
-            "must compute each sample in the same way for any number of samples"
-        )
-    return SpecError(
-        f"{one.place}{_FROM_CALL} (a counter, a schedule, or a random decision), and "
-        "would stay as it was at capture: pass it as an input tensor, or change the "
-        "model outside of forward"
-    )
 
 
 def _joined(
@@ -174,16 +132,16 @@ def _joined(
 ) -> Any:
     if isinstance(one, (Ref, Fixed)) or isinstance(two, (Ref, Fixed)):
         if one != two:
-            raise _differs(at, batches)
+            raise differs(at, batches)
         return one
     if isinstance(one, np.generic) or isinstance(two, np.generic):
         found = _joined(_plain(one), _plain(two), at, batches, is_end=is_end)
         return found if isinstance(found, Count) else one
     if type(one) is not type(two):
-        raise _differs(at, batches)
+        raise differs(at, batches)
     if isinstance(one, (tuple, list)):
         if len(one) != len(two):
-            raise _differs(at, batches)
+            raise differs(at, batches)
         parts = [_joined(a, b, at, batches) for a, b in zip(one, two, strict=True)]
         if hasattr(one, "_fields"):
             return type(one)(*parts)
@@ -191,7 +149,7 @@ def _joined(
         return tuple(parts) if isinstance(one, torch.Size) else type(one)(parts)
     if isinstance(one, dict):
         if list(one) != list(two):
-            raise _differs(at, batches)
+            raise differs(at, batches)
         return {k: _joined(v, two[k], at, batches) for k, v in one.items()}
     if isinstance(one, slice):
         return slice(
@@ -221,7 +179,7 @@ def _number(
     if one == two or (one != one and two != two):
         return one
     if batches is None:
-        raise _differs(at, batches)
+        raise differs(at, batches)
     if isinstance(one, bool) or not isinstance(one, int):
         raise SpecError(
             f"{at.place}: uses the number of samples as a number ({one} for "
@@ -295,9 +253,9 @@ class Counts:
         for way in self._ways:
             found = way(BATCHES[0])
             try:
-                compare(self._known[BATCHES[0]], found, None)
+                compare(*aligned(self._known[BATCHES[0]], found, None), None)
             except SpecError as exc:
-                place = str(exc).partition(_FROM_CALL)[0]
+                place = str(exc).partition(FROM_CALL)[0]
             else:
                 return None
         return place
@@ -305,8 +263,9 @@ class Counts:
     def _compare(self, again: Callable[[int], Recording], count: int) -> None:
         found = again(count)
         for size, known in self._known.items():
-            compare(known, found, (size, count))
-            for one, two in zip(known.records, found.records, strict=True):
+            both = aligned(known, found, (size, count))
+            compare(*both, (size, count))
+            for one, two in zip(both[0].records, both[1].records, strict=True):
                 _require_shapes(one, two, (size, count))
         self._seen.add(count)
 

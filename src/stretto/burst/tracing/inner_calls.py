@@ -33,7 +33,7 @@ class InnerCall:
     """One call of an operator."""
 
     operator: str
-    """For instance ``amax``."""
+    """For instance ``amax``; with its library if it is not torch's."""
 
     inputs: tuple[Shape, ...]
     outputs: tuple[Shape, ...]
@@ -47,12 +47,19 @@ class InnerCall:
     place: str = ""
     """The line in user code inside the operation, if it has any."""
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it is an operator of another library than torch."""
+        return "::" in self.operator
+
 
 def inner_call(
     operator: Any, args: Any, kwargs: Any, result: Any, place: str = ""
 ) -> InnerCall:
     """Return what is recorded of a call."""
     name = operator._opname.removesuffix("_")  # noqa: SLF001
+    if operator.namespace not in _OF_TORCH:
+        name = f"{operator.namespace}::{operator._opname}"  # noqa: SLF001
     inputs = tuple(_shapes((*args, *kwargs.values())))
     outputs = tuple(_shapes((result,)))
     if name in _SCANS or name == "renorm":
@@ -233,6 +240,9 @@ def _keys(_call: InnerCall, inputs: list[Sides]) -> bool:
 def _sequence(_call: InnerCall, inputs: list[Sides]) -> bool:
     return -2 in inputs[0]
 
+
+_OF_TORCH = frozenset({"_quantized", "aten", "mkldnn", "prim", "prims", "quantized"})
+"""Libraries of operators whose shapes and names show what they read."""
 
 _SCANS = frozenset({"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"})
 """Operators that compute a row from all rows before it."""

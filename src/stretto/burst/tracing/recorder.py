@@ -34,7 +34,7 @@ from stretto.errors import SpecError
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from stretto.burst.tracing.fakes import Fakes
     from stretto.burst.tracing.reads import Reads
@@ -115,6 +115,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         }
         self._depth = 0
         self._default = torch.get_default_dtype()
+        self._grad = torch.is_grad_enabled()
         self._draws = 0
         self._in_dropout = 0
         self._norms: list[str] = []
@@ -388,6 +389,13 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             keeps_state=self._keeps_state,
             inner=tuple(self._inner),
             borrowed=tuple(self._borrowed),
+            keeps_values=(
+                not written
+                and kind != "call_module"
+                and torch.is_grad_enabled() is self._grad
+                and len(tensors) == 1
+                and _keeps_values(real_args, result, self._inner)
+            ),
         )
         if kind == "call_method" and target == "__setitem__":
             record.kind, record.target = "call_function", set_item
@@ -704,6 +712,26 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         return self.recording
 
 
+_LAYOUT_OPERATORS = {"_to_copy", "_unsafe_view", "alias", "clone", "expand", "view"}
+"""Operators whose result has the argument's values if shape and type are the same."""
+
+
+def _keeps_values(args: Any, result: Any, inner: Sequence[InnerCall]) -> bool:
+    """Return whether an operation only copies its first argument, or returns it."""
+    given = args[0] if args else None
+    return (
+        isinstance(given, Tensor)
+        and isinstance(result, Tensor)
+        and len(inner) <= 1
+        and all(call.operator in _LAYOUT_OPERATORS for call in inner)
+        and (given is result or bool(inner))
+        and given.shape == result.shape
+        and given.dtype == result.dtype
+        and given.device == result.device
+        and given.requires_grad == result.requires_grad
+    )
+
+
 def _has_hooks(part: nn.Module) -> bool:
     return any(m._forward_hooks or m._forward_pre_hooks for m in part.modules())  # noqa: SLF001
 
@@ -867,6 +895,7 @@ def record(
                 torch.manual_seed(_SEED)  # nothing is drawn while recording
                 batch = torch.empty(shape, dtype=dtype, device=device)
                 recorder.knows(batch, SOURCE)
+                recorder.recording.source = batch
                 with recorder, noted:
                     before = held_by(root)
                     output = run(batch)

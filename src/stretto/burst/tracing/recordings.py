@@ -11,13 +11,13 @@ import random
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from stretto.burst.tracing.aligning import Alignment, aligned
 from stretto.burst.tracing.cached_values import Entry
 from stretto.burst.tracing.caches import (
     Cache,
@@ -32,7 +32,7 @@ from stretto.burst.tracing.caches import (
     undo,
     written_by_torch,
 )
-from stretto.burst.tracing.comparing import BATCHES, compare, require_like
+from stretto.burst.tracing.comparing import BATCHES, compare
 from stretto.burst.tracing.fakes import Fakes, without_log
 from stretto.burst.tracing.reads import HOOKS, Reads
 from stretto.burst.tracing.recorder import UnseenTensor, record
@@ -102,7 +102,7 @@ def record_both(
 
     def once(batch: int, known: Recording | None = None, kept: Any = ()) -> Recording:
         batches = None if batch == BATCHES[0] else BATCHES
-        check = known and partial(require_like, known, batches)
+        check = known and Alignment(known.records, batches).add
         with norms.noted(batch):
             found = _once(
                 module, run, (batch, *shape), arguments, fakes, reads, check, kept
@@ -117,6 +117,7 @@ def record_both(
             other = once(BATCHES[1], first)
             _constants_kept(other, module, holders)
             _refuse_counted(module, watch)
+            first, other = aligned(first, other, BATCHES)
             compare(first, other, BATCHES)
             return _Recorded(first, other, [], {})
     with _untouched(module, fakes) as holders:
@@ -126,16 +127,17 @@ def record_both(
         if kept:  # the next call may read what this one left
             once(BATCHES[0], kept=[one.tensor for one in kept])
         else:
-            compare(first, once(BATCHES[0], first), None)
+            compare(*aligned(first, once(BATCHES[0], first), None), None)
         _refuse_counted(module, watch)
         caches = caches_of(kept)
-        entries: dict[Entry, list[Ref | Fixed | None]] = {}
-        for one in kept:
-            ref = first.refs.get(id(one.tensor))
-            entries.setdefault((id(one.holder.of), one.key), []).append(ref)
     with _untouched(module, fakes) as holders:
         other = once(BATCHES[1], first)
         caches += caches_of(_constants_kept(other, module, holders))
+    first, other = aligned(first, other, BATCHES)
+    entries: dict[Entry, list[Ref | Fixed | None]] = {}
+    for one in kept:
+        ref = first.refs.get(id(one.tensor))
+        entries.setdefault((id(one.holder.of), one.key), []).append(ref)
     return _Recorded(first, other, caches, entries)
 
 

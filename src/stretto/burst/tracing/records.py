@@ -90,6 +90,9 @@ class Record:
     inner: tuple[InnerCall, ...] = ()
     """The operators that it calls."""
 
+    keeps_values: bool = False
+    """Whether its result has the values of its first argument, and their gradient."""
+
 
 @final
 class Recording:
@@ -105,6 +108,9 @@ class Recording:
 
         self.without_gradient = ""
         """The line that found so of a tensor that needs none unless the input does."""
+
+        self.source: Tensor | None = None
+        """The forward's input, without values."""
 
         self.output: Any = None
         """The forward's result, with `Ref` for tensors."""
