@@ -225,9 +225,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         return {**attributes, "_auto": None, "_keeper": None, "_counts_steps": False}
 
 
-def require_overlap(
-    plan: Plan | None, overlap: str | None, *, automatic: bool
-) -> None:
+def require_overlap(plan: Plan | None, overlap: str | None, *, automatic: bool) -> None:
     """Require that the option ``overlap`` is valid and that the plan fits it.
 
     Raises:
