@@ -69,6 +69,54 @@ def test_errors_of_the_constructor_are_ddp_s(ranks: Any, size: int) -> None:
         assert ours == theirs
 
 
+INVALID: tuple[dict[str, Any], ...] = (
+    {"plan": 3},
+    {"plan": "no-such-plan.json"},
+    {"tune": {"steps": 3}},
+    {"wire_dtype": "int8"},
+    {"overlap": "sideways"},
+    {"order": "sorted"},
+    {"order": "negotiated", "lanes": 0},
+    {"order": "negotiated", "unit_bytes": "1"},
+    {"nan": "perhaps"},
+    {"nan": "warn", "nan_patience": "1"},
+    {"timeout_s": 0},
+    {"timeout_s": "5"},
+    {"lane_backend": "pigeon"},
+)
+
+
+def one_rank_has_invalid_options(rank: int, size: int) -> list[str]:
+    found = []
+    for options in INVALID:
+        try:
+            stretto.DDP(nn.Linear(2, 2), **(options if rank else {}))
+        except Exception as exc:  # noqa: BLE001 - errors are compared
+            found.append(type(exc).__name__)
+        else:
+            found.append("none")
+    return found
+
+
+def test_an_option_that_is_invalid_on_one_rank_is_an_error_on_all(ranks: Any) -> None:
+    """The others waited for as long as the process group lets them."""
+    others, mine = ranks(one_rank_has_invalid_options, 2, group_s=100.0)
+    assert others == ["RankDisagreement"] * len(INVALID)
+    assert mine == ["SpecError"] * (len(INVALID) - 1) + ["PlanMismatch"]
+
+
+def test_variables_that_are_empty_count_as_not_set(
+    ranks: Any, monkeypatch: Any
+) -> None:
+    for name in ("PLAN", "OVERLAP", "LANE_BACKEND"):
+        monkeypatch.setenv(f"STRETTO_{name}", "")
+    assert ranks(builds, 2) == ["gloo"] * 2
+
+
+def builds(_rank: int, _size: int) -> str:
+    return stretto.DDP(nn.Linear(2, 2)).backend
+
+
 def test_the_signature_has_ddp_s_arguments_in_ddp_s_order() -> None:
     theirs = inspect.signature(nn.parallel.DistributedDataParallel).parameters
     ours = inspect.signature(stretto.DDP).parameters

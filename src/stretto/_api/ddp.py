@@ -17,7 +17,7 @@ from stretto.runtime import backends
 from stretto.runtime.negotiated.reducer import NEGOTIATED
 from stretto.runtime.torch_compat import with_arguments_of, without_dynamo
 from stretto.runtime.weak_call import weakly
-from stretto.schema import Plan
+from stretto.schema import NARROWER, Plan
 from stretto.tune import AutoPlan, TuneOptions
 from stretto.tune.artifacts import RunArtifacts, title_of
 
@@ -35,7 +35,8 @@ PLAN_VARIABLE = "STRETTO_PLAN"
 OVERLAP_VARIABLE = "STRETTO_OVERLAP"
 """Set by `stretto run --overlap`; replaces a missing ``overlap``."""
 
-OVERLAPS = ("backward", "forward")
+BACKWARD = "backward"
+OVERLAPS = (BACKWARD, "forward")
 
 _COMPARED = ("order", "lanes", "unit_bytes", "nan", "nan_patience", "error_feedback")
 """Options of the runtime that must be equal on all ranks."""
@@ -68,7 +69,8 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             `stretto.runtime.DistributedDataParallel`.
 
     Raises:
-        SpecError: a plan file is broken, or wire_dtype is combined with a plan.
+        SpecError: an option is invalid, a plan file is broken, or wire_dtype is
+            combined with a plan.
         PlanMismatch: a plan was made for another model.
         RankDisagreement: ranks have different plans, models or versions.
         CommTimeout: a rank did not arrive in time.
@@ -90,7 +92,12 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         self._keeper: RunArtifacts | None = None
         negotiates = kwargs.get("order") == NEGOTIATED
         if plan == AUTO:
-            plan = DDP_RULE if negotiates else os.environ.get(PLAN_VARIABLE, AUTO)
+            plan = DDP_RULE if negotiates else os.environ.get(PLAN_VARIABLE) or AUTO
+        # A rank that cannot continue still meets the others, so that none of them
+        # waits.
+        self._trouble: StrettoError | None = _invalid(plan, tune, wire_dtype)
+        if self._trouble is not None:
+            plan = tune = wire_dtype = None
         automatic = plan == AUTO
         options = tune or TuneOptions()
         # What the runtime's constructor compares between ranks, in its first meeting.
@@ -99,14 +106,10 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             "wire_dtype": repr(wire_dtype),
             **{name: repr(kwargs[name]) for name in _COMPARED if name in kwargs},
         }
-        overlap = overlap or os.environ.get(OVERLAP_VARIABLE)
-        if overlap is not None:
-            self._compared["overlap"] = repr(overlap)
+        overlap = overlap or os.environ.get(OVERLAP_VARIABLE) or BACKWARD
+        self._compared["overlap"] = repr(overlap)
         if automatic:
             self._compared["tune"] = repr(options)
-        # A rank that cannot continue still meets the others, so that none of them
-        # waits.
-        self._trouble: StrettoError | None = None
         if wire_dtype is not None and not automatic:
             self._trouble = SpecError(
                 f"wire_dtype={wire_dtype!r} needs plan='auto': a plan's buckets have "
@@ -225,13 +228,31 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         return {**attributes, "_auto": None, "_keeper": None, "_counts_steps": False}
 
 
+_WIRE_DTYPES = tuple(sorted({dtype for found in NARROWER.values() for dtype in found}))
+
+
+def _invalid(plan: object, tune: object, wire_dtype: object) -> SpecError | None:
+    """Return the error if an argument has no meaning for any model."""
+    if not isinstance(plan, Plan | str | Path | None):
+        return SpecError(
+            "plan must be 'auto', 'ddp', None, a Plan or the path of a plan file, got "
+            f"{plan!r}"
+        )
+    if not isinstance(tune, TuneOptions | None):
+        return SpecError(f"tune must be a TuneOptions, got {tune!r}")
+    if wire_dtype not in (None, *_WIRE_DTYPES):
+        names = " or ".join(map(repr, _WIRE_DTYPES))
+        return SpecError(f"wire_dtype must be {names}, got {wire_dtype!r}")
+    return None
+
+
 def require_overlap(plan: Plan | None, overlap: str | None, *, automatic: bool) -> None:
     """Require that the option ``overlap`` is valid and that the plan fits it.
 
     Raises:
         SpecError: it is not, or the plan was not made for it.
     """
-    if overlap is not None and overlap not in OVERLAPS:
+    if overlap not in OVERLAPS:
         choices = " or ".join(map(repr, OVERLAPS))
         raise SpecError(
             f"overlap must be {choices}, got {overlap!r}. Choosing automatically "
@@ -248,7 +269,7 @@ def require_overlap(plan: Plan | None, overlap: str | None, *, automatic: bool) 
 
 
 def _with_overlap(
-    plan: Plan | None, overlap: str | None, *, automatic: bool
+    plan: Plan | None, overlap: str, *, automatic: bool
 ) -> Plan | None:
     """Return the plan to execute with the option ``overlap``.
 
@@ -264,4 +285,4 @@ def _with_overlap(
         return plan
     if plan is None or plan.overlap != "forward":
         return plan
-    return replace(plan, overlap="backward", launch=(), predicted=None)
+    return replace(plan, overlap=BACKWARD, launch=(), predicted=None)

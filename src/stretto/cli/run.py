@@ -304,13 +304,13 @@ def _check_plan(plan: str | None) -> None:
     """
     if plan in ("auto", "ddp", None):  # a script may pass plans of its own
         return
-    from stretto._api.ddp import require_overlap
+    from stretto._api.ddp import BACKWARD, require_overlap
     from stretto.runtime.plan_binding import check_features
     from stretto.schema import Plan
 
     loaded = Plan.load(plan)
     check_features(loaded)
-    overlap = os.environ.get(SETTINGS["overlap"]) or None
+    overlap = os.environ.get(SETTINGS["overlap"]) or BACKWARD
     require_overlap(loaded, overlap, automatic=False)
 
 

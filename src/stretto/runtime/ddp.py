@@ -7,6 +7,7 @@ and copies.
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
@@ -111,7 +112,8 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             runtime does not support.
         RankDisagreement: ranks have different plans, models or versions.
         CommTimeout: a rank did not arrive.
-        SpecError: ``nan`` or ``nan_patience`` is invalid.
+        SpecError: ``order``, ``lanes``, ``unit_bytes``, ``nan``, ``nan_patience`` or
+            ``timeout_s`` is invalid. Ranks where it is not raise `RankDisagreement`.
     """
 
     _comm_ready = False
@@ -144,23 +146,30 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         # Attributes that a subclass sets before it calls this constructor.
         compared = self.__dict__.pop("_compared", {})
         trouble = self.__dict__.pop("_trouble", None)
-        negotiates = _check_order(
-            order,
-            {
-                "lanes": lanes is not None,
-                "unit_bytes": unit_bytes is not None,
-                "plan": plan is not None,
-                "record": record is not None,
-                "nan": nan != "off",
-                "error_feedback": error_feedback,
-                "lane_backend": lane_backend is not None,
-                "mixed_precision": kwargs.get("mixed_precision") is not None,
-                "delay_all_reduce_named_params": bool(
-                    kwargs.get("delay_all_reduce_named_params")
-                ),
-            },
-        )
-        check_words(nan, nan_patience)
+        given = {
+            "lanes": lanes is not None,
+            "unit_bytes": unit_bytes is not None,
+            "plan": plan is not None,
+            "record": record is not None,
+            "nan": nan != "off",
+            "error_feedback": error_feedback,
+            "lane_backend": lane_backend is not None,
+            "mixed_precision": kwargs.get("mixed_precision") is not None,
+            "delay_all_reduce_named_params": bool(
+                kwargs.get("delay_all_reduce_named_params")
+            ),
+        }
+        try:
+            _check_order(order, given)
+            _check_count("lanes", lanes)
+            _check_count("unit_bytes", unit_bytes)
+            check_words(nan, nan_patience)
+            _check_timeout(timeout_s)
+        except StrettoError as exc:
+            # It still meets the other ranks, so that none of them waits.
+            trouble = trouble or exc
+            order, nan, timeout_s = STATIC, "off", None
+        negotiates = order == NEGOTIATED
         self._error_feedback = error_feedback
         self._nan = (nan, nan_patience)
         self._chosen_lane_backend = lane_backend
@@ -488,8 +497,30 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         self._stand_alone()
 
 
-def _check_order(order: str, given: Mapping[str, bool]) -> bool:
-    """Return whether to negotiate a model; ``given`` lists the other options.
+def _check_count(name: str, value: object) -> None:
+    """Require a positive whole number, or None.
+
+    Raises:
+        SpecError: it is something else.
+    """
+    if value is not None and not (isinstance(value, int) and value > 0):
+        raise SpecError(f"{name} must be a positive whole number, got {value!r}")
+
+
+def _check_timeout(timeout_s: object) -> None:
+    """Require a time in seconds, or None.
+
+    Raises:
+        SpecError: it is not a positive, finite number.
+    """
+    if timeout_s is None:
+        return
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise SpecError(f"timeout_s must be a positive number, got {timeout_s!r}")
+
+
+def _check_order(order: str, given: Mapping[str, bool]) -> None:
+    """Require a known order, and options that fit it; ``given`` lists the others.
 
     Raises:
         SpecError: ``order`` is invalid.
@@ -504,8 +535,7 @@ def _check_order(order: str, given: Mapping[str, bool]) -> bool:
                     f"{name} is for order={NEGOTIATED!r}; with order={STATIC!r} the "
                     "plan sets it."
                 )
-        return False
+        return
     for name, present in given.items():
         if present and name not in ("lanes", "unit_bytes"):
             raise refused(name)
-    return True

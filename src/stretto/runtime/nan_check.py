@@ -61,8 +61,8 @@ def check_words(nan: str, patience: int) -> None:
         raise SpecError(
             f"nan must be one of {', '.join(map(repr, ACTIONS))}, got {nan!r}"
         )
-    if patience < 0:
-        raise SpecError(f"nan_patience must be >= 0 steps, got {patience}")
+    if not isinstance(patience, int) or patience < 0:
+        raise SpecError(f"nan_patience must be >= 0 steps, got {patience!r}")
 
 
 class _Flags(NamedTuple):
