@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,10 +30,13 @@ def on_accumulated(
     frozen now keeps the hook for later: programs that train parts of a model in turn
     freeze the others meanwhile.
     """
-    if parameter.requires_grad:
-        return parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(True)  # noqa: FBT003 - as PyTorch's
+    frozen = not parameter.requires_grad
+    if frozen:
+        parameter.requires_grad_(True)  # noqa: FBT003 - as PyTorch's
     try:
-        return parameter.register_post_accumulate_grad_hook(hook)
+        register: Any = parameter.register_post_accumulate_grad_hook
+        handle: RemovableHandle = register(hook)
     finally:
-        parameter.requires_grad_(False)  # noqa: FBT003 - as PyTorch's
+        if frozen:
+            parameter.requires_grad_(False)  # noqa: FBT003 - as PyTorch's
+    return handle

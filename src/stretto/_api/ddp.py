@@ -268,9 +268,7 @@ def require_overlap(plan: Plan | None, overlap: str | None, *, automatic: bool) 
         )
 
 
-def _with_overlap(
-    plan: Plan | None, overlap: str, *, automatic: bool
-) -> Plan | None:
+def _with_overlap(plan: Plan | None, overlap: str, *, automatic: bool) -> Plan | None:
     """Return the plan to execute with the option ``overlap``.
 
     Raises:
