@@ -61,7 +61,7 @@ class Replay:
     predicted_s: float
 
     buckets: tuple[BucketTimes, ...]
-    """Those that send something."""
+    """The buckets that send something."""
 
     timeline: Timeline
     """This rank's last step."""
@@ -115,7 +115,7 @@ def replay(
             "run: plan again for this number of ranks, or start the plan's"
         )
     predicted = _Predicted(workload, replace(cluster, contention=None), plan)
-    watch = _Watch()
+    watch = _StepEvents()
     model = DistributedDataParallel(
         EmulatedModel(workload).to(device_of(None)),
         plan=plan,
@@ -133,7 +133,7 @@ def replay(
             progress(step + 1)
     starts_s.append(perf_counter())
     with torch.no_grad():
-        model()  # waits for what is under way
+        model()  # waits for the last step's communication
     measured_s = [after - before for before, after in pairwise(starts_s)]
     counted = range(warmup, warmup + steps)
     own = [watch.times(counted, predicted.buckets), measured_s[warmup:]]
@@ -200,8 +200,8 @@ class _NoUpdate(torch.optim.Optimizer):
 
 
 @final
-class _Watch(AbstractStepObserver):
-    """Keeps the events of all steps.
+class _StepEvents(AbstractStepObserver):
+    """Records launches and ends of all steps.
 
     A bucket's slices end before it is launched again, so ends belong to steps by their
     number, also those of slices that travel under the next step's forward.

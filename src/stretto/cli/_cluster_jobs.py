@@ -143,16 +143,18 @@ def _details(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 @click.command(name="logs")
 @click.argument("job")
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
+@click.option("-f", "--follow", is_flag=True, help="Continue until the job has ended.")
 @click.option(
     "--rank",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Whose output to print.",
+    help="Rank whose output is printed.",
 )
 @click.option(
-    "--attempt", type=click.IntRange(min=1), help="Which one.  [default: the last]"
+    "--attempt",
+    type=click.IntRange(min=1),
+    help="Attempt whose output is printed.  [default: the last]",
 )
 @in_folder
 @as_json
@@ -268,7 +270,7 @@ def drain_command(host: str, undo: bool, folders: Folders, is_json: bool) -> Non
     help="Only events after this number.",
 )
 @click.option("--job", help="Only a job's.")
-@click.option("-f", "--follow", is_flag=True, help="Go on until interrupted.")
+@click.option("-f", "--follow", is_flag=True, help="Continue until interrupted.")
 @in_folder
 @as_json
 def events_command(

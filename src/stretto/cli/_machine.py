@@ -88,9 +88,9 @@ def interface_checks(
         yield Check(name="interfaces", status=OK, found=shown)
 
 
-def gloo_checks(said: str, environment: Mapping[str, str]) -> Iterator[Check]:
-    """Check what Gloo can send with, from the output `said` of `try_gloo`."""
-    lines = said.splitlines()
+def gloo_checks(output: str, environment: Mapping[str, str]) -> Iterator[Check]:
+    """Check what Gloo can send with, from the output `output` of `try_gloo`."""
+    lines = output.splitlines()
     has = [line.removeprefix("has ") for line in lines if line.startswith("has ")]
     asked = environment.get("GLOO_DEVICE_TRANSPORT", "").upper()
     found = f"transports {', '.join(has)}" if has else "no transport"

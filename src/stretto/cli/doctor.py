@@ -198,7 +198,7 @@ def environment_checks(environment: Mapping[str, str]) -> Iterator[Check]:
 
 
 def isolation_check(found: Isolation) -> Check:
-    """Check whether a background job on this host's processors comes second."""
+    """Check whether a background job on this host yields the processors."""
     if found.works:
         return Check(name="background", status=OK, found=str(found))
     return Check(
@@ -221,12 +221,12 @@ def _lab_checks() -> Iterator[Check]:
     spec = LabSpec(hosts=2, link_bytes_per_s=1.25e8, flow_bytes_per_s=3.75e7)
 
     def attempt(mode: Mode) -> str | None:
-        said: list[str] = []
+        lines: list[str] = []
         return lab_failure(
             lambda: run_lab(
-                spec, [program], mode=mode, timeout_s=20, announce=said.append
+                spec, [program], mode=mode, timeout_s=20, announce=lines.append
             ),
-            said,
+            lines,
         )
 
     failure = attempt(Mode.NAMESPACES)
@@ -245,7 +245,7 @@ def _lab_checks() -> Iterator[Check]:
     )
 
 
-def lab_failure(attempt: Callable[[], int], said: list[str]) -> str | None:
+def lab_failure(attempt: Callable[[], int], lines: list[str]) -> str | None:
     """Return why an attempt to build a lab failed, or ``None`` if it did not."""
     try:
         status = attempt()
@@ -253,7 +253,7 @@ def lab_failure(attempt: Callable[[], int], said: list[str]) -> str | None:
         return str(error)
     if status == 0:
         return None
-    return f"a lab of `true` ended with {status}: {' '.join(said)}"
+    return f"a lab of `true` ended with {status}: {' '.join(lines)}"
 
 
 def _lab_remedy(failure: str) -> str:

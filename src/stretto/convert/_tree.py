@@ -129,7 +129,7 @@ class Tree:
         return self._parents.get(node)
 
     def is_label(self, node: cst.CSTNode) -> bool:
-        """Return whether a name is no value: of a keyword, a parameter, an import."""
+        """Return whether a name is a label: of a keyword, a parameter or an import."""
         above = self._parents.get(node)
         if isinstance(above, cst.Arg):
             return above.keyword is node

@@ -61,7 +61,7 @@ class _Writer:
         )
         self._thread.start()
 
-    def tell(self, track: str, name: str, start_s: float, end_s: float) -> None:
+    def add_span(self, track: str, name: str, start_s: float, end_s: float) -> None:
         """Queue a span; return at once."""
         self._queue.put((track, name, start_s, end_s))
 
@@ -181,11 +181,11 @@ def recording() -> bool:
     return _writer is not None
 
 
-def tell(track: str, name: str, start_s: float, end_s: float) -> None:
+def add_span(track: str, name: str, start_s: float, end_s: float) -> None:
     """Add a span, in `time.perf_counter` seconds, if a timeline is written."""
     writer = _writer
     if writer is not None:
-        writer.tell(track, name, start_s, end_s)
+        writer.add_span(track, name, start_s, end_s)
 
 
 @final
@@ -197,7 +197,7 @@ class _Observer(AbstractEngineObserver):
 
     def span(self, track: str, name: str, start_s: float, end_s: float) -> None:
         if _writer is not None:
-            tell(track + self._suffix, name, start_s, end_s)
+            add_span(track + self._suffix, name, start_s, end_s)
 
 
 def engine_observer(process_set_id: int) -> AbstractEngineObserver | None:

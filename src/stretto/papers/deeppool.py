@@ -94,14 +94,14 @@ def _figure_9() -> list[Figure]:
         problem = BurstProblem.of(
             vgg, network, gpus=_GPUS, batch=_BATCH, amplification_limit=5.0
         )
-        said = burst.plan(problem).predicted
-        if said is None:
+        predicted = burst.plan(problem).predicted
+        if predicted is None:
             raise AssertionError("a burst plan has no prediction")
         figures += [
             Figure(
                 table="the authors' repository (Fig. 9 prints no step times)",
                 name=f"vgg16, 8 GPUs, batch 32: data parallel, {how}",
-                ours=1e3 * said.data_parallel_s,
+                ours=1e3 * predicted.data_parallel_s,
                 reference=13.57,
                 source="repository",
                 unit="ms",
@@ -111,7 +111,7 @@ def _figure_9() -> list[Figure]:
             Figure(
                 table="our target (Fig. 9 prints no ratio)",
                 name=f"vgg16: burst parallel within 5 over data parallel, {how}",
-                ours=said.data_parallel_s / said.iteration_s,
+                ours=predicted.data_parallel_s / predicted.iteration_s,
                 reference=1.2,
                 source="target",
                 at_least=True,

@@ -77,7 +77,7 @@ class Figure:
 
     @property
     def reached(self) -> bool | None:
-        """Return whether a figure that can miss its reference does."""
+        """Return whether it is within tolerance; ``None`` if it cannot miss."""
         return None if self.identity else self.within
 
     def as_dict(self) -> dict[str, Any]:

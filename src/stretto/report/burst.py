@@ -1,4 +1,4 @@
-"""Pages about burst plans: four ways to use more GPUs, and plans beside backgrounds."""
+"""Pages about burst plans: four methods of scaling, and plans beside backgrounds."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def save_scaling(
 ) -> None:
     """Write the page atomically.
 
-    ``rows`` have ``gpus`` and ``ways``: for each way's name ``None`` or a mapping with
-    ``batch``, ``iteration_s`` and ``speedup``.
+    ``rows`` have ``gpus`` and ``ways``: for each method's name ``None`` or a mapping
+    with ``batch``, ``iteration_s`` and ``speedup``.
 
     Raises:
         SpecError: the file cannot be written.
@@ -110,19 +110,19 @@ def _charts(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[Cha
 
 
 def _column(rows: Sequence[Mapping[str, Any]], name: str, key: str) -> list[float]:
-    ways = [row["ways"][name] for row in rows]
-    return [math.nan if way is None else float(way[key]) for way in ways]
+    points = [row["ways"][name] for row in rows]
+    return [math.nan if point is None else float(point[key]) for point in points]
 
 
 def _end(values: Sequence[float], unit: str) -> str:
     return f"{values[-1]:.1f}{unit}" if math.isfinite(values[-1]) else ""
 
 
-def _cell(way: Mapping[str, Any] | None) -> str:
-    if way is None:
+def _cell(point: Mapping[str, Any] | None) -> str:
+    if point is None:
         return "–"
-    step = format_s(way["iteration_s"])
-    return f"{way['speedup']:.2f}x, {way['batch']}, {step}"
+    step = format_s(point["iteration_s"])
+    return f"{point['speedup']:.2f}x, {point['batch']}, {step}"
 
 
 def save_collocation(

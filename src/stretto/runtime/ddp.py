@@ -20,7 +20,7 @@ from stretto.logs import get_logger
 from stretto.runtime import backends
 from stretto.runtime.agreement import require_plan_applied
 from stretto.runtime.ddp_reducer import ReplaceableReducerDDP
-from stretto.runtime.nan_check import check_words
+from stretto.runtime.nan_check import check_options
 from stretto.runtime.negotiated.reducer import (
     NEGOTIATED,
     STATIC,
@@ -163,7 +163,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             _check_order(order, given)
             _check_count("lanes", lanes)
             _check_count("unit_bytes", unit_bytes)
-            check_words(nan, nan_patience)
+            check_options(nan, nan_patience)
             _check_timeout(timeout_s)
         except StrettoError as exc:
             # It still meets the other ranks, so that none of them waits.
@@ -450,7 +450,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
 
     def _hand_over(self, name: str) -> None:
         if self._numerics is not None:
-            self._numerics.blind("a communication hook has taken over")
+            self._numerics.warn_unchecked("a communication hook has taken over")
         if self._planned is None:
             return
         self._settle_forward()

@@ -215,7 +215,9 @@ class ReplaceableReducerDDP(RankedDDP):
             and self._device_used.type == "cpu"
         )
         if not waits and self._numerics is not None:
-            self._numerics.blind(f"without a plan, on {self._device_used.type}")
+            self._numerics.warn_unchecked(
+                f"without a plan, on {self._device_used.type}"
+            )
         counts = self._counts_steps and planned
         if self._use_python_reducer or not (waits or counts):
             return None

@@ -51,7 +51,7 @@ _POLL_S = 0.005
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def check_words(nan: str, patience: int) -> None:
+def check_options(nan: str, patience: int) -> None:
     """Require a known action and a valid number of steps.
 
     Raises:
@@ -103,7 +103,7 @@ class NanCheck:
         self._views = False
         self._on_device = any(p.device.type != "cpu" for _, p in parameters)
         self._fresh = True
-        self._blind = False
+        self._warned = False
         self._step = 0
         self._streak = 0
         self._buffers: list[torch.Tensor] = []
@@ -113,7 +113,7 @@ class NanCheck:
 
     @classmethod
     def of(cls, action: str, patience: int, **how: Any) -> NanCheck | None:
-        """Return a watch, or None if nothing is to be checked."""
+        """Return a check, or None if nothing is to be checked."""
         if action == "off":
             return None
         return cls(action=action, patience=patience, **how)
@@ -168,15 +168,15 @@ class NanCheck:
         self._buffers.clear()
         self._sums.clear()
 
-    def blind(self, why: str) -> None:
+    def warn_unchecked(self, why: str) -> None:
         """Warn once that nothing is checked."""
-        if self._ranks.rank == 0 and not self._blind:
+        if self._ranks.rank == 0 and not self._warned:
             _log.warning(
                 "%s: NaN and infinity are not detected: %s",
                 self._ranks.name(0),
                 why,
             )
-        self._blind = True
+        self._warned = True
 
     # On the CPU.
 

@@ -6,7 +6,7 @@ rows.
 
 # Note [Samples stay where they are]
 A narrower layer's ranks keep the samples that they have, and the other ranks' samples
-are dealt out to them. So only the difference moves between widths, which is the cost
+are distributed to them. So only the difference moves between widths, which is the cost
 that plans assume. The layout of a set of ranks depends only on the shares, so that all
 paths to a layer bring the same samples to the same ranks: the layout of ranks f to
 f+g-1 is made from that of one rank more, starting from all ranks.
@@ -90,10 +90,10 @@ class Layouts:
         layer's ranks differ by at most one; the first ranks have more.
         """
         if ranks not in self._found:
-            self._found[ranks] = self._dealt(ranks)
+            self._found[ranks] = self._distributed(ranks)
         return self._found[ranks]
 
-    def _dealt(self, ranks: tuple[int, int] | None) -> tuple[Numbers, ...]:
+    def _distributed(self, ranks: tuple[int, int] | None) -> tuple[Numbers, ...]:
         assert ranks is not None  # noqa: S101
         first, width = ranks
         world = len(self.shares)

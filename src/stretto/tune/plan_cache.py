@@ -118,7 +118,7 @@ class Unreadable:
 
 
 def default_path() -> Path | None:
-    """Return the file for plans, or ``None`` if it is disabled or has no place."""
+    """Return the file for plans; ``None`` if it is disabled or has no folder."""
     named = os.environ.get(VARIABLE)
     if named is not None:
         return None if named in ("", "off") else Path(named)
@@ -263,12 +263,12 @@ class PlanCache:
             )
             if self._strict:
                 raise SpecError(what) from exc
-            _log.warning("%s. Continuing without remembered plans", what)
+            _log.warning("%s. Continuing without cached plans", what)
             self._path = None  # one warning is enough
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection | None]:
-        """Yield a connection for one transaction, or None if the memory is off."""
+        """Yield a connection for one transaction, or None if the cache is off."""
         if self._path is None:
             yield None
             return

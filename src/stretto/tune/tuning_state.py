@@ -35,8 +35,8 @@ _T = TypeVar("_T")
 _log = get_logger(__name__)
 
 MIN_STEPS_LEFT = 24
-"""Least number of steps of a search after earlier runs have used its steps: enough for
-the starting plans and the last comparison, so that short runs settle eventually."""
+"""Smallest number of steps of a search after earlier runs have used its steps: enough
+for the starting plans and the last comparison, so that short runs settle eventually."""
 
 
 @final
@@ -147,7 +147,7 @@ def save_unfinished(
     if os.getpid() != known.pid:
         return  # a forked child exits, not the run
     try:
-        line = _end(known, cache, on_unfinished)
+        line = _save(known, cache, on_unfinished)
     except Exception as exc:  # noqa: BLE001 - must not change how the run ends
         _log.warning("cannot save the unfinished tuning: %s", exc)
         return
@@ -155,7 +155,7 @@ def save_unfinished(
         _log.warning("%s", line)
 
 
-def _end(
+def _save(
     known: TuningState, cache: PlanCache, on_unfinished: OnUnfinished | None
 ) -> str:
     so_far = known.so_far

@@ -31,11 +31,11 @@ def test_a_full_disk_costs_spans_and_one_warning(
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", full)
             for count in (1, 2):
-                timeline.tell("x", "pack", 0.0, time.perf_counter())
+                timeline.add_span("x", "pack", 0.0, time.perf_counter())
                 until_s = time.perf_counter() + 30
                 while len(tries) < count and time.perf_counter() < until_s:
                     time.sleep(0.01)
-        timeline.tell("later", "pack", 0.0, time.perf_counter())
+        timeline.add_span("later", "pack", 0.0, time.perf_counter())
     finally:
         timeline.stop_timeline()
     assert len(tries) == 2

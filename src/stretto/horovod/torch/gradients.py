@@ -316,7 +316,7 @@ class GradientReducer:
         # In a stable order nothing is negotiated, and the engine reports no spans.
         for i, since_s in self._since_s.items():
             name = self._requests[i].name
-            timeline.tell(name, Kind.ALLREDUCE.value, since_s, perf_counter())
+            timeline.add_span(name, Kind.ALLREDUCE.value, since_s, perf_counter())
         for i, result_of in self._sent.items():
             try:
                 results[i] = result_of()

@@ -25,7 +25,7 @@ def front(problem: BurstProblem) -> list[tuple[Cost, Choice]]:
     are left out: alternating between two of its plans, step by step, does better. The
     fastest plan may have branches on their own GPUs and comes from `shortest`.
 
-    Takes one shortest path for each plan and one for each pair of neighbors.
+    Computes one shortest path for each plan and one for each pair of neighbors.
     """
     fastest = shortest(problem)
     if fastest is None:

@@ -34,7 +34,7 @@ from stretto.runtime.negotiated.ledger import (
 )
 from stretto.runtime.negotiated.pending import (
     PendingRequest,
-    RequestSlice,
+    ReducedTensor,
     check_tensors,
     new_output,
     writable,
@@ -417,19 +417,19 @@ class ControlLoop(AbstractControlLoop):
     def _execute(
         self, decisions: Sequence[Decision], jobs: dict[str, PendingRequest]
     ) -> None:
-        parts: list[RequestSlice] = []
+        tensors: list[ReducedTensor] = []
         rest: list[Decision] = []
         for decision in decisions:
             if isinstance(decision, LaunchMembers):
-                parts += self.sets[decision.set_id].parts(decision.members)
+                tensors += self.sets[decision.set_id].ready_tensors(decision.members)
             elif (
                 isinstance(decision, Launch)
                 and decision.by_rank[0].kind is Kind.ALLREDUCE
             ):
-                parts.append(self._part(decision, jobs.get(decision.name)))
+                tensors.append(self._reduced(decision, jobs.get(decision.name)))
             else:
                 rest.append(decision)
-        self.sender.reduce(parts)
+        self.sender.reduce(tensors)
         for decision in rest:
             if isinstance(decision, Launch):
                 self._launch(decision, jobs.get(decision.name))
@@ -442,16 +442,16 @@ class ControlLoop(AbstractControlLoop):
             elif isinstance(decision, EndJoin):
                 self._end_join(decision)
 
-    def _part(self, launch: Launch, job: PendingRequest | None) -> RequestSlice:
+    def _reduced(self, launch: Launch, job: PendingRequest | None) -> ReducedTensor:
         if job is None:  # this rank has joined
             active = next(r for r in range(self.ranks.size) if r not in launch.joined)
-            return RequestSlice(launch.by_rank[active], None, None, _ignore)
+            return ReducedTensor(launch.by_rank[active], None, None, _ignore)
         self._note_queued(job)
         output = job.output
         if output is None and job.tensor is not None:
             output = new_output(job.tensor.shape, job.tensor)
         ended = partial(_end_job, job.handle, output)
-        return RequestSlice(job.request, job.tensor, output, ended, job.event)
+        return ReducedTensor(job.request, job.tensor, output, ended, job.event)
 
     def _launch(self, launch: Launch, job: PendingRequest | None) -> None:
         request = launch.by_rank[0]

@@ -1,4 +1,4 @@
-"""A rank's state of a request while it is under way."""
+"""A rank's state of a request between its submission and its end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PendingRequest:
 
 
 @dataclass(slots=True)
-class RequestSlice:
+class ReducedTensor:
     """A tensor to reduce: of a job, of a set, or a joined rank's zeros."""
 
     request: Request
@@ -68,10 +68,10 @@ class RequestSlice:
             )
         return self.flat
 
-    def piece_ended(
+    def slice_ended(
         self, error: StrettoError | None, events: tuple[Any, ...] = ()
     ) -> None:
-        """Record the end of one of its pieces; the last one ends the part."""
+        """Record the end of a slice with its elements; the last ends the tensor."""
         with self.lock:
             self.left -= 1
             self.events += events

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stretto.errors import StrettoError
     from stretto.runtime.bucket_schedule import BucketSchedule, Slice
     from stretto.runtime.negotiated.api import AbstractEngineObserver, EngineOptions
-    from stretto.runtime.negotiated.pending import PendingRequest, RequestSlice
+    from stretto.runtime.negotiated.pending import PendingRequest, ReducedTensor
     from stretto.runtime.negotiated.requests import Request
     from stretto.runtime.ranks import Ranks
 
@@ -63,10 +63,10 @@ class RequestSender:
         self._lanes: dict[str, _DeviceLanes] = {}
         self._loads = {device: LaneLoads(options.lanes) for device in DEVICES}
 
-    def reduce(self, parts: Sequence[RequestSlice]) -> None:
+    def reduce(self, tensors: Sequence[ReducedTensor]) -> None:
         """Reduce tensors that are ready everywhere, in this order."""
         for device in DEVICES:
-            self._reduce([p for p in parts if p.request.device == device], device)
+            self._reduce([t for t in tensors if t.request.device == device], device)
 
     def send(self, job: PendingRequest, by_rank: Sequence[Request]) -> None:
         """Execute a request of any other kind."""
@@ -142,45 +142,44 @@ class RequestSender:
             else CompletionStreams(lanes, where),
         )
 
-    def _reduce(self, parts: Sequence[RequestSlice], device: str) -> None:
+    def _reduce(self, tensors: Sequence[ReducedTensor], device: str) -> None:
         rows = []
-        for i, part in enumerate(parts):
-            request = part.request
+        for i, tensor in enumerate(tensors):
+            request = tensor.request
             if request.elements == 0:
-                part.piece_ended(None)
+                tensor.slice_ended(None)
                 continue
             rows.append(row_of(i, request))
         buckets = form_buckets(rows, self._options.unit_bytes, self._loads[device])
         for bucket in buckets:
             for position in bucket.parameters:
-                parts[position].left += len(bucket.slices)
-                # Set here, because several lanes' threads may use one part at the same
-                # time.
-                parts[position].target()
+                tensors[position].left += len(bucket.slices)
+                # Set here, because several lanes' threads may use one tensor at once.
+                tensors[position].target()
         for bucket in buckets:
-            members = [parts[position] for position in bucket.parameters]
-            for piece in bucket.slices:
-                self._send_slice(bucket, piece, members, self._on(device))
+            members = [tensors[position] for position in bucket.parameters]
+            for part in bucket.slices:
+                self._send_slice(bucket, part, members, self._on(device))
 
     def _send_slice(
         self,
         bucket: BucketSchedule,
-        piece: Slice,
-        members: Sequence[RequestSlice],
+        part: Slice,
+        members: Sequence[ReducedTensor],
         lanes: _DeviceLanes,
     ) -> None:
         request = members[0].request
         buffer: list[torch.Tensor] = []
         began_s = perf_counter()
-        elements, size = piece.end - piece.start, self._ranks.size
+        elements, size = part.end - part.start, self._ranks.size
         wire = reductions.wire_dtype(reductions.dtype_of(request))
         small = is_direct(elements * wire.itemsize, size)
         direct = request.device == "cpu" and small
 
         def begin(lane: Any) -> Any:
-            buffer.append(_pack(piece, members))
+            buffer.append(_pack(part, members))
             if self._observer is not None:
-                self._note(piece, members, "pack", began_s)
+                self._note(part, members, "pack", began_s)
             if direct:
                 # buffer[0] is what every rank sends; the rows replace it. See Note
                 # [Small collectives go directly].
@@ -193,25 +192,25 @@ class RequestSender:
                     [],
                     dist.AllToAllOptions(),
                 )
-            reduce = lanes.sender.reduce(bucket, piece)
+            reduce = lanes.sender.reduce(bucket, part)
             return reduce(buffer[:1], reductions.options(request))
 
         def ended(error: BaseException | None, events: tuple[Any, ...]) -> None:
             reported: StrettoError | None
             if error is not None:
-                reported = self._report(bucket.place_on(piece), error)
+                reported = self._report(bucket.place_on(part), error)
             else:
-                reported = self._deliver(bucket, piece, members, buffer, began_s)
+                reported = self._deliver(bucket, part, members, buffer, began_s)
             for member in members:
-                member.piece_ended(reported, events)
+                member.slice_ended(reported, events)
 
-        lanes.completion.send(piece.lane, begin, ended)
+        lanes.completion.send(part.lane, begin, ended)
 
     def _deliver(
         self,
         bucket: BucketSchedule,
-        piece: Slice,
-        members: Sequence[RequestSlice],
+        part: Slice,
+        members: Sequence[ReducedTensor],
         buffer: list[torch.Tensor],
         began_s: float,
     ) -> Undelivered | None:
@@ -222,15 +221,15 @@ class RequestSender:
             if len(buffer) > 1:
                 buffer[0].copy_(reductions.combine(buffer[1], request.op))
             reductions.finish(buffer[0], request, self._ranks.size)
-            _unpack(piece, members, buffer[0])
+            _unpack(part, members, buffer[0])
         except Exception as exc:  # noqa: BLE001
             error = Undelivered(bucket.name, exc)
         if self._observer is not None:
-            self._note(piece, members, "allreduce", began_s)
+            self._note(part, members, "allreduce", began_s)
         return error
 
     def _note(
-        self, piece: Slice, members: Sequence[RequestSlice], what: str, began_s: float
+        self, part: Slice, members: Sequence[ReducedTensor], what: str, began_s: float
     ) -> None:
         observer, now_s = self._observer, perf_counter()
         if observer is None:
@@ -239,7 +238,7 @@ class RequestSender:
         for name in names:
             observer.span(name, what, began_s, now_s)
         if what != "pack":
-            observer.span(f"lane{piece.lane}", ", ".join(names), began_s, now_s)
+            observer.span(f"lane{part.lane}", ", ".join(names), began_s, now_s)
 
 
 def _finished(
@@ -264,20 +263,20 @@ def _await_input(event: Any, tensor: torch.Tensor | None) -> None:
 
 
 def _extents(
-    piece: Slice, members: Sequence[RequestSlice]
-) -> Iterator[tuple[RequestSlice, int, int]]:
+    part: Slice, members: Sequence[ReducedTensor]
+) -> Iterator[tuple[ReducedTensor, int, int]]:
     """Return the elements of each member that a slice holds, in its order.
 
     A bucket of several members has one slice, with all of each.
     """
     if len(members) == 1:
-        yield members[0], piece.start, piece.end
+        yield members[0], part.start, part.end
         return
     for member in members:
         yield member, 0, member.request.elements
 
 
-def _pack(piece: Slice, members: Sequence[RequestSlice]) -> torch.Tensor:
+def _pack(part: Slice, members: Sequence[ReducedTensor]) -> torch.Tensor:
     """Return a slice's values in one row, prescaled.
 
     A slice of one member uses its output directly if that has the wire's dtype.
@@ -290,12 +289,12 @@ def _pack(piece: Slice, members: Sequence[RequestSlice]) -> torch.Tensor:
     wire = reductions.wire_dtype(dtype)
     target = first.target() if len(members) == 1 and wire is dtype else None
     if target is not None:
-        buffer = target[piece.start : piece.end]
+        buffer = target[part.start : part.end]
     else:
-        elements, device = piece.end - piece.start, request.device
+        elements, device = part.end - part.start, request.device
         buffer = torch.empty(elements, dtype=wire, device=device)
     at = 0
-    for member, start, end in _extents(piece, members):
+    for member, start, end in _extents(part, members):
         segment = buffer[at : at + end - start]
         at += end - start
         source = member.source(start, end)
@@ -308,10 +307,10 @@ def _pack(piece: Slice, members: Sequence[RequestSlice]) -> torch.Tensor:
 
 
 def _unpack(
-    piece: Slice, members: Sequence[RequestSlice], buffer: torch.Tensor
+    part: Slice, members: Sequence[ReducedTensor], buffer: torch.Tensor
 ) -> None:
     at = 0
-    for member, start, end in _extents(piece, members):
+    for member, start, end in _extents(part, members):
         segment = buffer[at : at + end - start]
         at += end - start
         target = member.target()

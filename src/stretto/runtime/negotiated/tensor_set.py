@@ -17,7 +17,7 @@ from stretto.errors import SpecError, StrettoError
 from stretto.runtime import backends
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.negotiated.pending import (
-    RequestSlice,
+    ReducedTensor,
     Undelivered,
     writable,
 )
@@ -331,18 +331,18 @@ class SetSteps:
 
     # The control thread.
 
-    def parts(self, members: Sequence[int]) -> list[RequestSlice]:
-        """Return the parts to reduce for members that are ready everywhere."""
+    def ready_tensors(self, members: Sequence[int]) -> list[ReducedTensor]:
+        """Return the tensors of members that are ready on all ranks."""
         found = []
         for member in members:
             request, tensor = self.members[member], self._tensors[member]
             if tensor is None:  # this rank has joined
-                found.append(RequestSlice(request, None, None, _ignore))
+                found.append(ReducedTensor(request, None, None, _ignore))
                 continue
             event = self._cuda_events.get(member)
             tensor = tensor.detach()
             end = self._member_ended
-            found.append(RequestSlice(request, tensor, tensor, end, event))
+            found.append(ReducedTensor(request, tensor, tensor, end, event))
         return found
 
     def _member_ended(
