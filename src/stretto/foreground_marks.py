@@ -82,10 +82,10 @@ class StepMarker:
     def __init__(self) -> None:
         self._in_step = False
         self.windows: tuple[Any, ...] = ()
-        """Those that a prediction gives each step, a `Window` each."""
+        """The windows predicted for each step, a `Window` each."""
 
     def begin_step(self) -> None:
-        """Mark a step's begin, unless one has begun."""
+        """Mark the start of a step, unless one has begun."""
         if not self._in_step:
             self._in_step = True
             _marks.step(self)

@@ -15,15 +15,21 @@ import libcst as cst
 
 from stretto.convert._classify import AbstractShares
 from stretto.convert._display import SAVES, SAVING_METHODS
+from stretto.convert._divided import DividedIterables
 from stretto.convert._flow import parameters
 from stretto.convert._job import WRAPPERS
 from stretto.convert._models import reaching_training
 from stretto.convert._rank_value_notes import RankValueNotes
-from stretto.convert._tree import Scope, dotted, found, parts
+from stretto.convert._tree import (
+    Scope,
+    dotted,
+    found,
+    parts,
+    stored_names,
+    targets_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from stretto.convert._edit import Work
     from stretto.convert._loaders import Loaders
     from stretto.convert._rank_value_notes import Reductions
@@ -177,10 +183,10 @@ class _RankValues:
         """Variables that another function sets."""
         self._changed = False
         self._notes: RankValueNotes | None = None
-        self._dividing: dict[int, bool] = {}
         self._called: dict[int, list[cst.FunctionDef]] = {}
         self._divided: list[cst.For | cst.While] = []
         self._events: dict[int, list[cst.CSTNode]] = {}
+        self._iterables = DividedIterables(work, loaders, self._events)
         self._training = reaching_training(work)
         for node in found(
             work.tree.module,
@@ -252,8 +258,8 @@ class _RankValues:
     def _bound_in(self, function: cst.FunctionDef) -> set[str]:
         out = set(_every_parameter(function))
         for node in self._events.get(id(function), []):
-            for target in _targets(node):
-                out |= {n.value for n in _stored(target)}
+            for target in targets_of(node):
+                out |= {n.value for n in stored_names(target)}
         foreign = {
             item.name.value
             for line in found(function.body, (cst.Global, cst.Nonlocal))
@@ -274,7 +280,7 @@ class _RankValues:
                     node.target, node, frame, differs=self._differs(node.value, frame)
                 )
             elif isinstance(node, cst.For):
-                if self._is_divided(node.iter):
+                if self._iterables.is_divided(node.iter):
                     self._batches(node, frame)
                 else:
                     self._bind(node.target, node.iter, node, frame, each=True)
@@ -487,7 +493,7 @@ class _RankValues:
         for above in self._tree.ancestors(node):
             part = above.for_in if isinstance(above, cst.BaseComp) else None
             while part is not None:
-                if any(n.value == name for n in _stored(part.target)):
+                if any(n.value == name for n in stored_names(part.target)):
                     return (id(part), name) in frame.within
                 part = part.inner_for_in
         if scope is not None and name not in self._bound[id(scope)]:
@@ -530,7 +536,11 @@ class _RankValues:
         name = node.attr.value
         if name in _EQUAL_ATTRIBUTES:
             return False
-        if self._unknown and name in _OF_SHARE and self._is_divided(node.value):
+        if (
+            self._unknown
+            and name in _OF_SHARE
+            and self._iterables.is_divided(node.value)
+        ):
             return True
         if dotted(node.value) == "self":
             kind = self._tree.owner(frame.scope)
@@ -568,7 +578,11 @@ class _RankValues:
             return False
         if method == "size" and call.args and self._tree.text(call.args[0]) != "0":
             return False
-        if full == "next" and call.args and self._is_divided(call.args[0].value):
+        if (
+            full == "next"
+            and call.args
+            and self._iterables.is_divided(call.args[0].value)
+        ):
             return True
         if self._is_handed_over(call, frame):
             return True
@@ -623,53 +637,6 @@ class _RankValues:
             if differs and name:
                 given.add(name)
         return self._frame(function, frozenset(given))
-
-    def _is_divided(self, node: cst.BaseExpression, depth: int = 4) -> bool:
-        """Return whether an expression may go through batches of a divided loader."""
-        key = id(node)
-        if key not in self._dividing:
-            self._dividing[key] = False
-            self._dividing[key] = self._may_divide(node, depth)
-        return self._dividing[key]
-
-    def _may_divide(self, node: cst.BaseExpression, depth: int) -> bool:
-        scope = self._tree.function(node)
-        if self._loaders.has_divided(self._work.job.taken(node, scope)):
-            return True
-        while isinstance(node, cst.Call) and self._tree.called(node) in WRAPPERS:
-            if not node.args:
-                return False
-            node = node.args[0].value
-        path = dotted(node)
-        if path is None or depth == 0:
-            return False
-        for origin in self._flow.assigned(path, scope):
-            if self._tree.called(origin.value) in WRAPPERS and self._is_divided(
-                origin.value, depth - 1
-            ):
-                return True
-        return any(
-            self._is_divided(part, depth - 1)
-            for around in self._events.get(id(scope), [])
-            if isinstance(around, cst.For | cst.CompFor)
-            and any(n.value == path for n in _stored(around.target))
-            for part in self._elements(around.iter, scope)
-        )
-
-    def _elements(
-        self, node: cst.BaseExpression, scope: Scope
-    ) -> Iterator[cst.BaseExpression]:
-        """Yield the names in a tuple, a list or a dict that a loop goes through."""
-        on = node
-        if isinstance(node, cst.Call):
-            given = self._tree.method_called(node, "items", "values")
-            on = given if given is not None else node
-        values = [on]
-        if (path := dotted(on)) is not None:
-            values = [o.value for o in self._flow.assigned(path, scope)]
-        for value in values:
-            if isinstance(value, cst.Tuple | cst.List | cst.Dict):
-                yield from found(value, (cst.Name, cst.Attribute))
 
     # What is done with values
 
@@ -772,21 +739,3 @@ def _every_parameter(function: cst.FunctionDef) -> list[str]:
     rest = [of.star_arg] if isinstance(of.star_arg, cst.Param) else []
     more = [of.star_kwarg] if of.star_kwarg is not None else []
     return [*parameters(function), *(p.name.value for p in (*rest, *more))]
-
-
-def _targets(node: cst.CSTNode) -> list[cst.BaseExpression]:
-    if isinstance(node, cst.Assign):
-        return [t.target for t in node.targets]
-    if isinstance(node, cst.AnnAssign | cst.AugAssign | cst.NamedExpr | cst.For):
-        return [node.target]
-    if isinstance(node, cst.WithItem) and node.asname is not None:
-        return [node.asname.name]
-    return []
-
-
-def _stored(target: cst.BaseExpression) -> Iterator[cst.Name]:
-    if isinstance(target, cst.Name):
-        yield target
-    elif isinstance(target, cst.Tuple | cst.List):
-        for element in target.elements:
-            yield from _stored(element.value)

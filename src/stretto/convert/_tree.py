@@ -77,6 +77,26 @@ def parts(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
             yield from parts(child)
 
 
+def targets_of(node: cst.CSTNode) -> list[cst.BaseExpression]:
+    """Return what a statement or an expression assigns to."""
+    if isinstance(node, cst.Assign):
+        return [t.target for t in node.targets]
+    if isinstance(node, cst.AnnAssign | cst.AugAssign | cst.NamedExpr | cst.For):
+        return [node.target]
+    if isinstance(node, cst.WithItem) and node.asname is not None:
+        return [node.asname.name]
+    return []
+
+
+def stored_names(target: cst.BaseExpression) -> Iterator[cst.Name]:
+    """Yield the names that an assignment to a target sets."""
+    if isinstance(target, cst.Name):
+        yield target
+    elif isinstance(target, cst.Tuple | cst.List):
+        for element in target.elements:
+            yield from stored_names(element.value)
+
+
 @final
 class Tree:
     """One parsed script: parents, lines, imported names."""

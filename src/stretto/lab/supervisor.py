@@ -15,7 +15,7 @@ needs to be cleaned up, and `kill -9` of any of them leaves nothing behind.
 Without namespaces (paced mode) the launcher itself is the supervisor, adopts the
 orphans of its ranks, and kills them one by one.
 
-Standard input is the control pipe: one line of JSON (a ``Job``), then ``INT`` or
+Standard input is the control pipe: one line of JSON (a ``LabJob``), then ``INT`` or
 ``TERM`` lines. Reports are lines of JSON on descriptor FD.
 """
 

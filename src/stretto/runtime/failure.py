@@ -357,7 +357,7 @@ class _RollCall:
             here = (State.RUNS, State.UNKNOWN)
             return ranks.rank == 0 and any(state in here for state in states.values())
         return any(
-            state is State.RUNS and not presence.signs(ranks.names[r], SIGN)
+            state is State.RUNS and not presence.has_thread(ranks.names[r], SIGN)
             for r, state in states.items()
         )
 

@@ -112,7 +112,7 @@ class Presence:
             if self._store.check([f"ended/{rank}"])
         }
 
-    def signs(self, rank: int, name: str) -> bool:
+    def has_thread(self, rank: int, name: str) -> bool:
         """Return whether a rank's process on this host has a thread of that name."""
         known = self._known.get(rank)
         if known is None or state_of(known) is not State.RUNS:

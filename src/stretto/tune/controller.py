@@ -40,7 +40,7 @@ import torch
 from stretto._version import __version__
 from stretto.errors import Infeasible, SpecError, StrettoError
 from stretto.logs import get_logger
-from stretto.planners.base import predicted_s, with_prediction
+from stretto.planners.base import predicted_s
 from stretto.runtime.weak_call import weakly
 from stretto.schema import Plan, codec, tensors_digest
 from stretto.schema.tuning import Tuning, TuningEvent
@@ -69,11 +69,10 @@ from stretto.tune.plan_cache import (
     Job,
     PlanCache,
     default_path,
-    topology_of,
 )
 from stretto.tune.rank_meeting import Ended, RankMeeting, Refused, Stopped, reason_of
 from stretto.tune.result import OnSettled, TuningResult, summary
-from stretto.tune.starts import PROFILED, nearest_point, starts_of
+from stretto.tune.starts import PROFILED, nearest_plan, retargeted, starts_of
 from stretto.tune.tuning_state import TuningState, save_unfinished, within
 from stretto.units import format_s
 
@@ -88,9 +87,6 @@ WARM_UP_STEPS = 1
 
 CACHE_S = 2.0
 """Training waits at most this long for the plan cache's disk."""
-
-SIMILAR_DISTANCE = 0.25
-"""Jobs that are further apart share no experience."""
 
 
 class Phase(enum.Enum):
@@ -592,12 +588,17 @@ class AutoPlan:
             before = checked.plan
         nearest = None
         if before is None and self._options.model:
-            nearest = self._from_the_nearest(settled, calibrated)
+            assert self._known.job is not None  # noqa: S101 - set where tuning starts
+            nearest = nearest_plan(
+                self._cache, self._known.job, calibrated, self._record
+            )
         return starts_of(
             planned=settled.plan,
             ddp=settled.ddp,
             model=self._options.model,
-            before=None if before is None else _retargeted(before, settled),
+            before=None
+            if before is None
+            else retargeted(before, settled.workload, settled.cluster),
             stale=self._known.stale,
             nearest=nearest,
             profiled=self._profiled(settled),
@@ -612,28 +613,7 @@ class AutoPlan:
             or self._wire_dtype is not None
         ):
             return None
-        return _retargeted(deferred_plan(self._model), settled)
-
-    def _from_the_nearest(
-        self, settled: TuningResult, calibrated: CalibratedModel
-    ) -> Plan | None:
-        """Return the most similar earlier job's plan, adapted to this job's tensors."""
-        assert self._known.job is not None  # noqa: S101 - set where tuning starts
-        found = self._cache.nearest(
-            settled.workload, topology_of(settled.cluster), self._known.job.surroundings
-        )
-        if found is None or found[1] > SIMILAR_DISTANCE:
-            return None
-        earlier, distance = found
-        point = nearest_point(earlier.plan, earlier, calibrated)
-        plan = calibrated.plan_of(point)
-        self._record(
-            "remembered",
-            f"job {earlier.job.name!r} is similar: distance {distance:.2f}",
-            distance=distance,
-            plan=plan.digest,
-        )
-        return plan
+        return retargeted(deferred_plan(self._model), settled.workload, settled.cluster)
 
     def _trial_step(self, found: Any) -> None:
         assert self._online is not None  # noqa: S101 - set where trials begin
@@ -787,15 +767,3 @@ class AutoPlan:
         self._known.events.append(
             TuningEvent(step=self._known.steps, what=what, why=why, values=values)
         )
-
-
-def _retargeted(plan: Plan, settled: TuningResult) -> Plan | None:
-    """Return a plan with its prediction for this workload, or None if infeasible."""
-    try:
-        return with_prediction(
-            replace(plan, workload_digest=settled.workload.digest),
-            settled.workload,
-            settled.cluster,
-        )
-    except (Infeasible, SpecError):
-        return None

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from stretto.planners.base import predicted_s
+from stretto.errors import Infeasible, SpecError
+from stretto.planners.base import predicted_s, with_prediction
+from stretto.tune.plan_cache import topology_of
 
 if TYPE_CHECKING:
-    from stretto.schema import Plan
+    from collections.abc import Callable
+
+    from stretto.schema import Cluster, Plan, Workload
     from stretto.tune.calibration import CalibratedModel
-    from stretto.tune.plan_cache import CachedPlan
+    from stretto.tune.plan_cache import CachedPlan, Job, PlanCache
 
 PROFILED = "profiled"
 """Name of the plan of the profiled steps."""
+
+SIMILAR_DISTANCE = 0.25
+"""Jobs that are further apart share no experience."""
 
 DDP_FIRST_RATIO = 1.1
 """If DDP's buckets are predicted within this ratio of the plan, they come first: with a
@@ -66,7 +74,42 @@ def starts_of(
     return found
 
 
-def nearest_point(
+def retargeted(plan: Plan, workload: Workload, cluster: Cluster) -> Plan | None:
+    """Return a plan with its prediction for a workload, or None if infeasible."""
+    try:
+        return with_prediction(
+            replace(plan, workload_digest=workload.digest), workload, cluster
+        )
+    except (Infeasible, SpecError):
+        return None
+
+
+def nearest_plan(
+    cache: PlanCache,
+    job: Job,
+    calibrated: CalibratedModel,
+    record: Callable[..., None],
+) -> Plan | None:
+    """Return the most similar earlier job's plan, adapted to this job's tensors.
+
+    ``record`` adds an event to the record of tuning.
+    """
+    topology = topology_of(calibrated.cluster)
+    found = cache.nearest(calibrated.workload, topology, job.surroundings)
+    if found is None or found[1] > SIMILAR_DISTANCE:
+        return None
+    earlier, distance = found
+    plan = calibrated.plan_of(_nearest_point(earlier.plan, earlier, calibrated))
+    record(
+        "remembered",
+        f"job {earlier.job.name!r} is similar: distance {distance:.2f}",
+        distance=distance,
+        plan=plan.digest,
+    )
+    return plan
+
+
+def _nearest_point(
     plan: Plan, earlier: CachedPlan, calibrated: CalibratedModel
 ) -> tuple[int, ...]:
     """Return the calibrated model's point that is nearest to another job's plan."""

@@ -77,7 +77,7 @@ def _asc(name: str, hosts: int, *, capped: bool) -> Cluster:
     }
     if not capped:
         provenance["note"] = (
-            "link set to what gamma = 1.5 asks of it: more than 10GbE carries"
+            "link set to what gamma = 1.5 needs: more than 10GbE carries"
         )
     return Cluster(
         name=name,
@@ -186,7 +186,7 @@ def _mg_wfbp(
     }
     if needed > nominal:
         provenance["note"] = (
-            f"the published s_per_byte asks {needed / nominal:.2f} times the nominal "
+            f"the published s_per_byte needs {needed / nominal:.2f} times the nominal "
             f"link of {nominal_gbit:g} Gb/s; the link is set to that"
         )
     link = Link(

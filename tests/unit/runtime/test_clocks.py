@@ -9,9 +9,9 @@ from torch.distributed import HashStore
 
 from stretto.runtime.recording.clocks import (
     DRIFT_RATIO,
-    Asking,
     ClockMap,
     ClockPoint,
+    TimeRequest,
     answer_rank,
     ask_reference,
     clock_name,
@@ -31,30 +31,30 @@ TRIPS = st.lists(
 def test_the_offset_is_within_its_bound_however_long_the_ways_take(
     offset_s: float, trips: list[tuple[float, float, float]]
 ) -> None:
-    askings = []
+    requests = []
     now_s = 50.0
     for there_s, back_s, pause_s in trips:
-        asked_s = now_s
+        sent_s = now_s
         now_s += there_s
         reference_s = now_s + offset_s
         now_s += back_s
-        askings.append(
-            Asking(asked_s=asked_s, reference_s=reference_s, answered_s=now_s)
+        requests.append(
+            TimeRequest(sent_s=sent_s, reference_s=reference_s, answered_s=now_s)
         )
         now_s += pause_s
-    point = point_of(askings)
+    point = point_of(requests)
     slack_s = 1e-9
     assert abs(point.offset_s - offset_s) <= point.bound_s + slack_s
-    quickest_s = min(a.answered_s - a.asked_s for a in askings)
+    quickest_s = min(a.answered_s - a.sent_s for a in requests)
     assert point.bound_s <= quickest_s / 2 + slack_s
 
 
 def test_clocks_that_drift_apart_meanwhile_leave_the_quickest_asking() -> None:
-    askings = [
-        Asking(asked_s=0.0, reference_s=10.5, answered_s=1.0),
-        Asking(asked_s=100.0, reference_s=112.0, answered_s=100.5),
+    requests = [
+        TimeRequest(sent_s=0.0, reference_s=10.5, answered_s=1.0),
+        TimeRequest(sent_s=100.0, reference_s=112.0, answered_s=100.5),
     ]
-    point = point_of(askings)
+    point = point_of(requests)
     assert point.offset_s == pytest.approx(11.75)
     assert point.bound_s == pytest.approx(0.25)
 

@@ -30,24 +30,24 @@ about 100 more in quiet operation.
 """
 
 _GOOD_BOUND_S = 100e-6
-_MAX_ASKINGS = 64
+_MAX_REQUESTS = 64
 _MAX_S = 2.0
 _ANSWER_S = 1.0
 _END = "end"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
+class TimeRequest:
     """One request for the reference's time, all in seconds."""
 
-    asked_s: float
-    """Send time on the asking rank's clock."""
+    sent_s: float
+    """Send time on the requesting rank's clock."""
 
     reference_s: float
     """Time on the reference's clock, between the other two."""
 
     answered_s: float
-    """Receive time on the asking rank's clock."""
+    """Receive time on the requesting rank's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class ClockPoint:
     """The offset is known within plus or minus this."""
 
 
-def point_of(askings: Sequence[Asking]) -> ClockPoint:
+def point_of(requests: Sequence[TimeRequest]) -> ClockPoint:
     """Return the offset that is consistent with all requests.
 
     Each request shows that the offset is at least ``reference - answered`` and at most
@@ -74,14 +74,14 @@ def point_of(askings: Sequence[Asking]) -> ClockPoint:
     and Owicki, 1983.) If clocks have drifted so much that the intersection is empty,
     the fastest request alone is used.
     """
-    low_s = max(a.reference_s - a.answered_s for a in askings)
-    high_s = min(a.reference_s - a.asked_s for a in askings)
+    low_s = max(a.reference_s - a.answered_s for a in requests)
+    high_s = min(a.reference_s - a.sent_s for a in requests)
     if low_s > high_s:
-        quickest = min(askings, key=lambda a: a.answered_s - a.asked_s)
+        quickest = min(requests, key=lambda a: a.answered_s - a.sent_s)
         low_s = quickest.reference_s - quickest.answered_s
-        high_s = quickest.reference_s - quickest.asked_s
+        high_s = quickest.reference_s - quickest.sent_s
     return ClockPoint(
-        at_s=askings[-1].answered_s,
+        at_s=requests[-1].answered_s,
         offset_s=(low_s + high_s) / 2,
         bound_s=(high_s - low_s) / 2,
     )
@@ -144,27 +144,29 @@ def ask_reference(store: Store, place: str) -> ClockPoint | None:
     time.
     """
     store.set_timeout(timedelta(seconds=_ANSWER_S))
-    askings: list[Asking] = []
+    requests: list[TimeRequest] = []
     began_s = perf_counter()
     try:
-        while len(askings) < _MAX_ASKINGS and perf_counter() - began_s < _MAX_S:
-            number = len(askings)
-            asked_s = perf_counter()
+        while len(requests) < _MAX_REQUESTS and perf_counter() - began_s < _MAX_S:
+            number = len(requests)
+            sent_s = perf_counter()
             store.set(f"{place}/ask/{number}", "")
             answer = store.get(f"{place}/answer/{number}")
             answered_s = perf_counter()
             reference_s = float(answer)
-            askings.append(
-                Asking(asked_s=asked_s, reference_s=reference_s, answered_s=answered_s)
+            requests.append(
+                TimeRequest(
+                    sent_s=sent_s, reference_s=reference_s, answered_s=answered_s
+                )
             )
-            if number and point_of(askings).bound_s < _GOOD_BOUND_S:
+            if number and point_of(requests).bound_s < _GOOD_BOUND_S:
                 break
-        store.set(f"{place}/ask/{len(askings)}", _END)
-        for number in range(len(askings)):
+        store.set(f"{place}/ask/{len(requests)}", _END)
+        for number in range(len(requests)):
             store.delete_key(f"{place}/answer/{number}")
     except RuntimeError:  # the reference, or its store, is lost or busy
         pass
-    return point_of(askings) if askings else None
+    return point_of(requests) if requests else None
 
 
 def answer_rank(store: Store, place: str) -> None:
@@ -176,7 +178,7 @@ def answer_rank(store: Store, place: str) -> None:
         RuntimeError: the rank stopped asking, or the store is lost.
     """
     store.set_timeout(timedelta(seconds=_ANSWER_S))
-    for number in range(_MAX_ASKINGS + 1):
+    for number in range(_MAX_REQUESTS + 1):
         question = store.get(f"{place}/ask/{number}")
         if question.decode() == _END:
             store.delete_key(f"{place}/ask/{number}")
