@@ -177,7 +177,8 @@ def _enter_idle_cgroup() -> Isolation:
     last: OSError = OSError("no cgroup with processors is mounted")
     for parent in _levels(own):
         _remove_left(parent)
-        made = parent / f"{_NAME}{os.getpid()}"
+        # Containers that share this folder may have equal process ids.
+        made = parent / f"{_NAME}{os.getpid()}-{os.urandom(4).hex()}"
         try:
             made.mkdir()
         except OSError as exc:
@@ -248,8 +249,9 @@ def _has_limits(cgroup: Path) -> bool:
 def _remove_left(parent: Path) -> None:
     """Remove the cgroups of backgrounds that were killed."""
     for left in parent.glob(f"{_NAME}*"):
-        pid = left.name.removeprefix(_NAME)
-        if pid.isdigit() and stat_row(int(pid)) is None:
+        pid, _, _ = left.name.removeprefix(_NAME).partition("-")
+        used_again = pid == str(os.getpid())
+        if pid.isdigit() and (used_again or stat_row(int(pid)) is None):
             with contextlib.suppress(OSError):
                 left.rmdir()
 

@@ -263,6 +263,29 @@ def write(folder, **files):
         (folder / name.replace("__", ".")).write_text(text)
 
 
+@pytest.fixture
+def cgroups(tmp_path, monkeypatch):
+    """A folder in place of this process's cgroup."""
+    monkeypatch.setattr(priority, "own_cgroup", lambda: tmp_path)
+    (tmp_path / "cgroup.procs").touch()
+    return tmp_path
+
+
+def test_a_cgroup_of_an_equal_process_id_in_another_container_is_no_obstacle(cgroups):
+    other = cgroups / f"stretto-background-{os.getpid()}"
+    write(other, cgroup__procs="7\n")
+    found = priority._enter_idle_cgroup()
+    assert found.method == CGROUP
+    assert (other / "cgroup.procs").read_text() == "7\n"
+
+
+def test_an_empty_cgroup_that_had_this_process_id_is_removed(cgroups):
+    left = cgroups / f"stretto-background-{os.getpid()}-00000000"
+    left.mkdir()
+    priority._enter_idle_cgroup()
+    assert not left.exists()
+
+
 def test_levels_with_limits_are_never_left(tmp_path):
     own = tmp_path / "root" / "service" / "job"
     write(tmp_path / "root", cgroup__procs="")
