@@ -68,6 +68,9 @@ class ForegroundView:
             (WAITING, COMMUNICATING) if idles_in_communication else (WAITING,)
         )
         self._predicted: tuple[Window, ...] = ()
+        self.steps_s = self.idle_s = 0.0
+        """Length of all foregrounds' complete steps, and of the waits in them."""
+
         self.forget(0)
 
     def forget(self, number: int) -> None:
@@ -137,6 +140,8 @@ class ForegroundView:
         duration_s = end_s - step.begin_s
         self.step_s = duration_s if not self.steps else (self.step_s + duration_s) / 2
         self.steps += 1
+        self.steps_s += duration_s
+        self.idle_s += sum(wait.length_s for wait in step.waits)
         self.learner.add(step.waits)
         self._longest_s = self._longest()
         waited: dict[str, float] = {}
@@ -183,10 +188,14 @@ class ForegroundView:
         allowed_s = max(LEAST_STALE_S, _STALE_STEPS * self.step_s)
         return now_s - self._last.time_s > allowed_s
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether tasks may use the device by the last mark, if a foreground runs."""
+        return self._last is not None and self._last.state in self._idle_states
+
     def situation(self, now_s: float, outstanding: int) -> Situation:
         """Return what a decision at a time depends on, while a foreground runs."""
-        last = self._last
-        is_waiting = last is not None and last.state in self._idle_states
+        last, is_waiting = self._last, self.is_waiting
         wait = self._expected() if is_waiting else None
         return Situation(
             has_foreground=True,

@@ -25,6 +25,7 @@ from stretto.errors import SpecError
 from stretto.logs import get_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
     from types import TracebackType
 
@@ -81,6 +82,19 @@ class BackgroundStatistics:
     foregrounds: int
     """How many foregrounds it has been beside."""
 
+    beside_s: float
+    """How long tasks had the device while there was a foreground."""
+
+    steps_s: float
+    """Length of the foregrounds' steps that were seen as a whole."""
+
+    idle_s: float
+    """How long the foregrounds waited in these steps."""
+
+    unused_s: Mapping[str, float]
+    """How long leases were waited for while a foreground waited, by reason, such as
+    ``a control step runs``."""
+
     isolation: str
     """How the foreground is kept first."""
 
@@ -88,6 +102,16 @@ class BackgroundStatistics:
     def share(self) -> float:
         """Share of the elapsed time in which tasks ran."""
         return self.running_s / self.elapsed_s if self.elapsed_s > 0.0 else 0.0
+
+    @property
+    def idle_ratio(self) -> float:
+        """Share of the foregrounds' steps in which they waited."""
+        return self.idle_s / self.steps_s if self.steps_s > 0.0 else 0.0
+
+    @property
+    def used_ratio(self) -> float:
+        """Time of tasks beside a foreground over its idle time."""
+        return self.beside_s / self.idle_s if self.idle_s > 0.0 else 0.0
 
 
 @final
@@ -101,9 +125,9 @@ class Background:
 
     A lease opens at once while no foreground runs. Otherwise it opens when the task's
     usual length fits what is left of the foreground's wait, or, on processors where
-    this process's priority was shown to be below the foreground's, at any time. Every
-    eighth step of the foreground or so runs without background; from the difference
-    the background keeps the foreground's loss under ``max_loss``.
+    this process's priority was shown to be below the foreground's, at any time. One
+    step of the foreground in sixteen, more at first, runs without background; from the
+    difference the background keeps the foreground's loss under ``max_loss``.
     """
 
     def __init__(
@@ -169,6 +193,8 @@ class Background:
         self._too_long: dict[str, int] = {}
         self._measure_after: dict[str, int] = {}
         self._label = ""
+        self._unused_s = dict.fromkeys(Reason, 0.0)
+        self._beside_s = 0.0
         self._status = BackgroundStatus(is_preempted=is_preempted)
         self._begin_s, self._look_at_s = perf_counter(), 0.0
         self._closings = 0
@@ -204,10 +230,13 @@ class Background:
             timeout_s: return ``False`` after this time instead.
         """
         self.end_task()
-        begin_s = perf_counter()
+        begin_s = looked_s = perf_counter()
         pause_s = _SHORTEST_PAUSE_S
         while not self._started(label):
-            waited_s = perf_counter() - begin_s
+            before_s, looked_s = looked_s, perf_counter()
+            if self._view.is_waiting:
+                self._unused_s[self._reason] += looked_s - before_s
+            waited_s = looked_s - begin_s
             if timeout_s is not None and waited_s > timeout_s:
                 self._status.waited_s += waited_s
                 return False
@@ -312,6 +341,7 @@ class Background:
         self._usual_s[task.label] = usual_s
         if self._foreground:
             self._view.task_ended(task.end_s)
+            self._beside_s += task.length_s
         self._measurement.add_task(
             task.end_s,
             task.length_s,
@@ -389,6 +419,10 @@ class Background:
             elapsed_s=perf_counter() - self._begin_s,
             loss=self._status.loss,
             foregrounds=self._foregrounds,
+            beside_s=self._beside_s,
+            steps_s=self._view.steps_s,
+            idle_s=self._view.idle_s,
+            unused_s={r.value: s for r, s in self._unused_s.items() if s},
             isolation="not asked for"
             if self.isolation is None
             else str(self.isolation),

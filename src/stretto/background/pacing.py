@@ -23,9 +23,10 @@ loss that is large against it counts at once.
 
 # Note [Several ranks]
 Ranks of one job wait for each other, so a background on any of them lengthens the steps
-of all. Control steps are those whose numbers divide by 8 (4 while little is known). The
-ranks of a job count the same steps, so these are without background on all ranks,
-and each controller keeps the loss by all backgrounds within the limit.
+of all. Control steps are those whose numbers divide by 16 (by 4 and then by 8 while
+little is known). The ranks of a job count the same steps, so these are without
+background on all ranks, and each controller keeps the loss by all backgrounds within
+the limit.
 """
 
 from __future__ import annotations
@@ -48,13 +49,18 @@ BLOCK = 7
 SHORT_BLOCK = 3
 """The same while little is known, at the start and after a change."""
 
+LONG_BLOCK = 15
+"""The same after several blocks within the limit: a control step is idle time that no
+task uses, so one in eight costs an eighth of it."""
+
 MOST_MARGIN = 4.0
 """Margin beyond which the background is closed."""
 
 _FIRST_MARGIN = 0.1
 _LEAST_MARGIN = 0.05
 _GOOD_BLOCKS = 4
-"""Blocks within the limit before limits are relaxed by one step."""
+"""Blocks within the limit before limits are relaxed by one step, and before blocks are
+long."""
 
 _CLOSED_STEPS = 256
 """Steps before a closed background is tried again; doubles each time."""
@@ -316,10 +322,15 @@ class Controller:
             if step.had_task:
                 self._steps.append(step)
             following = self._number + 1
-            period = 1 + (BLOCK if self._good >= 2 else SHORT_BLOCK)
+            period = 1 + self._block()
             if len(self._steps) >= _LEAST_STEPS and following % period == 0:
                 self.gate.is_control, self._control_at = True, following
         return False
+
+    def _block(self) -> int:
+        if self._good >= _GOOD_BLOCKS:
+            return LONG_BLOCK
+        return BLOCK if self._good >= 2 else SHORT_BLOCK
 
     def reset(self) -> None:
         """Start again, for another foreground."""

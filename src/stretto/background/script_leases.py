@@ -245,7 +245,9 @@ def _end(leases: ScriptLeases, background: Background, owner: int) -> None:
     found = background.statistics
     background.close()
     beside = (
-        f"loss of the foreground {100 * found.loss:.1f} %, by its own measurement"
+        f"loss of the foreground {100 * found.loss:.1f} %, by its own measurement; it "
+        f"waited {100 * found.idle_ratio:.0f} % of its steps, and tasks ran for "
+        f"{100 * found.used_ratio:.0f} % of that time"
         if found.foregrounds
         else f"no foreground was seen in {runtime_folder()}"
     )

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import select
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, final
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
@@ -51,6 +53,10 @@ class BackgroundJob:
         assert self._process.stdout is not None  # noqa: S101
         self.isolation = self._process.stdout.readline().strip()
         """How its processor time is kept behind the foreground's."""
+        self.pid = self._process.pid
+        self.statistics: dict[str, Any] = {}
+        """Its last `BackgroundStatistics`, after `close`; empty if it was killed."""
+
         self._board = Board(device)
 
     def _ask(self, word: str) -> None:
@@ -82,6 +88,8 @@ class BackgroundJob:
                 self._process.stdin.close()
         try:
             self._process.wait(10.0)
+            assert self._process.stdout is not None  # noqa: S101
+            self.statistics = json.loads(self._process.stdout.readline() or "{}")
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -127,6 +135,7 @@ def main() -> None:
             if select.select([sys.stdin], [], [], 0.0 if runs else _IDLE_S)[0]:
                 word = sys.stdin.readline().strip()
                 if not word:
+                    sys.stdout.write(f"{json.dumps(asdict(background.statistics))}\n")
                     return
                 runs = word == "run"
             if not runs or not background.wait(timeout_s=_LEASE_S):

@@ -86,6 +86,20 @@ def test_a_task_that_was_held_up_does_not_change_the_usual_length():
     assert usual_s(0.5, *[0.002] * 8) == 0.002
 
 
+def test_idle_time_that_no_task_used_is_counted_by_reason(foreground):
+    with background() as job:  # its first step is a control step
+        for _ in range(3):
+            foreground.step()
+            job.wait(timeout_s=0.0)
+            with foreground.waiting("network"):
+                job.wait(timeout_s=0.01)
+        found = job.statistics
+        assert set(found.unused_s) >= {"a control step runs"}
+        assert set(found.unused_s).isdisjoint({"the foreground computes"})
+        assert 0.0 < found.idle_ratio <= 1.0
+        assert found.used_ratio == 0.0
+
+
 def test_an_error_in_a_task_ends_its_lease():
     with background() as job:
         with pytest.raises(KeyError), job.lease():
