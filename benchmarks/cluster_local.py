@@ -1,12 +1,13 @@
-"""Measure the local cluster: many tiny jobs, and a coordinator that is killed.
+"""Measure a cluster on this machine: many tiny jobs, and what is killed.
 
 - 100 jobs of one process that ends at once, from the first submission to the last
   ``done``, on a warm cluster of four devices; each job has one device.
 - A coordinator is killed while four jobs run: the time until it answers again, and how
   many of the jobs had to start again.
+- With two hosts, one of them falls silent: the time until the cluster says so.
 
-The processor time is that of the whole machine's share for this cluster: coordinator,
-agent, supervisors and jobs. About a minute on an idle machine.
+`--engine ray` measures the same on Ray, which it starts; that needs the extra `cluster`.
+About a minute on an idle machine.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import signal
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from _record import spread, store
-from stretto.cluster import engine_local, roles
+from stretto.cluster import engine_local, engine_ray, roles
 from stretto.cluster.folders import Folders, Settings
 from stretto.schema import codec
 from stretto.schema.job import GpuRange, Job
 
-JOBS, ROUNDS, KILLS = 100, 5, 5
+JOBS, ROUNDS, KILLS, SILENT = 100, 5, 5, 3
+TARGET_S = {"local": 5.0, "ray": 10.0}
 POLL_S = 0.02
 
 
@@ -41,20 +44,35 @@ def job_of(script: str, folder: Path) -> str:
 
 
 class Cluster:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, engine: str) -> None:
         self.folder, self.folders = folder, Folders(folder / "cluster")
         devices = tuple(f"cpu:{index}" for index in range(4))
-        engine_local.start(
-            self.folders, Settings(hosts={"host0": devices}, policy="fifo")
-        )
+        hosts, ray = {"host0": devices, "host1": ("cpu:4",)}, None
+        if engine == "ray":
+            ray = engine_ray.started_ray(self.folders, "127.0.0.1")
+        engine_local.start(self.folders, Settings(hosts=hosts, policy="fifo", ray=ray))
+        # The second host is there to fall silent, and gets no jobs.
+        self.ask("drain", host="host1", user="benchmark")
+
+    def ask(self, do: str, **fields: str) -> dict[str, Any]:
+        return engine_local.ask(self.folders, {"do": do} | fields)
 
     def submit(self, script: str) -> str:
         spec = job_of(script, self.folder)
-        message = {"do": "submit", "spec": spec, "user": "benchmark"}
-        return engine_local.ask(self.folders, message)["job"]
+        return self.ask("submit", spec=spec, user="benchmark")["job"]
 
     def states(self) -> dict[str, int]:
-        return engine_local.ask(self.folders, {"do": "status"})["jobs"]
+        return self.ask("status")["jobs"]
+
+    def is_joined(self, host: str) -> bool:
+        rows = self.ask("status")["hosts"]
+        return next(row["joined"] for row in rows if row["host"] == host)
+
+    def agent(self, host: str) -> int | None:
+        """Return the process of a host's agent."""
+        on_ray = self.folders.load_settings().ray is not None
+        folders = self.folders.of_node(host) if on_ray else self.folders
+        return roles.holder_of(folders.agent_lock(host))
 
     def await_states(self, wanted: dict[str, int]) -> None:
         while True:
@@ -88,33 +106,52 @@ def killed_coordinator(cluster: Cluster) -> tuple[float, int]:
     answered_s = time.perf_counter() - begin_s
     go.touch()
     cluster.await_states({"done": before + 4})
-    rows = engine_local.ask(cluster.folders, {"do": "list"})["jobs"]
+    rows = cluster.ask("list")["jobs"]
     again = sum(row["attempt"] > 1 for row in rows if row["job"] in jobs)
     return answered_s, again
+
+
+def silent_host(cluster: Cluster) -> float:
+    """Return the time until a host whose agent stands still is lost."""
+    pid = cluster.agent("host1")
+    begin_s = time.perf_counter()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        while cluster.is_joined("host1"):
+            time.sleep(POLL_S)
+        lost_s = time.perf_counter() - begin_s
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    while not cluster.is_joined("host1"):
+        time.sleep(POLL_S)
+    return lost_s
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=JOBS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--name", default="cluster_local")
+    parser.add_argument("--engine", choices=sorted(TARGET_S), default="local")
+    parser.add_argument("--name", help="[default: cluster_ENGINE]")
     args = parser.parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        cluster = Cluster(Path(folder))
+        cluster = Cluster(Path(folder), args.engine)
         try:
             many_jobs(cluster, 10)  # warm
             times_s = [many_jobs(cluster, args.jobs) for _ in range(args.rounds)]
             kills = [killed_coordinator(cluster) for _ in range(KILLS)]
+            silent_s = [silent_host(cluster) for _ in range(SILENT)]
         finally:
             engine_local.down(cluster.folders, timeout_s=30.0)
     store(
-        args.name,
+        args.name or f"cluster_{args.engine}",
         {
             "jobs": args.jobs,
             "load_average_before": load,
-            "submit_to_done_s": spread(times_s) | {"target": 5.0},
+            "submit_to_done_s": spread(times_s) | {"target": TARGET_S[args.engine]},
             "answers_again_s": spread([each[0] for each in kills]) | {"target": 5.0},
+            "lost_host_noticed_s": spread(silent_s) | {"target": 5.0},
             "disturbed_jobs": sum(each[1] for each in kills),
         },
     )

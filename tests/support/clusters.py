@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import time
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +23,6 @@ from stretto.schema.job import BackgroundRules, GpuRange, Job, RestartRules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 LIMIT_S = 60.0
 """How long tests wait for what must happen at some time."""
@@ -46,8 +47,11 @@ ENDS = ("done", "failed", "stopped")
 class Cluster:
     """A cluster on this machine."""
 
-    def __init__(self, root: Path, settings: Settings, engine: str = LOCAL) -> None:
-        self.folders, self.settings, self.engine = Folders(root), settings, engine
+    def __init__(
+        self, root: Path, settings: Settings, engine: str, interface: str
+    ) -> None:
+        self.folders, self.settings = Folders(root), settings
+        self.engine, self._interface = engine, interface
         self.start()
 
     def node(self, host: str) -> Folders:
@@ -56,7 +60,7 @@ class Cluster:
 
     def start(self) -> None:
         if self.engine == RAY:
-            ray = engine_ray.started_ray(self.folders, "127.0.0.1")
+            ray = engine_ray.started_ray(self.folders, self._interface)
             self.settings = dataclasses.replace(self.settings, ray=ray)
         engine_local.start(self.folders, self.settings)
 
@@ -142,6 +146,8 @@ class Cluster:
                         os.kill(pid, signal.SIGKILL)
             processes.kill_marked(MARK, str(self.folders.root))
             time.sleep(0.02)
+        if self.settings.ray is not None:
+            shutil.rmtree(Path(self.settings.ray.temp).parent, ignore_errors=True)
         for host in hosts:
             for folder in self.node(host).attempts(host).glob("*"):
                 processes.kill_marked(ATTEMPT_VARIABLE, str(folder))
@@ -197,6 +203,7 @@ def cluster(
     root: Path,
     *,
     engine: str = LOCAL,
+    interface: str = "127.0.0.1",
     hosts: int = 2,
     devices: int = 2,
     watchdog_s: float = 60.0,
@@ -220,6 +227,7 @@ def cluster(
             **settings,
         ),
         engine,
+        interface,
     )
     try:
         yield found

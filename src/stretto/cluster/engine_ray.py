@@ -13,6 +13,7 @@ import importlib.util
 import os
 import re
 import secrets
+import socket
 import stat
 import subprocess
 import sys
@@ -34,6 +35,7 @@ OLDEST = (2, 59)
 _ADDRESS = re.compile(r"[^:/\s]+:[0-9]{1,5}")
 _DEFAULT_TOKEN = Path(".ray") / "auth_token"
 _CHECK_S = 60.0
+_CONNECT_S = 5.0
 
 _MAX_TEMP = 38
 """Characters: with them, and 70 of Ray's, the paths of its sockets are full."""
@@ -165,6 +167,11 @@ def _user_token() -> Path | None:
 
 def _without_token(address: str) -> str:
     """Return how a head answers a client that has no token."""
+    host, _, port = address.rpartition(":")
+    try:  # a client of Ray would try again and again
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        return str(error)
     plain = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     try:
         done = subprocess.run(

@@ -20,7 +20,7 @@ from stretto.cluster.ray_actor import HostActor
 from stretto.cluster.ray_gateway import Gateway
 from stretto.cluster.ray_head import environment, start_command
 from stretto.cluster.ray_relay import Relay, members
-from stretto.errors import MissingPackage, SpecError
+from stretto.errors import ClusterError, MissingPackage, SpecError
 from support import clusters
 
 if TYPE_CHECKING:
@@ -494,6 +494,11 @@ def test_a_ray_without_a_token_is_joined_by_those_who_insist(
 ) -> None:
     monkeypatch.setattr(engine_ray, "_without_token", lambda _: "open")
     assert not engine_ray.joined_ray("10.0.0.1:6379", is_insecure=True).token
+
+
+def test_a_ray_that_does_not_answer_is_refused(has_ray: None) -> None:
+    with pytest.raises(ClusterError, match=r"does not answer: .*refused"):
+        engine_ray.joined_ray("127.0.0.1:1", is_insecure=False)
 
 
 def test_an_address_without_a_port_is_refused(has_ray: None) -> None:
