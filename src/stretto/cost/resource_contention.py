@@ -319,7 +319,7 @@ def _linear_part(
 def _argmin(
     function: Callable[[float], float], low: float, high: float, tries: int = 60
 ) -> float:
-    """Return where a function of one variable is least: grid, then golden section."""
+    """Return where a function of one variable is lowest: grid, then golden section."""
     grid = [low + (high - low) * i / tries for i in range(tries + 1)]
     values = [function(at) for at in grid]
     best = min(range(len(grid)), key=values.__getitem__)

@@ -124,7 +124,7 @@ class JointPlanner(AbstractPlanner):
         sturdy: bool = True,
         time_limit_s: float | None = None,
     ) -> None:
-        """Set the most lanes, the open dimensions, and when to stop climbing."""
+        """Set the limit of lanes, the open dimensions, and when to stop climbing."""
         lanes_in_range(self.name, "max_lanes", max_lanes)
         if time_limit_s is not None:
             positive(self.name, "time_limit_s", time_limit_s)

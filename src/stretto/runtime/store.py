@@ -35,7 +35,7 @@ _POLL_S = 0.0003  # ranks mostly arrive at a meeting together
 _MAX_POLL_S = 0.1
 
 MIN_ANSWER_S = 1.0
-"""Least time that a store has for an answer, however short the timeout is."""
+"""Shortest time that a store has for an answer, however short the timeout is."""
 
 
 def ranks_of(group: dist.ProcessGroup, *, timeout_s: float | None) -> Ranks:

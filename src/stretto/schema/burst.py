@@ -268,7 +268,7 @@ class BurstPrediction:
     """The largest amplification of a single layer."""
 
     data_parallel_s: float
-    """Iteration time with every layer on the most GPUs that the plan may use."""
+    """Iteration time with every layer on the largest number of GPUs allowed."""
 
     single_width: int | None = field(default=None, metadata=_LATER)
     """The best number of GPUs if every layer must have the same."""

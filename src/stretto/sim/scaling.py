@@ -66,9 +66,9 @@ def cluster_at(cluster: Cluster, ranks: int) -> Cluster:
 
 
 def doubling_ranks(cluster: Cluster, *, max_ranks: int = MAX_RANKS) -> tuple[int, ...]:
-    """Return 1, 2, 4, ... ranks while they fill hosts, then doubling up to ``most``.
+    """Return 1, 2, 4, ... ranks on one host, then doubling up to ``max_ranks``.
 
-    The last is ``most``, rounded down to whole hosts.
+    The last is ``max_ranks``, rounded down to whole hosts.
     """
     per_host = cluster.ranks_per_host
     within = [1 << i for i in range(per_host.bit_length()) if 1 << i < per_host]

@@ -28,7 +28,7 @@ class BoundScope:
     """Whether plans send halves of all-reduces under backward and the next forward."""
 
     max_lanes: int | None = None
-    """The most lanes of a plan; ``None``: any number."""
+    """The largest number of lanes of a plan; ``None``: any number."""
 
     resources: tuple[int, ...] | None = None
     """Levels of resource that plans may use; ``None``: all of the cluster's."""

@@ -41,10 +41,10 @@ TRUSTED_RATIO = 0.03
 """A prediction within this ratio of the measurement corrects nothing."""
 
 DOUBT_RATIO = 0.03
-"""Least error assumed of a prediction when a plan is ruled out without a trial."""
+"""Smallest error assumed of a prediction when a plan is ruled out without a trial."""
 
 MAX_BOUND_DOUBT_RATIO = 0.10
-"""Most that the bound is lowered by: a model further off says little about it."""
+"""Largest share by which the bound is lowered; a model further off says little."""
 
 _MAX_OBSERVATIONS = 4
 
@@ -121,7 +121,7 @@ class CalibratedModel:
         return scope.bound_s(workload, self.cluster)
 
     def floor_s(self, plan: Plan) -> float:
-        """Return the least time of a plan's step, given the prediction errors so far.
+        """Return the shortest time of a plan's step, given the errors so far.
 
         The errors before the trials count, not those after a correction that explains
         the trials.
@@ -330,7 +330,7 @@ def _free(cluster: Cluster) -> list[int]:
 
 
 def _best(misses: _Misses, free: Sequence[int]) -> FitState:
-    """Return the least sum of squares found.
+    """Return the smallest sum of squares found.
 
     The model has kinks in which a search gets stuck. If the result from the fit is
     poor, the search restarts from the best of a few slower and faster networks.
@@ -532,7 +532,7 @@ def least_squares(
     $\theta \leftarrow \theta - (J^T J + \lambda\, \mathrm{diag}(J^T J))^{-1} J^T r$
     with $J$ from differences over `STEP` and $\lambda$ the first of a few that lowers
     the cost, for at most ``steps`` steps. Only the entries ``free`` move, by at most
-    ``most`` from 0. The search ends early when the next step promises little.
+    ``bound`` from 0. The search ends early when the next step promises little.
 
     Source: Marquardt, J. SIAM 11(2), 1963. SciPy's implementation needs one more model
     evaluation per step, and a millisecond of overhead.

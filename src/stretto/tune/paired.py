@@ -49,7 +49,7 @@ HOPE = 1.5
 """Standard errors: a plan that would not win with this much luck is rejected."""
 
 MIN_PAIRS = 2
-"""Least pairs before a plan is rejected, unless the caller sets another number."""
+"""Pairs needed before a plan is rejected, unless the caller sets another number."""
 
 _REMEMBERED_STEPS = 60
 _REMEMBERED_JUMPS = 20

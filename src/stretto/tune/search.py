@@ -81,7 +81,7 @@ _VERY_SLOW_RATIO = 1.5
 """... and after one step if that and the step of the change are slower than this."""
 
 NEAR_BOUND_RATIO = 0.02
-"""The most by which noise may widen the test "as fast as the bound"."""
+"""The largest share by which noise may widen the test "as fast as the bound"."""
 
 REFUTED_RATIO = 0.02
 """A step this much shorter than the bound shows that the bound is wrong."""
@@ -167,7 +167,7 @@ class Search:
                 the incumbent until another wins.
             arms: Techniques by name.
             plan_of: Returns the plan of a point of the space.
-            floor_s: Returns the least step time of a plan; a plan whose least step time
+            floor_s: Returns the shortest step time of a plan; a plan whose shortest one
                 is above the incumbent's is never tried.
             bound_s: Lower bound on any plan's step time.
             limits: What the search may cost.

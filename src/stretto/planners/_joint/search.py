@@ -266,7 +266,7 @@ class Search:
         return draft
 
     def sturdiest(self, ceiling_s: float) -> Draft:
-        """Return the plainest draft of the least score, fast and under the ceiling.
+        """Return the plainest draft of the lowest score, fast and under the ceiling.
 
         Climbs once more, by score, then simplifies where the score stays as good.
         """

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class FluidBound:
-    r"""Least delay that unsent bytes can still cause.
+    r"""Lowest delay that unsent bytes can still cause.
 
     A byte sent at level $r$ beside work delays by $(1-\sigma_r) p_r$ and uses
     $\sigma_r p_r$ of it; after the work it delays by $\min q$. With M bytes and R of

@@ -173,7 +173,7 @@ class _Grid:
         padded = np.full((groups, size + 1, apron + chunks + 1), np.inf)
         padded[0, 0, apron:] = 0.0
         windows = np.lib.stride_tricks.sliding_window_view(padded, chunks, axis=2)
-        # Of the states to extend: the least delay and the last edge.
+        # Of the states to extend: the lowest delay and the last edge.
         lowest = np.full((groups, size + 1), np.inf)
         lowest[0, 0] = 0.0
         last = np.full((groups, size + 1), -1)
@@ -232,7 +232,7 @@ class _Grid:
         return tables
 
     def _bound_s(self, sent: int, edges_s: Any) -> Any:
-        """Return the least delay that unsent items add, by edge; it never falls."""
+        """Return the lowest delay that unsent items add, by edge; it never falls."""
         import numpy as np
 
         if self.fluid is None or sent == self.problem.size:
@@ -241,7 +241,7 @@ class _Grid:
         return np.maximum.accumulate(bound_s)
 
     def _late_s(self, penalties: Any, end: int) -> Any:
-        """Return the least delay of groups up to ``end`` that outlast the work.
+        """Return the lowest delay of groups up to ``end`` that outlast the work.
 
         It is given by the group's start, from there on. All later groups then run
         after the work.
@@ -269,7 +269,7 @@ class _Grid:
         return np.array(needs), np.array(penalties)
 
     def _last_edge(self, before: Any, rows: Any, end: int) -> tuple[float, int, int]:
-        """Return the least delay at the last edge with a group up to ``end``.
+        """Return the lowest delay at the last edge with a group up to ``end``.
 
         Also return its start's row and column in ``before`` and level as one index, and
         the level. ``before``: the delays of some ``rows``, columns from the first edge

@@ -142,7 +142,7 @@ class LibraProblem:
 
     @property
     def fewest_groups(self) -> int:
-        """The least number of groups that types or a given fusion allow."""
+        """The smallest number of groups that types or a given fusion allow."""
         return len(self.after_work_ends(0))
 
     def after_work_ends(self, start: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ class EdgeCost:
     """comm over one edge, infinite where the limit forbids it.
 
     comm grows with the samples moved alone, so the limit of a width is a window around
-    it, and the least over a window needs no search over pairs: O(n log n) for n widths
+    it, and the lowest over a window needs no search over pairs: O(n log n) for n widths
     with a limit, O(n) without.
     """
 
@@ -91,7 +91,7 @@ class EdgeCost:
         return (low, own), (own + 1, high)
 
     def relax(self, times_rh: Floats) -> Floats:
-        """Return the least of time and comm over widths before, by row, width after."""
+        """Return the lowest time + comm over widths before, by row and width after."""
         count = len(self._samples)
         if len(times_rh) * count * count <= _DENSE:
             best: Floats = (times_rh[:, :, None] + self.dense_hk).min(axis=1)
@@ -136,7 +136,7 @@ def min_plus(left_rh: Floats, right_hk: Floats) -> Floats:
 
 
 def _range_min(values_hr: Floats, low: Ints, high: Ints) -> Floats:
-    """Return the least of each half-open window of rows, infinite if it is empty.
+    """Return the lowest of each half-open window of rows, infinite if it is empty.
 
     A sparse table: O(n log n) for n rows.
     """

@@ -24,7 +24,7 @@ class Cost:
     max_amplification: float
 
     gpus: int
-    """The most GPUs at one time."""
+    """The largest number of GPUs at one time."""
 
 
 def evaluate(problem: BurstProblem, choice: Choice) -> Cost:

@@ -86,7 +86,7 @@ def _hull(plans: list[tuple[Cost, Choice]]) -> list[tuple[Cost, Choice]]:
 
 @final
 class _Priced:
-    """The choice of least time + price * GPU time, branches in turns.
+    """The choice of lowest time + price * GPU time, branches in turns.
 
     An infinite price minimizes GPU time. ``_rate`` is the weight of a second at each
     width; all costs are products with it.

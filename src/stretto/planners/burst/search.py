@@ -401,7 +401,7 @@ class _Search:
     def _into_any(
         self, link: Edge | Block, tail: range, caps: Ints, moves: _Moves
     ) -> Floats:
-        """Return the least times of `_into` over some widths."""
+        """Return the shortest times of `_into` over some widths."""
         key = (id(link), tail, moves)
         if isinstance(link, Block):
             return self._into(link, tail.start, caps, moves)

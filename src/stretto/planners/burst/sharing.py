@@ -75,10 +75,10 @@ def in_turns(lanes: list[BranchTimes]) -> BranchTimes:
 def shared(
     lanes: list[BranchTimes], cap: int, below_s: float
 ) -> tuple[float, list[int]] | None:
-    """Return the least time below ``below_s`` in which all lanes end, with their GPUs.
+    """Return the shortest time below ``below_s`` for all lanes, and their GPUs.
 
     A time is feasible if the GPUs that all lanes need for it are together at most
-    ``cap``. The least is a time of some lane; bisection finds it in each.
+    ``cap``. It is a time of some lane; bisection finds it in each.
     """
     best: tuple[float, list[int]] | None = None
     needs = _all_needs(lanes, math.nextafter(below_s, 0.0))
@@ -130,7 +130,7 @@ def share_all(lanes: list[tuple[Ints, Floats]], caps: Ints, min_pc: Floats) -> N
         sizes = np.append(too_many, grid[::-1])
         needs_ct += sizes[own[order_ct].cumsum(axis=1)]
         begin += len(grid)
-    # Among times with the same need the least comes last and is kept.
+    # Among times with the same need the shortest comes last and is kept.
     found_cp = np.full((len(times_ct), len(caps) + 1), np.inf)
     at_ct = np.searchsorted(caps, needs_ct[:, ::-1])
     found_cp[np.arange(len(times_ct))[:, None], at_ct] = times_ct[:, ::-1]

@@ -30,7 +30,7 @@ class EngineOptions:
     """Small tensors are packed up to this size; larger ones are cut into such parts."""
 
     cycle_s: float = 0.001
-    """Least time between two rounds: lets small tensors accumulate while busy."""
+    """Shortest time between two rounds: lets small tensors accumulate while busy."""
 
     stall_s: float = 60.0
     """A request that waits this long for other ranks is logged in a warning."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 from stretto.tune.search_space import Point, Space
 
 MIN_STEPS = 3
-"""Least number of steps whose median is a score."""
+"""Smallest number of steps whose median is a score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
