@@ -118,6 +118,18 @@ def test_a_package_lists_what_its_files_are_for(package):
     assert names == files
 
 
+def test_a_package_names_its_files():
+    """So a reader finds where a file belongs and what calls it."""
+    missing = []
+    for init in sorted((ROOT / "src/stretto").glob("*/**/__init__.py")):
+        files = {file.stem for file in init.parent.glob("*.py")} - {"__init__"}
+        text = ast.get_docstring(ast.parse(init.read_text())) or ""
+        unnamed = files - set(re.findall(r"`(\w+)`", text))
+        if len(files) > 4 and not {"cluster", "background"} & set(init.parts):
+            missing += [f"{init.parent.name}/{name}" for name in sorted(unnamed)]
+    assert missing == []
+
+
 def test_no_tracked_file_is_large():
     assert [f for f in tracked() if f.stat().st_size > 2**20] == []
 

@@ -1,4 +1,11 @@
-"""Functions and classes that a program calls: a few lines of wiring each."""
+"""Functions and classes that a program calls: a few lines of wiring each.
+
+- `ddp`: `stretto.DDP`, which also runs scripts under `stretto run`.
+- `planning`: plan, compare and simulate (for the commands and the demo).
+- `measuring`: probes of networks and devices, and their fits (for `stretto probe`).
+- `replaying`: replays of plans (for `stretto replay`).
+- `burst`: profiles and plans of burst training (for `stretto burst`).
+"""
 
 from stretto._api.planning import compare, contributions, plan, simulate
 from stretto.planners.base import with_prediction

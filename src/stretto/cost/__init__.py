@@ -1,4 +1,14 @@
-"""Pure formulas that compute seconds and bytes from schema values."""
+"""Pure formulas that compute seconds and bytes from schema values.
+
+- `collectives`: start-up and volume of all-reduces; `concurrency`: flows that share a
+  link; `contention`: computation beside communication. Planners and `stretto.sim` use
+  these three.
+- `burst`: costs of burst parallelism (for burst planners); `burst_times`: a layer
+  profile with times measured in training.
+- `fit`: a cluster from measured all-reduces, with `piecewise`; `resource_contention`:
+  contention from its readings. Both return a `regression`. Probes and the tuner call
+  them.
+"""
 
 from stretto.cost.collectives import (
     CollectiveCost,

@@ -1,4 +1,11 @@
-"""An emulated cluster on one Linux machine."""
+"""An emulated cluster on one Linux machine.
+
+- `launch`: runs a command in a lab (for `stretto lab`, the demo and `stretto doctor`);
+  `spec`: what is passed to it.
+- `supervisor`: the process that keeps a lab running; `network`: its namespaces and
+  rates; `syscalls`: what Python lacks for both.
+- `ports`: ports at which ranks meet (also for `stretto.cluster`).
+"""
 
 from stretto.lab.launch import run_lab
 from stretto.lab.spec import LabSpec, Mode

@@ -1,4 +1,14 @@
-"""Measure a job and a network."""
+"""Measure a job and a network.
+
+- `backward`: a model's workload from real steps (for the tuner and, of an unmodified
+  script, for `script`); `clocks`: the host's clock or a device's; `steady`: whether
+  measurements agree.
+- `network`: times of all-reduces (for probes).
+- `contention`: the loop that reads contention, by `beside` (real collectives) or
+  `synthetic` (a device without peers); `load`: the computation.
+- `emulated`: a model that waits (for replays); `others`: other programs' use of the
+  processors (for the demo).
+"""
 
 from stretto.measure.backward import ObservedStep, StepObserver, profile_model
 from stretto.measure.beside import CollectiveBench

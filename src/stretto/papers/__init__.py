@@ -1,4 +1,11 @@
-"""The papers' tables and figures that can be recomputed, beside the published ones."""
+"""The papers' tables and figures that can be recomputed, beside the published ones.
+
+`stretto reproduce` calls this package.
+
+- `aiacc`, `asc`, `libra`, `deeppool`: one paper each; `deeppool_literal`: DeepPool's
+  algorithm as printed.
+- `result`: what they return; `shared`: their helpers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Plain data types and their files."""
+"""Plain data types and their files.
+
+- `workload`, `cluster`, `plan`, `timeline`, `samples`, `tuning`: one kind of file each,
+  for data-parallel training.
+- `burst`, `burst_host`, `efficiency`: those of burst training; `collocation`: of a pair
+  of jobs; `job`: of a cluster's jobs.
+- `codec`: reads and writes all files, with `_json` (strict JSON), `_convert` (values)
+  and `_rules` (checks).
+"""
 
 from stretto.schema.cluster import (
     AllReduceFit,

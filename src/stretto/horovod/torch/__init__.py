@@ -1,4 +1,14 @@
-"""Horovod for PyTorch over stretto: `import stretto.horovod.torch as hvd`."""
+"""Horovod for PyTorch over stretto: `import stretto.horovod.torch as hvd`.
+
+- `world`: init, ranks and sets, with `meeting` (find the ranks), `topology` (those of a
+  host), `process_sets` and `built` (features).
+- `allreduce`, `allgather`, `alltoall`, `broadcast`, `reducescatter`, `sparse`: one
+  operation each, sent by `submission`; `reduce_ops` and `compression` are arguments of
+  theirs, and `mpi_ops` has all under Horovod's module name.
+- `optimizer`: `DistributedOptimizer`, on `gradients`; `functions`: parameters, states
+  and objects to all ranks; `sync_batch_norm`: its layer.
+- `elastic`: training that ranks join and leave, with `commits` on disk.
+"""
 
 from stretto.horovod.exceptions import HostsUpdatedInterrupt
 from stretto.horovod.torch import elastic

@@ -3,6 +3,12 @@
 A backend is found by its name: those below, then those of `register`, then those that
 installed packages offer as entry points of the group ``stretto.backends``.
 docs/how-to/add-a-backend.md describes how to write one.
+
+- `base`: the contract.
+- `gloo`: connections of its own per lane; `nccl`: communicators, with `nccl_settings`
+  (its variables).
+- `local`: shared memory between ranks of one host, with `local_lanes` (opening),
+  `local_collectives`, `host_work` (threads and works in Python) and `shared_memory`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Techniques that propose plans, behind one interface."""
+"""Techniques that propose plans, behind one interface.
+
+- `base`: the interface; `registry`: techniques by name, with those of installed
+  packages.
+- `predicted`, `coordinate`: the default search; `aiacc`: AIACC-Training's, and the
+  bandit that chooses among all (for `stretto.tune.search`).
+"""
 
 from stretto.tune.techniques.aiacc import (
     BayesTechnique,
