@@ -55,6 +55,7 @@ from stretto.tune.cached_plans import (
 )
 from stretto.tune.calibration import CalibratedModel
 from stretto.tune.drift_detector import WINDOW_STEPS, Change, DriftDetector
+from stretto.tune.evaluations import Evaluations
 from stretto.tune.forced import (
     FORCED_STEP_S,
     ForcedProfiler,
@@ -152,7 +153,7 @@ class AutoPlan:
         self._next_meeting = WARM_UP_STEPS
         self._failed: str | None = None
         self._began_s: float | None = None
-        self._disturbed = False
+        self._evaluations = Evaluations()
         self._trained_s = 0.0
         self._hosts = 1
         self._profiler: InitialProfiler | ForcedProfiler | None = None
@@ -181,7 +182,7 @@ class AutoPlan:
             torch.cuda.synchronize()
         now_s = perf_counter()
         step_s = math.inf if self._began_s is None else now_s - self._began_s
-        counts = math.isfinite(step_s) and not self._disturbed
+        counts = not self._evaluations.end_step() and math.isfinite(step_s)
         self._known.steps += 1
         if counts:
             self._trained_s += step_s
@@ -191,12 +192,11 @@ class AutoPlan:
             self._failed = self._failed or self._describe(exc)
         if self._known.steps >= self._next_meeting:
             self._meet(step_s if counts else None)
-        self._disturbed = False
         self._began_s = perf_counter()
 
     def evaluated(self) -> None:
         """Record that the model is used without training: the step is longer."""
-        self._disturbed = True
+        self._evaluations.add()
 
     def abandon(self, reason: str) -> None:
         """End tuning in its current state; the caller decides which plan stays."""

@@ -440,8 +440,9 @@ class InitialProfiler:
                 return {"do": "again"}
             raise NoisyProfile(
                 f"only {len(rows)} of {len(self._lanes)} steps could be profiled: "
-                "the model was evaluated during the others, or its forward or backward "
-                "can't be observed (a model compiled as a whole)"
+                "the model was evaluated more often during the others than usually, "
+                "or its forward or backward can't be observed (a model compiled as a "
+                "whole)"
             )
         workload = self._profile.merged_workload(
             name=self._name, rows=rows, ranks=self._sync.size
