@@ -200,6 +200,7 @@ def command(arguments: tuple[str, ...], convert: bool, **settings: str | None) -
         _run_here(arguments)
     else:
         _check_plan(settings["plan"])
+        _check_lane_backend(settings["lane_backend"])
         _launch(arguments, convert=convert)
 
 
@@ -314,6 +315,18 @@ def _check_plan(plan: str | None) -> None:
     require_overlap(loaded, overlap, automatic=False)
 
 
+def _check_lane_backend(name: str | None) -> None:
+    """Refuse an unknown backend of lanes once, instead of on each rank.
+
+    Raises:
+        PlanMismatch: there is no such backend.
+    """
+    if name is not None:
+        from stretto.runtime import backends
+
+        backends.get(name)
+
+
 def _check_conversion(script: Path) -> None:
     """Refuse once, instead of on each rank, and print the open questions."""
     from stretto.convert import Choices, conversion_to_run, open_questions
@@ -364,7 +377,19 @@ def _check_files(settings: dict[str, str | None]) -> None:
         "collocation",
     ):
         value = settings[option]
-        if value is not None and not Path(value).absolute().parent.is_dir():
-            raise click.BadParameter(
-                f"folder {Path(value).parent} does not exist", param_hint=f"--{option}"
-            )
+        trouble = None if value is None else _unwritable(Path(value))
+        if trouble is not None:
+            name = f"--{option.replace('_', '-')}"
+            raise click.BadParameter(trouble, param_hint=name)
+
+
+def _unwritable(path: Path) -> str | None:
+    """Return why a file can't be written, or None if it seems possible."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        return f"folder {path.parent} does not exist"
+    if path.is_dir():
+        return f"{path} is a folder, not a file"
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        return f"{path} cannot be written"
+    return None

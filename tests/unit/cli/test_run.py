@@ -131,6 +131,8 @@ def test_torchrun_options_within_a_launched_rank_are_refused(script):
     [
         ("--plan", "none.json", "neither auto, ddp nor a file"),
         ("--trace", "no/such/folder/t.json", "does not exist"),
+        ("--save-plan", ".", "is a folder"),
+        ("--lane-backend", "pigeon", "'pigeon'"),
     ],
 )
 def test_files_are_checked_before_anything_starts(script, option, value, says):
