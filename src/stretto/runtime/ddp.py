@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -503,7 +504,7 @@ def _check_count(name: str, value: object) -> None:
     Raises:
         SpecError: it is something else.
     """
-    if value is not None and not (isinstance(value, int) and value > 0):
+    if value is not None and not (isinstance(value, Integral) and value > 0):
         raise SpecError(f"{name} must be a positive whole number, got {value!r}")
 
 
@@ -515,7 +516,7 @@ def _check_timeout(timeout_s: object) -> None:
     """
     if timeout_s is None:
         return
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+    if not isinstance(timeout_s, Real) or not 0 < timeout_s < math.inf:
         raise SpecError(f"timeout_s must be a positive number, got {timeout_s!r}")
 
 

@@ -25,6 +25,7 @@ import math
 import time
 from collections import deque
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
@@ -61,7 +62,7 @@ def check_options(nan: str, patience: int) -> None:
         raise SpecError(
             f"nan must be one of {', '.join(map(repr, ACTIONS))}, got {nan!r}"
         )
-    if not isinstance(patience, int) or patience < 0:
+    if not isinstance(patience, Integral) or patience < 0:
         raise SpecError(f"nan_patience must be >= 0 steps, got {patience!r}")
 
 
