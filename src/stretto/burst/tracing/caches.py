@@ -38,6 +38,7 @@ from stretto.burst.tracing.freezing import (
     ATOMS,
     MOST_ITEMS,
     attributes_in_slots,
+    entries_of,
     is_users,
     may_read_users,
 )
@@ -267,7 +268,7 @@ class Holders:
         for name in sorted(files, key=lambda name: name not in of_model):
             if name not in of_model:
                 self._search(MOST_ITEMS // 2)
-            self._add(vars(files[name]), name, is_space=True)
+            self._add(entries_of(files[name]), name, is_space=True)
         self._search()
 
     def _search(self, least_left: int = 0) -> None:

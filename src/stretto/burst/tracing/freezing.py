@@ -287,8 +287,15 @@ def may_read_users(name: object) -> bool:
 def is_users(space: Any) -> bool:
     """Return whether a class or module is from the user's own code."""
     if isinstance(space, types.ModuleType):
-        return may_read_users(space.__name__) and _is_own_file(space)
+        name = entries_of(space).get("__name__")
+        return may_read_users(name) and _is_own_file(space)
     return _is_users_module(str(space.__module__))
+
+
+def entries_of(module: types.ModuleType) -> dict[str, Any]:
+    """Return a module's dictionary, without loading a module that loads lazily."""
+    found: dict[str, Any] = types.ModuleType.__getattribute__(module, "__dict__")
+    return found
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -296,9 +303,12 @@ def _is_users_module(name: str) -> bool:  # asked for every class in each forwar
     return may_read_users(name) and _is_own_file(sys.modules.get(name))
 
 
-def _is_own_file(module: types.ModuleType | None) -> bool:
-    file = getattr(module, "__file__", None) or ""
-    return INSTALLED.isdisjoint(Path(file).parts)
+def _is_own_file(module: Any) -> bool:
+    if isinstance(module, types.ModuleType):
+        file = entries_of(module).get("__file__")
+    else:  # programs put other objects among the modules
+        file = getattr(module, "__file__", None)
+    return INSTALLED.isdisjoint(Path(file or "").parts)
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

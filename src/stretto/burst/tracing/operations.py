@@ -9,6 +9,7 @@ is a decision or a value that layers on other ranks would not repeat, and is rej
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,11 @@ from stretto.burst.tracing.recorder import leaves_of
 from stretto.burst.tracing.recordings import record_again, record_both
 from stretto.burst.tracing.records import Fixed, Record, Recording
 from stretto.burst.tracing.sample_positions import sample_positions_in
-from stretto.burst.tracing.source_lines import line_setting
+from stretto.burst.tracing.source_lines import (
+    line_of_forward,
+    line_setting,
+    line_where,
+)
 from stretto.burst.tracing.tables import NormInputs
 from stretto.errors import SpecError
 
@@ -54,21 +59,20 @@ def trace(
     _refuse_compiled(module)
     _refuse_reserved(module)
     _refuse_sparse(module)
+    _refuse_lazy(module)
     arguments = Arguments(tuple(example_inputs), dict(kwargs or {}), module.forward)
     if module._backward_hooks or module._backward_pre_hooks:  # noqa: SLF001
         raise SpecError(
             f"{type(module).__name__} has backward hooks on the whole model, which "
             "layers on other ranks would not call: register them on its layers"
         )
-    found: Any = [None]
+    found: dict[int, Results] = {}
 
     def run(packed: Tensor) -> Any:
-        args, named = arguments.unpack(packed)
-        note_inputs((args, named))
-        output = module.forward(*args, **named)
-        results = Results(output, type(module).__name__)
+        output = _call(module, arguments, packed)
+        results = Results(output, line_of_forward(module) + type(module).__name__)
         tensor = results.packed(output, packed.shape[0])
-        found[0] = results
+        found[packed.shape[0]] = results
         return tensor
 
     shape = tuple(packed_shape(arguments))
@@ -79,6 +83,8 @@ def trace(
     again = partial(record_again, module, run, shape, arguments, caches)
     ways = [again, partial(again, emptied=True)] if caches else [again]
     counts = Counts(first, other, ways)
+    results = found[BATCHES[1]]
+    _refuse_counts(module, found[BATCHES[0]], results)
     given = compare(first, other, BATCHES)
     order = Order(first, given)
     build = graph_of(module, first, other, given, order, norms.tables(module))
@@ -98,7 +104,7 @@ def trace(
         build,
         semantics,
         arguments,
-        found[0],
+        results,
         reads.watch(trained=first.asks_for_gradients),
         counts,
     )
@@ -120,6 +126,45 @@ def trace(
         traced.root, traced.results, build.shapes, module
     )
     return traced
+
+
+def _call(module: nn.Module, arguments: Arguments, packed: Tensor) -> Any:
+    """Call forward; reject one that changes the containers that it is given."""
+    args, named = arguments.unpack(packed)
+    note_inputs((args, named))
+    before = pytree.tree_flatten((args, named))
+    output = module.forward(*args, **named)
+    if _are_same(before, pytree.tree_flatten((args, named))):
+        return output
+    args, named = arguments.unpack(packed)
+    before = pytree.tree_flatten((args, named))
+    place = line_where(
+        lambda: module.forward(*args, **named),
+        lambda: not _are_same(before, pytree.tree_flatten((args, named))),
+        type(module).__name__,
+    )
+    raise SpecError(
+        f"{place}: changes a list or dictionary that the model is called with. The "
+        "program's own one would stay as it is: change a copy, and return what the "
+        "program needs"
+    )
+
+
+def _are_same(one: tuple[list[Any], Any], two: tuple[list[Any], Any]) -> bool:
+    """Return whether two flattened structures hold the same objects."""
+    return one[1] == two[1] and all(map(operator.is_, one[0], two[0]))
+
+
+def _refuse_counts(module: nn.Module, first: Results, other: Results) -> None:
+    """Reject outputs that are no tensors and follow the number of samples."""
+    for a, b in zip(first.others, other.others, strict=False):
+        if a is not b and (type(a) is not type(b) or a != b):
+            raise SpecError(
+                f"{line_of_forward(module)}forward of {type(module).__name__} returns "
+                f"{a!r} for {BATCHES[0]} samples and {b!r} for {BATCHES[1]}, which "
+                "would be the same for any number: return tensors only, and take the "
+                "number of samples from them"
+            )
 
 
 def _refuse_scripted(module: nn.Module) -> None:
@@ -157,6 +202,18 @@ def _refuse_sparse(module: nn.Module) -> None:
             raise SpecError(
                 f"{line_setting(module.get_submodule(owner), key)}{name!r} is a sparse "
                 "tensor, which can't be recorded: use a dense one, or index operations"
+            )
+
+
+def _refuse_lazy(module: nn.Module) -> None:
+    """Reject parameters and buffers whose shapes are not known yet."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            owner, _, key = name.rpartition(".")
+            part = module.get_submodule(owner)
+            raise SpecError(
+                f"{line_setting(part, key)}{name!r} of a lazy module has no shape yet: "
+                "call the model once on an example before"
             )
 
 

@@ -6,6 +6,8 @@ their bits. Gradients flow through floats.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +21,7 @@ from stretto.burst.memory import in_memory
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _EXACT_BITS = {
     torch.float64: 53,
@@ -340,13 +342,21 @@ class Results:
     def __init__(self, output: Any, place: str) -> None:
         leaves, self._rebuild = _taken_apart(output)
         self._places = [i for i, v in enumerate(leaves) if isinstance(v, Tensor)]
-        self._others = [None if isinstance(v, Tensor) else v for v in leaves]
+        self.others = [None if isinstance(v, Tensor) else v for v in leaves]
+        """The values of leaves that are no tensors."""
+
         self.tensors: list[Tensor] = [leaves[i] for i in self._places]
         if not self.tensors:
+            kind = f" but {type(output).__name__}" if output is not None else ""
             raise SpecError(
-                f"{place}: the model gives no tensor: it must give tensors with a row "
-                "for each sample, alone or in tuples, lists or dictionaries"
+                f"{place}: the model gives no tensor{kind}: it must give tensors with "
+                "a row for each sample, alone or in tuples, lists, dictionaries or "
+                "dataclasses"
             )
+        ids = [id(tensor) for tensor in self.tensors]
+        self._same_as = [ids.index(one) for one in ids]
+        """For each tensor, the first that is the same object."""
+
         self.packing: Packing | None = None
         self.behind: tuple[frozenset[str], ...] | None = None
         """For each tensor, names of the parameters that its gradient reaches; ``None``
@@ -388,10 +398,10 @@ class Results:
         ``hook_of`` gives a hook for the gradient of each of several tensors.
         """
         assert self.packing is not None  # noqa: S101
-        leaves = list(self._others)
+        leaves = list(self.others)
         found = self.packing.unpack(packed, hook_of)
-        for i, tensor in zip(self._places, found, strict=True):
-            leaves[i] = tensor
+        for i, first in zip(self._places, self._same_as, strict=True):
+            leaves[i] = found[first]  # programs write in place into outputs
         return self._rebuild(leaves)
 
 
@@ -403,22 +413,53 @@ def tensors_in(output: Any) -> list[Tensor]:
 def _taken_apart(output: Any) -> tuple[list[Any], Any]:
     """Return the leaves, and a function that rebuilds the output from other leaves."""
     if hasattr(output, "to_tuple") and isinstance(output, dict):
-        kind, keys = type(output), list(output)
-        parts = [_taken_apart(output[key]) for key in keys]
-        counts = [len(leaves) for leaves, _ in parts]
-
-        def rebuild(leaves: list[Any]) -> Any:
-            found, at = {}, 0
-            for key, count, (_, make) in zip(keys, counts, parts, strict=True):
-                found[key] = make(leaves[at : at + count])
-                at += count
-            return kind(**found)
-
-        return [leaf for leaves, _ in parts for leaf in leaves], rebuild
-    leaves, spec = pytree.tree_flatten(output)
+        return _taken_apart_by_key(output, lambda values: type(output)(**values))
+    if _is_dataclass(output):
+        names = [f.name for f in dataclasses.fields(output) if hasattr(output, f.name)]
+        held = {name: getattr(output, name) for name in names}
+        return _taken_apart_by_key(held, lambda values: _replaced(output, values))
+    leaves, spec = pytree.tree_flatten(output, is_leaf=_is_dataclass)
+    if any(map(_is_dataclass, leaves)):
+        inner = dict(enumerate(leaves))
+        return _taken_apart_by_key(
+            inner, lambda values: pytree.tree_unflatten(values.values(), spec)
+        )
     # Other objects, such as a cache, are meant for a caller that continues with them.
-    kept = [
-        v if v is None or isinstance(v, (Tensor, int, float, str)) else None
-        for v in leaves
-    ]
+    kept = [v if v is None or isinstance(v, _KEPT) else None for v in leaves]
     return kept, lambda some: pytree.tree_unflatten(some, spec)
+
+
+_KEPT = (Tensor, int, float, str, torch.Size, torch.dtype, torch.device)
+"""What a caller gets from a model's output."""
+
+
+def _taken_apart_by_key(
+    held: Mapping[Any, Any], make: Callable[[dict[Any, Any]], Any]
+) -> tuple[list[Any], Any]:
+    """Return the leaves of values, and a function that makes the output of others."""
+    parts = {key: _taken_apart(value) for key, value in held.items()}
+
+    def rebuild(leaves: list[Any]) -> Any:
+        found, at = {}, 0
+        for key, (inner, rebuild_inner) in parts.items():
+            found[key] = rebuild_inner(leaves[at : at + len(inner)])
+            at += len(inner)
+        return make(found)
+
+    return [leaf for inner, _ in parts.values() for leaf in inner], rebuild
+
+
+def _is_dataclass(value: Any) -> bool:
+    return (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and not hasattr(value, "to_tuple")
+    )
+
+
+def _replaced(value: Any, fields: dict[str, Any]) -> Any:
+    """Return a copy of a dataclass with other values, without calling its code."""
+    found = copy.copy(value)
+    for name, new in fields.items():
+        object.__setattr__(found, name, new)  # it may be frozen
+    return found

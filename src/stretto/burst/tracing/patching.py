@@ -7,18 +7,20 @@ import types
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 
 class CallRecorder(Protocol):
     """What calls are routed through: a `Recorder`."""
 
-    inputs: set[int]
     _depth: int
+
+    def called_with(self, tensors: Iterable[Tensor]) -> None:
+        """Record the tensors with which the model is called."""
 
     def module(
         self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
@@ -42,8 +44,9 @@ _active: list[CallRecorder] = []
 
 def note_inputs(arguments: Any) -> None:
     """Pass the model's input tensors to the running recorder."""
+    leaves = pytree.tree_leaves(arguments)
     for recorder in _active[-1:]:
-        recorder.inputs = {id(t) for t in pytree.tree_leaves(arguments)}
+        recorder.called_with(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _apply_code() -> types.CodeType:

@@ -135,8 +135,11 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         self._held: set[int] = set()
         """The memory of what modules hold, and of constants."""
         self._memory_written: set[int] = set()
-        self.inputs: set[int] = set()
-        """The tensors with which the model is called."""
+        self._inputs: set[int] = set()
+        """The ids of the tensors with which the model is called."""
+        self._input_memory: set[int] = set()
+        self._running = ""
+        """The name of the module that runs as one operation."""
 
     # Tensors.
 
@@ -277,7 +280,9 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         if not (is_set or name == "requires_grad_") or value is not True:
             return False
         ref = self._refs.get(id(args[0]))
-        return isinstance(ref, Ref) and ref != SOURCE and id(args[0]) not in self.inputs
+        return (
+            isinstance(ref, Ref) and ref != SOURCE and id(args[0]) not in self._inputs
+        )
 
     def _legacy_new(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Record ``x.new(...)`` as what it is for sizes or for values."""
@@ -367,6 +372,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             if not type(part).__module__.startswith("torch.") or _has_hooks(part):
                 self._has_own_lines, self._of_module = True, CallsOfModule()
         self._borrowed = {}
+        self._running = target if kind == "call_module" else ""
         result = call(*real_args, **real_kwargs)
         self._refuse_unregistered(tensors, result, place)
         written = [t for t, v in zip(tensors, before, strict=True) if _version(t) != v]
@@ -682,10 +688,30 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         """Record that an operation writes into tensors, wherever it is called."""
         for tensor in tensors:
             storage = storage_of(tensor)
+            if storage in self._input_memory:
+                raise self._writes_input(source_line())
             self._memory_written.add(storage)
             name = self._trained.get(storage)
             if name is not None:
                 raise self._writes_parameter(name)
+
+    def called_with(self, tensors: Iterable[Tensor]) -> None:
+        """Record the tensors with which the model is called."""
+        for tensor in tensors:
+            self._inputs.add(id(tensor))
+            self._input_memory.add(storage_of(tensor))
+
+    def _writes_input(self, place: str) -> SpecError:
+        what = ""
+        if self._running:
+            kind = type(self._root.get_submodule(self._running)).__name__
+            what = f"module {self._running!r} ({kind}) "
+        return SpecError(
+            f"{place}: {what}writes in place into an input of the model. The program's "
+            "own tensor would keep its values, as layers compute with copies: write it "
+            "as an operation that returns a new tensor (inplace=False), or clone() the "
+            "input first"
+        )
 
     def _writes_parameter(self, name: str) -> SpecError:
         way = "Update it outside of the model, after the optimizer's step"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import random
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,7 @@ from stretto.burst.tracing.fakes import Fakes, without_log
 from stretto.burst.tracing.reads import HOOKS, Reads
 from stretto.burst.tracing.recorder import UnseenTensor, record
 from stretto.burst.tracing.records import Fixed, Recording, Ref
-from stretto.burst.tracing.source_lines import is_user, line_setting, source_line_in
+from stretto.burst.tracing.source_lines import line_setting, line_where, source_line_in
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -291,26 +290,14 @@ def _where_drawn(
 ) -> str:
     """Return the line that draws, found by a recording that watches each line."""
     before = _generators()
-    found: list[str] = []
-
-    def watch(frame: Any, _event: str, _arg: Any) -> Any:
-        if not found and not _same_state(_generators(), before):
-            found.append(last[0])
-        file = frame.f_code.co_filename
-        if is_user(file):
-            last[0] = f"{file}:{frame.f_lineno}"
-            return watch
-        return None
-
-    last = [type(module).__name__]
-    was = sys.gettrace()
-    sys.settrace(watch)
     try:
-        record(module, run, (shape, dtype, device), Fakes(module))
+        return line_where(
+            lambda: record(module, run, (shape, dtype, device), Fakes(module)),
+            lambda: not _same_state(_generators(), before),
+            type(module).__name__,
+        )
     finally:
-        sys.settrace(was)
         _set_generators(before)
-    return found[0] if found else last[0]
 
 
 def _refuse_counted(module: nn.Module, watch: Watch) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent.parent)
@@ -57,11 +61,48 @@ def line_setting(module: nn.Module, name: str) -> str:
 
 def source_line() -> str:
     """Return the line of the user's code that called the caller."""
-    import sys
-
     frame: Any = sys._getframe(2)  # noqa: SLF001
     while frame is not None:
         if is_user(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "an operation of torch"
+
+
+def line_where(
+    call: Callable[[], object], is_changed: Callable[[], bool], otherwise: str
+) -> str:
+    """Return the line of the user's code that changes something in a call.
+
+    Args:
+        call: is called once more, with each line watched, which is slow.
+        is_changed: whether the change has been made.
+        otherwise: is returned if no line is found.
+    """
+    found: list[str] = []
+    last = [otherwise]
+
+    def watch(frame: Any, _event: str, _arg: Any) -> Any:
+        if not found and is_changed():
+            found.append(last[0])
+        file = frame.f_code.co_filename
+        if not is_user(file):
+            return None
+        last[0] = f"{file}:{frame.f_lineno}"
+        return watch
+
+    was = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        call()
+    finally:
+        sys.settrace(was)
+    return found[0] if found else last[0]
+
+
+def line_of_forward(module: nn.Module) -> str:
+    """Return where a module's forward is written, if it is the user's code."""
+    code = getattr(inspect.unwrap(module.forward), "__code__", None)
+    if code is None or not is_user(code.co_filename):
+        return ""
+    return f"{code.co_filename}:{code.co_firstlineno}: "
