@@ -212,6 +212,11 @@ def _run_here(arguments: tuple[str, ...]) -> None:
         run_module(rest[0], rest[1:])
         return
     if script.startswith("-"):
+        if {"RANK", "WORLD_SIZE"} - os.environ.keys():
+            raise click.UsageError(
+                "with --background the script is one process, which torchrun does not "
+                f"start: its options such as {script} have no effect. Put SCRIPT first."
+            )
         raise click.UsageError(
             "RANK and WORLD_SIZE are set, so this is one rank of a job that another "
             f"launcher started: torchrun options such as {script} have no effect here. "

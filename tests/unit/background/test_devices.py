@@ -173,6 +173,9 @@ class StandIn:
     def is_initialized(self):
         return self.initialized
 
+    def device_count(self):
+        return 2
+
     def Stream(self, *, device, priority):  # noqa: N802 - torch's name
         return ("stream", device, priority)
 
@@ -237,6 +240,11 @@ def test_mps_makes_a_client_of_low_priority_before_cuda_is_initialized(tmp_path)
 def test_names_of_cuda_devices_have_a_number():
     with pytest.raises(SpecError, match="cuda:0"):
         CudaDevice("cuda:x", StandIn())
+
+
+def test_a_cuda_device_that_is_not_there_is_refused():
+    with pytest.raises(SpecError, match="no device cuda:2: PyTorch sees 2 GPUs"):
+        CudaDevice("cuda:2", StandIn())
 
 
 @pytest.mark.parametrize(

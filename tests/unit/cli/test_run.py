@@ -126,6 +126,12 @@ def test_torchrun_options_within_a_launched_rank_are_refused(script):
     assert "Put SCRIPT first" in done.stderr
 
 
+def test_torchrun_options_of_a_background_are_refused_with_their_own_reason(script):
+    done = stretto_run("--background", "cpu:0", "--nproc-per-node", 2, script(""))
+    assert done.returncode == 2
+    assert "with --background the script is one process" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [

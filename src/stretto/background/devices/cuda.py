@@ -70,13 +70,16 @@ class CudaDevice(AbstractDevice):
             cuda: the module ``torch.cuda``.
 
         Raises:
-            SpecError: the part after the colon is not a number.
+            SpecError: the part after the colon is not a number, or no such GPU is seen.
         """
         super().__init__(name)
         number = name.partition(":")[2] or "0"
         if not number.isdigit():
             raise SpecError(f"a CUDA device is named like cuda:0, got {name!r}")
         self._index, self._cuda = int(number), cuda
+        count = cuda.device_count()
+        if self._index >= count:
+            raise SpecError(f"there is no device {name}: PyTorch sees {count} GPUs")
         self._stream: Any = None
         self._open: tuple[str, Any, contextlib.ExitStack] | None = None
         self._tasks: deque[tuple[str, Any, Any]] = deque()
