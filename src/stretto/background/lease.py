@@ -44,6 +44,9 @@ _STEP_PAUSES, _LONGEST_PAUSE_S = 500, 2e-3
 """Looks in a step of the foreground in which the gate is shut, at least: a look costs
 processor time, a late one the start of a window."""
 
+_FAR_PAUSES, _LONGEST_FAR_PAUSE_S = 50, 1e-2
+"""The same while the next window is far away: a pause is at most half of that time."""
+
 _LENGTHS = 8
 """Last lengths of tasks of one label. Three of four are at most the usual one: a task
 that the system has held up says nothing about the next."""
@@ -254,8 +257,16 @@ class Background:
 
     def _longest_pause_s(self) -> float:
         pause_s = _PAUSES_S.get(self._reason, _PAUSE_S)
-        by_step_s = min(self._view.step_s / _STEP_PAUSES, _LONGEST_PAUSE_S)
-        return max(pause_s, by_step_s)
+        step_s = self._view.step_s
+        by_step_s = min(step_s / _STEP_PAUSES, _LONGEST_PAUSE_S)
+        far_s = 0.0
+        if self._reason in (Reason.COMPUTING, Reason.TOO_LONG):
+            least_s = self._usual_s.get(self._label, 0.0)
+            far_s = self._view.until_wait_s(perf_counter(), least_s) / 2
+        elif self._reason is Reason.CONTROL:
+            far_s = step_s
+        far_s = min(far_s, step_s / _FAR_PAUSES, _LONGEST_FAR_PAUSE_S)
+        return max(pause_s, by_step_s, far_s)
 
     def end_task(self) -> None:
         """End the task of the last `wait`, if it has not ended."""

@@ -178,6 +178,21 @@ class WindowLearner:
             return None
         return found.expected
 
+    def next_begin_s(self, position: int, least_s: float) -> float | None:
+        """Return when in the step the next wait of some length usually begins.
+
+        Args:
+            position: of the first wait that counts.
+            least_s: usual length of those that count.
+
+        Returns:
+            ``None`` if there is no such wait.
+        """
+        for found in self._positions[position:]:
+            if found.seen >= KNOWN_AFTER and found.expected.usual_s >= least_s:
+                return found.begin_s
+        return None
+
     @property
     def windows(self) -> tuple[Window, ...]:
         """The windows known so far."""

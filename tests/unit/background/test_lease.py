@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from stretto.background.board import COMMUNICATING, COMPUTING, WAITING, Mark
 from stretto.background.devices.base import EndedTask
 from stretto.background.foreground_view import ForegroundView
 from stretto.background.pacing import Policy, Reason, StepRecord
-from stretto.background.windows import Window
+from stretto.background.windows import KNOWN_AFTER, Window
 from stretto.errors import BackgroundError, SpecError
 from stretto.foreground_marks import NO_MARKS
 
@@ -361,3 +362,24 @@ def test_a_step_whose_marks_are_lost_is_not_learned():
     assert len(records) == 1
     view.add([Mark(11, 7, 12.0, COMPUTING, "")])
     assert [r.duration_s for r in records] == [1.0, 1.5]
+
+
+def test_the_next_wait_is_expected_where_it_began_in_earlier_steps():
+    view = ForegroundView(lambda step: None)
+    numbers = itertools.count(1)
+
+    def mark(step, time_s, state=COMPUTING):
+        view.add([Mark(next(numbers), step, time_s, state, "network")])
+
+    for step in range(KNOWN_AFTER + 2):  # waits at 10, short, and at 30 to 40
+        mark(step, 100.0 * step)
+        for begin_s, end_s in ((10.0, 11.0), (30.0, 40.0)):
+            mark(step, 100.0 * step + begin_s, WAITING)
+            mark(step, 100.0 * step + end_s)
+    at_s = 100.0 * (KNOWN_AFTER + 2)
+    mark(KNOWN_AFTER + 2, at_s)
+    assert view.until_wait_s(at_s + 4.0, 0.5) == 6.0
+    assert view.until_wait_s(at_s + 4.0, 5.0) == 26.0
+    assert view.until_wait_s(at_s + 4.0, 50.0) == 96.0  # none: until the next step
+    mark(KNOWN_AFTER + 2, at_s + 10.0, WAITING)
+    assert view.until_wait_s(at_s + 10.5, 0.5) == 19.5
