@@ -19,7 +19,7 @@ is set. The foreground clears it when that process has ended.
 # Note [Namespaces of process ids]
 A process cannot see whether those of another namespace, such as a container's, still
 run. So each process that has a board open holds a shared lock on it, which the kernel
-releases. A board of another namespace is replaced if nobody holds it.
+releases. A board of another namespace is replaced if no process holds the lock.
 """
 
 from __future__ import annotations

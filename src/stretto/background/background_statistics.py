@@ -1,0 +1,62 @@
+"""What a background reports of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackgroundStatistics:
+    """What a background has done so far."""
+
+    tasks: int
+    """Tasks that have ended."""
+
+    running_s: float
+    """How long they had the device."""
+
+    waited_s: float
+    """How long leases were waited for."""
+
+    elapsed_s: float
+    """Since the background was opened."""
+
+    loss: float
+    """The foreground's loss, by paired steps; 0 before it is known."""
+
+    foregrounds: int
+    """How many foregrounds it has been beside."""
+
+    beside_s: float
+    """How long tasks had the device while there was a foreground."""
+
+    steps_s: float
+    """Length of the foregrounds' steps that were seen as a whole."""
+
+    idle_s: float
+    """How long the foregrounds waited in these steps."""
+
+    unused_s: Mapping[str, float]
+    """How long leases were waited for while a foreground waited, by reason, such as
+    ``a control step runs``."""
+
+    isolation: str
+    """How the foreground is kept first."""
+
+    @property
+    def share(self) -> float:
+        """Share of the elapsed time in which tasks ran."""
+        return self.running_s / self.elapsed_s if self.elapsed_s > 0.0 else 0.0
+
+    @property
+    def idle_ratio(self) -> float:
+        """Share of the foregrounds' steps in which they waited."""
+        return self.idle_s / self.steps_s if self.steps_s > 0.0 else 0.0
+
+    @property
+    def used_ratio(self) -> float:
+        """Time of tasks beside a foreground over its idle time."""
+        return self.beside_s / self.idle_s if self.idle_s > 0.0 else 0.0
