@@ -285,6 +285,27 @@ class Board:
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
+    def _clear_ended(self, role: int) -> bool:
+        """Clear a role if its process has ended; return whether so.
+
+        The role is left if another process takes it meanwhile, and for now if the board
+        is locked: a process may be stopped while it holds the lock.
+        """
+        held = self.words[role], self.words[role + 1]
+        if not held[0] or is_running(*held):
+            return False
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        try:
+            has_ended = held == (self.words[role], self.words[role + 1])
+            if has_ended:
+                self.words[role] = 0
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return has_ended
+
     # the foreground's side
 
     def claim_foreground(self) -> None:
@@ -316,9 +337,7 @@ class Board:
 
     def clear_ended_reader(self) -> None:
         """Stop writing marks for a background that has ended."""
-        reader = self.words[READER]
-        if reader and not is_running(reader, self.words[_READER_STARTED]):
-            self.words[READER] = 0
+        self._clear_ended(READER)
 
     def mark(self, step: int, state: int, kind: int = 0) -> None:
         """Write a mark: what the foreground does from now on.
@@ -426,13 +445,7 @@ class Board:
 
     def clear_ended_foreground(self) -> bool:
         """Free the device if its foreground's process has ended; return whether so."""
-        pid, started = self.words[_FOREGROUND], self.words[_FOREGROUND_STARTED]
-        if not pid or is_running(pid, started):
-            return False
-        with self._locked():
-            if self.words[_FOREGROUND] == pid:
-                self.words[_FOREGROUND] = 0
-        return True
+        return self._clear_ended(_FOREGROUND)
 
     @property
     def last_number(self) -> int:

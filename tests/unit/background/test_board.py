@@ -404,6 +404,34 @@ def test_a_board_that_another_process_has_open_is_not_replaced(boards):
         holder.stdin.close()
 
 
+@pytest.mark.parametrize("role", ["READER", "_FOREGROUND"])
+def test_a_process_that_takes_an_ended_ones_role_meanwhile_keeps_it(
+    boards, monkeypatch, role
+):
+    board, word = boards(), getattr(board_module, role)
+    board.words[word], board.words[word + 1] = 4, 100
+
+    def replaced(pid, started):
+        board.words[word], board.words[word + 1] = 4, 200  # its id is used again
+        return False
+
+    monkeypatch.setattr(board_module, "is_running", replaced)
+    board.clear_ended_reader()
+    assert not board.clear_ended_foreground()
+    assert board.words[word] == 4
+
+
+def test_a_role_is_left_while_another_process_holds_the_lock(boards, other):
+    _, ended = other
+    board = boards()
+    board.words[board_module.READER] = ended.pid
+    with boards()._locked():  # it may have been stopped within
+        board.clear_ended_reader()
+    assert board.is_read
+    board.clear_ended_reader()
+    assert not board.is_read
+
+
 def test_a_board_of_another_version_is_replaced_unless_it_is_used(boards, other):
     living, ended = other
     board = boards()
