@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import stretto
-from _record import spread, store
+from _record import on_time, spread, store
 from stretto.background import priority
 from stretto.background.pacing import Policy
 from stretto.background.windows import Window, usable_s
@@ -67,14 +67,6 @@ def rounds_per_s() -> float:
 def compute(rounds: float) -> None:
     for _ in range(int(rounds)):
         pass
-
-
-def on_time() -> None:
-    """Wake on time on a busy machine, where that is permitted."""
-    try:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    except OSError:
-        sys.stderr.write("no permission for SCHED_FIFO: times include other work\n")
 
 
 def run_job(how: dict) -> None:

@@ -13,7 +13,12 @@ most 5 %, a throughput of at least 1.5.
 Hosts share the machine's processors: with fewer processors than hosts, four devices are
 emulated by less than four, and backgrounds get the less. With ``--sleep-ms 400`` each
 rank has an emulated device ``exclusive:RANK`` of its own instead: computation sleeps,
-400 ms for a step of VGG-11 on one device, and tasks sleep for ``--task-ms``.
+400 ms for a step of VGG-11 on one device, and tasks sleep for ``--task-ms``. These
+processes get real-time priority if permitted, so that they wake on time.
+
+The result has an account by rank: the share of a step in which its device is idle,
+and how much of that tasks used, control steps kept free, and no task fitted. Bounds of
+the throughput follow from the idle shares, measured and simulated.
 """
 
 from __future__ import annotations
@@ -23,27 +28,70 @@ import copy
 import os
 import time
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import stretto
-from _record import spread, store
+from _record import on_time, spread, store
 from burst_run import cores, start
+from stretto._api.burst import simulate
+from stretto.background.pacing import LONG_BLOCK, Reason
+from stretto.background.windows import usable_s, windows_of
+from stretto.burst.executor import BUCKET_BYTES
 from stretto.demo.background_job import BackgroundJob
 
 SETTLING_S = 1.5
 
 
-def gathered(value: float) -> list[float]:
+def gathered(value: Any) -> list[Any]:
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
+def account(statistics: dict) -> dict:
+    """Return where a rank's idle time beside the foreground went, as shares of it."""
+    idle_s, unused_s = statistics["idle_s"], statistics["unused_s"]
+    return {
+        "idle": idle_s / statistics["steps_s"],
+        "used": statistics["beside_s"] / idle_s,
+        **{
+            reason: unused_s.get(reason, 0.0) / idle_s
+            for reason in (Reason.CONTROL.value, Reason.TOO_LONG.value)
+        },
+    }
+
+
+def bounds(options, accounts: list[dict], step: Any) -> dict:
+    """Return what the throughput can be at most, if the foreground loses nothing.
+
+    ``idle``: every idle moment is used. ``whole_tasks``: whole tasks, in windows whose
+    ends are known. ``control_steps``: and none in one step of 16.
+    """
+    ranks = len(accounts)
+    idle = fmean(step.idle_s) / step.iteration_s
+    found = {
+        "idle_measured": 1.0 + fmean(each["idle"] for each in accounts),
+        "idle": 1.0 + idle,
+    }
+    if options.sleep_ms:
+        used_s = fmean(
+            usable_s(windows_of(step.timeline, rank), 1e-3 * options.task_ms)
+            for rank in range(ranks)
+        )
+        used = used_s / step.iteration_s
+        found["whole_tasks"] = 1.0 + used
+        found["control_steps"] = 1.0 + used * LONG_BLOCK / (LONG_BLOCK + 1)
+    return found
+
+
 def main() -> None:
     options = arguments()
+    if options.sleep_ms:
+        on_time()
     model, x, y, cluster, profile, plan = start(options)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     burst = stretto.BurstParallel(copy.deepcopy(model), plan, example_inputs=(x[:2],))
@@ -80,6 +128,9 @@ def main() -> None:
         mine = (after[0] - before[0]) / (after[1] - before[1])
         return sum(gathered(mine)), step_s
 
+    if sleeps:
+        on_time()  # with the threads that have been started since
+        on_time(beside.pid)
     steps(5)
     rows = []
     for _ in range(options.cycles):
@@ -108,6 +159,10 @@ def main() -> None:
             }
         )
     beside.close()
+    accounts = gathered(account(beside.statistics))
+    simulated = simulate(
+        profile, plan, cluster, bucket_bytes=BUCKET_BYTES, cores=cores(options)
+    )
     if rank == 0:
         store(
             options.store,
@@ -126,6 +181,8 @@ def main() -> None:
                 "load_before": os.getloadavg()[0],
                 "layers": {e.layer: [e.first_gpu, e.gpus] for e in plan.layers},
                 **{key: spread([row[key] for row in rows]) for key in rows[0]},
+                "by_rank": accounts,
+                "bounds": bounds(options, accounts, simulated),
                 "cycles": rows,
             },
         )
