@@ -6,7 +6,7 @@
   many of the jobs had to start again.
 - With two hosts, one of them falls silent: the time until the cluster says so.
 
-`--engine ray` measures the same on Ray, which it starts; that needs the extra `cluster`.
+`--engine ray` measures the same on Ray, which it starts (extra `cluster`).
 About a minute on an idle machine.
 """
 

@@ -12,12 +12,16 @@ keeps the events, and `coordinator` joins ledger, store and clock for an engine.
 `engine_sim` executes commands in virtual time, for traces that `traces` reads and
 `replay` runs, with speeds of `speeds`. None of these imports torch.
 
-`engine_local` starts the processes of a cluster on this machine: `server`, which is the
-coordinator behind a socket, and an `agent` per host with its `coordinator_link`. An
-agent makes a `part_spec` of each command (`part_start`) and starts a `supervisor` for
-it (`supervisor_start`), which runs the ranks (`rank_process`) and reads their steps
-(`step_reports`). All wait in a `loop` and exchange lines of JSON (`channel`); `folders`
-says where their files are, `processes` finds and ends trees of processes. `job_plans`
-plans a profiled job, `job_files` reads what users write, and `queries` is what they
-see.
+`engine_local` keeps the processes of a cluster on this machine running (`roles`):
+`server`, the coordinator behind a socket, and an `agent` per host with its
+`coordinator_link`. An agent makes a `part_spec` of each command (`part_start`) and
+starts a `supervisor` for it (`supervisor_start`), which runs the ranks (`rank_process`)
+and reads their steps (`step_reports`). All wait in a `loop` and exchange lines of JSON
+(`channel`); `folders` says where their files are, `processes` finds and ends trees of
+processes. `job_plans` plans a profiled job, `job_files` reads what users write, and
+`queries` is what they see.
+
+`engine_ray` has the settings of a cluster on Ray. `ray_head` runs Ray, `ray_gateway` is
+its client, with a `ray_actor` on each node, which keeps the host's agent running, and a
+`ray_relay` to each. `ray_gateway` alone imports Ray.
 """

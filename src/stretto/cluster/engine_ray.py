@@ -139,8 +139,8 @@ def joined_ray(address: str, *, is_insecure: bool) -> RaySettings:
                 address=address, namespace=_namespace(), is_started=False
             )
         raise ClusterError(
-            f"the Ray at {address} asks for no token: whoever reaches it runs code as "
-            "its user. Start it with RAY_AUTH_MODE=token, or insist with --insecure"
+            f"the Ray at {address} asks for no token: any process that reaches it can "
+            "run code as its user. Start it with RAY_AUTH_MODE=token, or insist with --insecure"
         )
     if answer != "refused":
         raise ClusterError(f"the Ray at {address} does not answer: {answer}")

@@ -36,7 +36,7 @@ _LONGEST_WAIT_S = 1.0
 
 _CHUNK_BYTES = 1 << 16
 _MAX_WAITING_BYTES = 4 << 20
-"""An agent's output that nobody has fetched; then it is read no further."""
+"""An agent's output that no gateway has fetched; then it is read no further."""
 
 NO_SESSION = 0
 

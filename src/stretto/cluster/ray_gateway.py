@@ -60,7 +60,7 @@ class Ray(Protocol):
         """Return all nodes; may take long."""
 
     def actor(self, name: str, member: Member, arguments: Sequence[str]) -> RemoteActor:
-        """Return a host's actor, which is created if there is none; may take long."""
+        """Return a host's actor, which is created if needed; may take long."""
 
     def kill(self, name: str) -> None:
         """End an actor for good, if it exists; may take long."""
