@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import ipaddress
 import os
 import re
 import secrets
@@ -81,8 +82,13 @@ def started_ray(folders: Folders, interface: str) -> RaySettings:
     Args:
         folders: of the cluster; its token is created, for this user alone.
         interface: address of this host at which other hosts reach it.
+
+    Raises:
+        SpecError: this host has no such address.
+        ClusterError: a folder cannot be used.
     """
     require_ray()
+    _check_interface(interface)
     folders.create()
     token = folders.ray_token
     if not token.exists():
@@ -96,6 +102,17 @@ def started_ray(folders: Folders, interface: str) -> RaySettings:
         temp=str(_temp(folders)),
         token=str(token),
     )
+
+
+def _check_interface(address: str) -> None:
+    try:
+        ipaddress.IPv4Address(address)
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except (OSError, ValueError) as error:
+        raise SpecError(
+            f"--interface {address}: must be an IPv4 address of this machine ({error})"
+        ) from error
 
 
 def _temp(folders: Folders) -> Path:
@@ -140,7 +157,8 @@ def joined_ray(address: str, *, is_insecure: bool) -> RaySettings:
             )
         raise ClusterError(
             f"the Ray at {address} asks for no token: any process that reaches it can "
-            "run code as its user. Start it with RAY_AUTH_MODE=token, or insist with --insecure"
+            "run code as its user. Start it with RAY_AUTH_MODE=token, or insist with "
+            "--insecure"
         )
     if answer != "refused":
         raise ClusterError(f"the Ray at {address} does not answer: {answer}")

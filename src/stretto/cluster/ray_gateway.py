@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 from stretto.cluster import processes
 from stretto.cluster.engine_local import start_keeper
 from stretto.cluster.folders import Folders, Settings
+from stretto.cluster.loop import now_s
 from stretto.cluster.part_spec import write_json
 from stretto.cluster.ray_actor import HostActor
 from stretto.cluster.ray_head import environment
@@ -41,7 +42,10 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _LOOK_S = 1.0
-_RETRY_S = 0.2
+_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
+"""Until a lost actor is looked for again."""
+
+_STEADY_S = 10.0
 _RAY_S = 10.0
 """Ray's head must answer within this time, or the gateway ends and starts again."""
 
@@ -127,19 +131,24 @@ class Gateway:
 
     def _note_hosts(self) -> None:
         """Write which hosts the coordinator may expect."""
-        hosts = {host: member.devices for host, (member, _) in self._relays.items()}
+        hosts = self._folders.hosts(self._settings)  # an earlier gateway's, too
+        hosts |= {host: member.devices for host, (member, _) in self._relays.items()}
         with contextlib.suppress(OSError):  # it says so itself when the disk is full
             write_json(self._folders.found_hosts, hosts)
 
     async def _serve(self, host: str, member: Member) -> None:
-        socket = self._folders.socket
+        socket, pause_s = self._folders.socket, _RETRY_S
         while True:
+            began_s = now_s()
             try:
                 actor = await self._actor(host, member)
                 await Relay(actor, self._name, socket).run()
             except Exception as error:  # noqa: BLE001 - whatever Ray raises
                 _log.warning("the actor of host %s is lost: %s", host, _short(error))
-            await asyncio.sleep(_RETRY_S)
+            if now_s() - began_s > _STEADY_S:
+                pause_s = _RETRY_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
 
     async def _actor(self, host: str, member: Member) -> RemoteActor:
         settings = replace(
@@ -258,7 +267,14 @@ async def _run(folders: Folders, settings: Settings, ray: Ray) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, gateway.end)
-    await gateway.run()
+    status = 0
+    try:
+        await gateway.run()
+    except Exception as error:  # noqa: BLE001 - whatever Ray raises
+        _log.error("Ray does not answer: %s", _short(error))
+        status = 1
+    # Nothing waits for calls of Ray that may never end.
+    os._exit(status)
 
 
 def main(folder: str) -> int:
@@ -272,10 +288,10 @@ def main(folder: str) -> int:
     os.umask(0o077)
     try:
         ray = _ConnectedRay(settings.ray)
-        asyncio.run(_run(folders, settings, ray))
     except Exception as error:  # noqa: BLE001 - whatever Ray raises
         _log.error("no connection to Ray: %s", _short(error))
-        os._exit(1)  # Ray's own end may wait for a head that is gone
+        return 1
+    asyncio.run(_run(folders, settings, ray))
     return 0
 
 
