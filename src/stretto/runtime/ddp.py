@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, cast
+from operator import index
+from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex, cast
 
 import torch
 import torch.distributed as dist
@@ -504,7 +504,9 @@ def _check_count(name: str, value: object) -> None:
     Raises:
         SpecError: it is something else.
     """
-    if value is not None and not (isinstance(value, Integral) and value > 0):
+    if value is not None and not (
+        isinstance(value, SupportsIndex) and index(value) > 0
+    ):
         raise SpecError(f"{name} must be a positive whole number, got {value!r}")
 
 
@@ -516,7 +518,7 @@ def _check_timeout(timeout_s: object) -> None:
     """
     if timeout_s is None:
         return
-    if not isinstance(timeout_s, Real) or not 0 < timeout_s < math.inf:
+    if not isinstance(timeout_s, SupportsFloat) or not 0 < float(timeout_s) < math.inf:
         raise SpecError(f"timeout_s must be a positive number, got {timeout_s!r}")
 
 

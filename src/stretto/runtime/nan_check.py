@@ -25,8 +25,8 @@ import math
 import time
 from collections import deque
 from functools import cached_property
-from numbers import Integral
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, final
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
@@ -62,7 +62,7 @@ def check_options(nan: str, patience: int) -> None:
         raise SpecError(
             f"nan must be one of {', '.join(map(repr, ACTIONS))}, got {nan!r}"
         )
-    if not isinstance(patience, Integral) or patience < 0:
+    if not isinstance(patience, SupportsIndex) or index(patience) < 0:
         raise SpecError(f"nan_patience must be >= 0 steps, got {patience!r}")
 
 

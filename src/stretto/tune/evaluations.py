@@ -6,7 +6,7 @@ from collections import deque
 from typing import Final, final
 
 RECENT_STEPS: Final = 4
-"""A program that evaluates at least every so many steps does so as part of training."""
+"""A program that evaluates in one of this many steps does so as part of training."""
 
 
 @final
