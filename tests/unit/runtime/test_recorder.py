@@ -3,10 +3,12 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from stretto.runtime.recording.step import BucketRow, Recorder
+from stretto.runtime.recording.step import BucketRow, Recorder, StepWatch
 
 if TYPE_CHECKING:
     from stretto.schema import Timeline
@@ -99,3 +101,16 @@ def test_backwards_within_one_forward_are_steps_of_their_own() -> None:
         assert step.computed_s == start_s + 1.0
         assert step.finished == ((0, 0, start_s + 2.0),)
     assert second.number == first.number + 1
+
+
+def test_parameters_that_were_frozen_at_the_start_are_recorded_later() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).requires_grad_(
+        requires_grad=False
+    )
+    recorder = Recorder()
+    recorder.attached([name for name, _ in model.named_parameters()], ROWS)
+    watch = StepWatch(recorder, model, list(model.parameters()))
+    model.requires_grad_(requires_grad=True)
+    model(torch.ones(1, 2)).sum().backward()
+    watch.remove()
+    assert set(recorder.ready_s) == {name for name, _ in model.named_parameters()}
