@@ -136,6 +136,9 @@ class Cluster:
         """End everything at once."""
         self.folders.mark_down([])
         hosts = self.folders.hosts(self.settings)
+        for host in hosts:
+            if self.node(host).root.is_dir():
+                self.node(host).mark_down([])  # an agent may be about to start
         locks = [*self._locks().values()]
         locks += [self.node(host).agent_lock(host) for host in hosts]
         deadline_s = time.monotonic() + LIMIT_S

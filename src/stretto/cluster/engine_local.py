@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 from stretto.cluster import channel, processes
 from stretto.cluster.folders import Folders, Settings
 from stretto.cluster.loop import Loop, now_s
+from stretto.cluster.part_spec import LOCK_FILE
 from stretto.cluster.roles import Role, end_holders
 from stretto.errors import ClusterError, Infeasible, SpecError, StrettoError
 
@@ -133,6 +134,7 @@ def start(folders: Folders, settings: Settings) -> dict[str, Any]:
             f"a cluster runs in {folders.root}: see `stretto cluster status`, end it "
             "with `stretto cluster down`, or start another with --folder"
         )
+    _refuse_strangers(folders, settings)
     folders.save_settings(settings)
     folders.found_hosts.unlink(missing_ok=True)
     drained = folders.take_down_mark()
@@ -157,6 +159,20 @@ def start(folders: Folders, settings: Settings) -> dict[str, Any]:
         if host in {row["host"] for row in found["hosts"]}:
             ask(folders, {"do": "drain", "host": host, "open": True, "user": "start"})
     return ask(folders, {"do": "status"})
+
+
+def _refuse_strangers(folders: Folders, settings: Settings) -> None:
+    """Refuse to start while jobs run that the cluster's agents would not find."""
+    found = folders.root.glob(f"nodes/*/hosts/*/attempts/*/{LOCK_FILE}")
+    if settings.ray is not None:
+        found = folders.root.glob(f"hosts/*/attempts/*/{LOCK_FILE}")
+    for lock in found:
+        if processes.is_locked(lock):
+            raise ClusterError(
+                f"{lock.parent.name} still runs since {folders.root} was a cluster "
+                f"{'without' if settings.ray else 'on'} Ray: wait until its watchdog "
+                "has fired"
+            )
 
 
 def ask(

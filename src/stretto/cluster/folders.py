@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 FOLDER_VARIABLE = "STRETTO_CLUSTER_DIR"
 """Names the folder."""
 
+_MIN_MARGIN_S = 5.0
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,11 @@ class Settings:
     has_keeper: bool = True
     """Whether a keeper runs the folder's processes; on Ray, actors run the agents."""
 
+    @property
+    def margin_s(self) -> float:
+        """Within which a busy host's supervisor ends its ranks after its watchdog."""
+        return max(_MIN_MARGIN_S, self.watchdog_s / 6)
+
 
 @final
 class Folders:
@@ -106,11 +113,24 @@ class Folders:
 
     def hosts(self, settings: Settings) -> dict[str, tuple[str, ...]]:
         """Return the devices of all hosts: the settings', and those found since."""
+        others = {name: devices for name, (_, devices) in self.noted_hosts().items()}
+        return others | settings.hosts
+
+    def note_hosts(self, found: Mapping[str, tuple[str, Sequence[str]]]) -> None:
+        """Write which hosts were found: address and devices by name."""
+        rows = {
+            name: {"address": address, "devices": list(devices)}
+            for name, (address, devices) in found.items()
+        }
+        write_json(self.found_hosts, rows)
+
+    def noted_hosts(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        """Return what `note_hosts` has written; nothing if it never did."""
         try:
             found = json.loads(self.found_hosts.read_bytes())
         except (OSError, ValueError):
-            found = {}
-        return {name: tuple(names) for name, names in found.items()} | settings.hosts
+            return {}
+        return {n: (r["address"], tuple(r["devices"])) for n, r in found.items()}
 
     def host(self, name: str) -> Path:
         """Return the folder of an agent."""

@@ -28,7 +28,6 @@ from stretto.cluster import processes
 from stretto.cluster.engine_local import start_keeper
 from stretto.cluster.folders import Folders, Settings
 from stretto.cluster.loop import now_s
-from stretto.cluster.part_spec import write_json
 from stretto.cluster.ray_actor import HostActor
 from stretto.cluster.ray_head import environment
 from stretto.cluster.ray_relay import Member, Relay, RemoteActor, members
@@ -79,6 +78,11 @@ class Gateway:
         self._name = uuid.uuid4().hex
         self._relays: dict[str, tuple[Member, asyncio.Task[None]]] = {}
         self._ends = asyncio.Event()
+        self._addresses = {
+            host: address for host, (address, _) in folders.noted_hosts().items()
+        }
+        self._moved_s: dict[str, float] = {}
+        """Since when a host's name is known at another address."""
 
     def end(self) -> None:
         """End `run`."""
@@ -115,6 +119,8 @@ class Gateway:
             known = self._relays.get(host)
             if known is not None and known[0] == member:
                 continue
+            if self._may_still_run(host, member.address):
+                continue
             if known is not None:  # it is back, as another node
                 known[1].cancel()
             _log.info("host %s is at %s", host, member.address)
@@ -129,12 +135,34 @@ class Gateway:
             # Should the same node return, it is served again.
             self._relays[host] = replace(member, node=""), task
 
+    def _may_still_run(self, host: str, address: str) -> bool:
+        """Return whether another machine of this name may have jobs that run.
+
+        A host that joins without its jobs says that they have ended.
+        """
+        if self._addresses.setdefault(host, address) == address:
+            self._moved_s.pop(host, None)
+            return False
+        if host not in self._moved_s:
+            _log.warning(
+                "%s was a host at %s: the node of that name at %s is used once the "
+                "watchdogs there have fired",
+                *(host, self._addresses[host], address),
+            )
+        began_s = self._moved_s.setdefault(host, now_s())
+        if now_s() < began_s + self._settings.watchdog_s + self._settings.margin_s:
+            return True
+        self._addresses[host] = address
+        del self._moved_s[host]
+        return False
+
     def _note_hosts(self) -> None:
         """Write which hosts the coordinator may expect."""
-        hosts = self._folders.hosts(self._settings)  # an earlier gateway's, too
-        hosts |= {host: member.devices for host, (member, _) in self._relays.items()}
-        with contextlib.suppress(OSError):  # it says so itself when the disk is full
-            write_json(self._folders.found_hosts, hosts)
+        hosts = self._folders.noted_hosts()  # an earlier gateway's, too
+        for host, (member, _) in self._relays.items():
+            hosts[host] = member.address, member.devices
+        with contextlib.suppress(OSError):  # a full disk: the coordinator says so
+            self._folders.note_hosts(hosts)
 
     async def _serve(self, host: str, member: Member) -> None:
         socket, pause_s = self._folders.socket, _RETRY_S

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _SILENT_BEATS = 4
-_MIN_MARGIN_S = 5.0
-"""Within which a busy host's supervisor must end its ranks when its watchdog fires."""
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _KEEPER_S = 2.0
@@ -88,7 +86,7 @@ class Server:
         limits = Limits(
             silent_s=_SILENT_BEATS * settings.heartbeat_s,
             watchdog_s=settings.watchdog_s,
-            margin_s=max(_MIN_MARGIN_S, settings.watchdog_s / 6),
+            margin_s=settings.margin_s,
         )
         self.ledger = Ledger(registry.get(settings.policy), limits)
         self.store = Store(folders.root)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import pytest
 from stretto.cluster import engine_local, engine_ray, ray_actor, ray_gateway, roles
 from stretto.cluster.channel import connected, listening
 from stretto.cluster.folders import Folders, RaySettings, Settings
-from stretto.cluster.processes import start_detached
+from stretto.cluster.processes import lock, start_detached
 from stretto.cluster.ray_actor import HostActor
 from stretto.cluster.ray_gateway import Gateway
 from stretto.cluster.ray_head import environment, start_command
@@ -402,7 +403,31 @@ def test_a_node_that_returns_with_another_id_gets_another_actor(
         await until(lambda: "host2-n2" in ray.actors)
         ray.living = [node(1), node(2, Alive=False)]
         await asyncio.sleep(0.05)
-        ray.living = [node(1), node(3, NodeManagerHostname="host2")]
+        ray.living = [node(1), node(2, NodeID="n3")]
+        await until(lambda: "host2-n3" in ray.actors)
+
+    with_gateway(tmp_path / "c", test)
+
+
+def test_another_machine_of_a_hosts_name_waits_for_the_watchdogs(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_actor.Role, "look", lambda _: None)
+    Folders(tmp_path / "c").create()
+    # As an earlier gateway has left it.
+    Folders(tmp_path / "c").note_hosts({"host2": ("10.0.0.2", ("cpu:0",))})
+    later_s = 0.0
+    monkeypatch.setattr(ray_gateway, "now_s", lambda: later_s)
+
+    async def test(ray: StandIn, _: Folders) -> None:
+        nonlocal later_s
+        ray.living = [node(1), node(3, NodeManagerHostname="host2"), node(4)]
+        await until(lambda: "host4-n4" in ray.actors)
+        later_s = 69.0  # watchdog and margin are 70 s
+        ray.living.append(node(5))
+        await until(lambda: "host5-n5" in ray.actors)
+        assert "host2-n3" not in ray.actors
+        later_s = 71.0
         await until(lambda: "host2-n3" in ray.actors)
 
     with_gateway(tmp_path / "c", test)
@@ -422,6 +447,18 @@ def test_a_cluster_that_goes_down_ends_its_actors_and_their_agents(
 
 
 # settings
+
+
+def test_an_engine_does_not_start_while_jobs_of_the_other_run(tmp_path: Path) -> None:
+    folders = Folders(tmp_path / "c")
+    folders.create()
+    part = folders.of_node("a").attempts("a") / "job-1.1"
+    part.mkdir(parents=True)
+    held = lock(part / "supervisor.lock")
+    assert held is not None
+    with pytest.raises(ClusterError, match=r"job-1\.1 still runs .* on Ray"):
+        engine_local.start(folders, Settings(hosts={"a": ("cpu:0",)}, policy="fifo"))
+    os.close(held)
 
 
 def test_an_agent_with_other_settings_is_ended(tmp_path: Path) -> None:
