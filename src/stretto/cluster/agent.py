@@ -344,11 +344,13 @@ class Agent:
                 part.channel.send({"do": "reset", "until_s": until_s})
 
     def _end_if_forgotten(self) -> None:
-        """End if the cluster has gone and left nothing here; an actor may restart it.
+        """End if the cluster has gone and nothing runs here.
 
-        A keeper ends its agents itself.
+        An actor may restart it: what has not been acknowledged is found again. A keeper
+        ends its agents itself.
         """
-        if not self._parts and now_s() > self._link.watchdog_until_s:
+        runs = any(part.end is None for part in self._parts.values())
+        if not runs and now_s() > self._link.watchdog_until_s:
             self._loop.stop()
 
 

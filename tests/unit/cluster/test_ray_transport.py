@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import subprocess
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,8 @@ import pytest
 
 from stretto.cluster import engine_local, engine_ray, ray_actor, ray_gateway, roles
 from stretto.cluster.channel import connected, listening
-from stretto.cluster.folders import Folders, RaySettings, Settings
+from stretto.cluster.folders import Folders, RaySettings, Settings, settings_of
+from stretto.cluster.part_spec import PartSpec
 from stretto.cluster.processes import lock, start_detached
 from stretto.cluster.ray_actor import HostActor
 from stretto.cluster.ray_gateway import Gateway
@@ -541,3 +543,33 @@ def test_a_ray_that_does_not_answer_is_refused(has_ray: None) -> None:
 def test_an_address_without_a_port_is_refused(has_ray: None) -> None:
     with pytest.raises(SpecError, match="HOST:PORT"):
         engine_ray.joined_ray("10.0.0.1", is_insecure=False)
+
+
+def test_an_agent_that_no_actor_serves_ends_when_nothing_runs(tmp_path: Path) -> None:
+    folders = Folders(tmp_path)
+    settings = json.loads(of_host("a", watchdog_s=0.5, heartbeat_s=0.1))
+    folders.save_settings(settings_of(settings))
+    # An attempt that has ended, which no coordinator has acknowledged.
+    part = folders.attempts("a") / "job-1.1"
+    part.mkdir(parents=True)
+    spec = PartSpec(
+        job="job-1",
+        attempt=1,
+        role="foreground",
+        launch="direct",
+        command=("true",),
+        directory="/",
+        environment={},
+        devices=("cpu:0",),
+        first_rank=0,
+        world_size=1,
+        master_address="127.0.0.1",
+        master_port=1,
+        files="",
+        logs="",
+        boards="",
+    )
+    spec.save(part)
+    command = [sys.executable, "-m", "stretto.cluster.agent", str(tmp_path), "a"]
+    assert subprocess.run(command, timeout=LIMIT_S, check=False).returncode == 0
+    assert part.is_dir()
