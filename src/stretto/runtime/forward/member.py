@@ -48,7 +48,6 @@ class Member:
     """One parameter, its place in the bucket, and what is pending for it."""
 
     __slots__ = (
-        "alarm",
         "aside",
         "bucket",
         "gradient",
@@ -62,6 +61,8 @@ class Member:
         "place",
         "shape",
         "states",
+        "swapped",
+        "twin",
         "update",
     )
 
@@ -99,8 +100,11 @@ class Member:
         self.states: list[torch.Tensor] = []
         """Tensors of the optimizer's state, while there is an update."""
 
-        self.alarm: Any = None
-        """Handle of a hook that reports a read that settled nothing."""
+        self.twin: Any = None
+        """A tensor of `pending` that takes the parameter's place, made once."""
+
+        self.swapped: Any = None
+        """The twin, while it has the parameter's implementation."""
 
         self.aside: list[tuple[torch.Tensor, torch.Tensor]] = []
         """In poison mode, tensors and their true values."""

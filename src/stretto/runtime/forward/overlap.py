@@ -15,12 +15,10 @@ Ranks only wait here, each for itself: all collectives were launched before back
 returned. So ranks may settle at different places.
 
 # Note [Reads that nothing shows]
-Code that gets a parameter without asking its class, outside of its module's call, would
+Code that gets a parameter's address without asking, outside of its module's call, would
 read a value before its update. So a parameter counts as *seen* only after a read of it
 has settled something; until then its bucket is settled as forward begins, and its class
-only watches. In a model whose reads all show, that is one step. A seen parameter that
-was settled only at the end of a forward, and gets a gradient without having been read
-since, was read before its update: an error names it.
+only watches. In a model whose reads all show, that is one step.
 """
 
 from __future__ import annotations
@@ -35,12 +33,11 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from stretto.errors import StrettoError
 from stretto.logs import get_logger
-from stretto.runtime.forward import steps
+from stretto.runtime.forward import entrances, steps
 from stretto.runtime.forward.lazy import is_held, is_shared, uses_of, wrap
 from stretto.runtime.forward.member import Member
-from stretto.runtime.forward.pending import guard, plainly, unguard
+from stretto.runtime.forward.pending import exchange_back, guard, plainly, unguard
 from stretto.runtime.forward.readers import Readers
 from stretto.runtime.forward.undisturbed import undisturbed
 
@@ -166,6 +163,8 @@ class ForwardOverlap:
     def after_reducer(self) -> None:
         """Replace the gradients of unfinished buckets."""
         why = None
+        if self._unfinished:
+            entrances.watch(self)
         with plainly():
             for index in self._unfinished:
                 for member in self._members[index]:
@@ -216,18 +215,26 @@ class ForwardOverlap:
             found = [member for member in members if member.gradient is not None]
             # As after a step: a backward of an older graph must fail.
             torch.autograd.graph.increment_version([m.parameter for m in found])
+            weakly: list[Member] = []
             for member in found:
                 self._unwatch(member)
                 member.update = update
                 states = member.states
                 if self._poisons:
                     self._poison(member, states)
-                guard(member, states)
                 self._pending[member] = None
+                if not guard(member, states):
+                    weakly.append(member)
             if self._readers.changed():
                 self._readers.remove()
                 self._readers.build(m for row in self._members for m in row)
             self._readers.install()
+            for member in weakly:
+                self.warn(
+                    f"PyTorch refers weakly to parameter {member.name!r}, whose "
+                    "readers can't be seen"
+                )
+                self.touch(member)
 
     def _poison(self, member: Member, states: list[torch.Tensor]) -> None:
         with torch.no_grad():
@@ -272,6 +279,8 @@ class ForwardOverlap:
             self._execute(
                 [m for i in indices for m in self._members[i] if m.update is not None]
             )
+        if not self._unfinished and not self._pending:
+            entrances.release(self)
 
     def _use_the_wait(self, index: int) -> None:
         """Execute steps of other buckets while one is under way."""
@@ -334,6 +343,7 @@ class ForwardOverlap:
             assert member.update is not None  # noqa: S101
             found = by_update.setdefault(id(member.update), (member.update, []))
             found[1].append(member)
+            exchange_back(member)
         try:
             for update, some in by_update.values():
                 self._execute_one(update, some)
@@ -383,6 +393,7 @@ class ForwardOverlap:
                 self._end(member)
         self._unfinished.clear()
         self._poisoned.clear()
+        entrances.release(self)
 
     # Forward.
 
@@ -424,23 +435,18 @@ class ForwardOverlap:
             left = list(self._pending)
             self.settle_all()
             for member in left:
+                self._unseen[member] = None
                 self._watch(member)
-                if member.parameter.requires_grad:
-                    alarm = _Alarm(member.name)
-                    member.alarm = member.parameter.register_hook(alarm)
             self._readers.remove()
 
     def _watch(self, member: Member) -> None:
-        guard(member, [])
-        self._watched[member] = None
+        if guard(member, []):
+            self._watched[member] = None
 
     def _unwatch(self, member: Member) -> None:
         if member in self._watched:
             del self._watched[member]
             unguard(member)
-            if member.alarm is not None:
-                member.alarm.remove()
-                member.alarm = None
 
     def wait_at_exit(self) -> None:
         """Wait for what is under way, without any step."""
@@ -463,25 +469,14 @@ class ForwardOverlap:
         _live.discard(self)
         steps.detach(self)
         # Break the cycles, so that parameters and lanes are freed at once.
+        for row in self._members:
+            for member in row:
+                member.twin = None
         self._members = ()
         self._unseen.clear()
         self._parts.clear()
         self._readers.clear()
         del self._sender
-
-
-class _Alarm:
-    """Raises when a gradient shows that a parameter was read before its update."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, _gradient: torch.Tensor) -> None:
-        raise StrettoError(
-            f"parameter {self._name!r} was read in forward before its update, by code "
-            "that bypasses PyTorch's argument parser and its module's call: this "
-            "backward's gradients are invalid. Train with overlap='backward'."
-        )
 
 
 def wait_at_exit() -> None:
@@ -490,4 +485,14 @@ def wait_at_exit() -> None:
         overlap.wait_at_exit()
 
 
+def _before_fork() -> None:
+    """Settle everything: a child process has none of the threads that communicate."""
+    for overlap in list(_live):
+        try:
+            overlap.settle_all()
+        except Exception:  # noqa: BLE001 - the next forward raises it again
+            _log.debug("a process forks after a failure", exc_info=True)
+
+
 atexit.register(wait_at_exit)
+os.register_at_fork(before=_before_fork)

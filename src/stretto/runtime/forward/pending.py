@@ -3,19 +3,27 @@
 # Note [A class for the time between]
 From ``optimizer.step()`` until its update, a parameter has the class
 `PendingParameter`, and tensors of its optimizer state have `PendingState`. The argument
-parser of every operation in C++ asks a class's ``__torch_function__``, as Python's own
+parser of most operations asks a class's ``__torch_function__``, as Python's own
 functions do, so whatever reads or writes such a tensor settles its bucket first and
 then runs on the plain tensor. Metadata and ``grad`` settle nothing. PyTorch itself
 changes the class of an `UninitializedParameter` in this way.
 
-What is called with such a tensor through pybind does not ask. Therefore a module's
-parameters are settled when the module is called (`readers.py`), and a parameter that
-was never seen to be read is settled as forward begins (`overlap.py`).
+# Note [A twin for what does not ask]
+Scripted functions, transforms of ``torch.func``, ``torch.tensor``, process groups,
+tensor classes that switch ``__torch_function__`` off, and others take a tensor without
+asking its class. Therefore a pending parameter also exchanges its implementation in C++
+with a `Twin`: a tensor without memory, whose operators arrive in
+``__torch_dispatch__``. They settle the bucket, which exchanges the implementations
+again, and then run on the parameter. In autograd a twin is an operation's result on its
+parameter, so gradients of what was computed with it go where they belong. What remains
+is code that reads an address; it finds none. `fallback.py` says what may hold a
+parameter's own implementation or memory; such parameters are never pending.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +42,32 @@ _get_grad: Any = _slot.__get__
 _set_grad: Any = _slot.__set__
 _del_grad: Any = _slot.__delete__
 
+_swap: Any = torch._C._swap_tensor_impl  # type: ignore[attr-defined]  # noqa: SLF001
+
 plainly: Any = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001
 """Context in which this thread's operations ask no tensor's class."""
+
+
+def _dispatch(func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
+    """Run an operator on parameters in place of pending ones and of twins."""
+    named = {k: _real(v) for k, v in (kwargs or {}).items()}
+    given = [_real(value) for value in args]
+    if func._schema.is_mutable:  # noqa: SLF001 - as autograd does for plain tensors
+        found = [v for v in (*given, *named.values()) if type(v) is nn.Parameter]
+        torch.autograd.graph.increment_version(found)
+    return func(*given, **named)
+
+
+def _real(value: Any) -> Any:
+    """Return a value with settled parameters in place of pending ones and twins."""
+    if isinstance(value, Twin):
+        return _real(value.parameter)
+    if isinstance(value, _Guard):
+        settle(value)
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(map(_real, value))
+    return value
 
 
 class _Guard:
@@ -52,7 +84,7 @@ class _Guard:
         """Settle the tensors that an operation reads, then call it."""
         if func in METADATA:
             with plainly():
-                return func(*args, **(kwargs or {}))
+                return func(plain(args[0]), *args[1:], **(kwargs or {}))
         found = settle_all_in(args)
         if kwargs:
             found = settle_all_in(kwargs.values()) or found
@@ -70,20 +102,28 @@ class _Guard:
         return self.__reduce_ex__(protocol)
 
 
+def plain(tensor: Any) -> Any:
+    """Return the tensor that has a guarded one's own implementation."""
+    member = _guarded.get(id(tensor))
+    if member is None or member.swapped is None or tensor is not member.parameter:
+        return tensor
+    return member.swapped
+
+
 def _grad(self: Any) -> torch.Tensor | None:
     with plainly():
-        found: torch.Tensor | None = _get_grad(self)
+        found: torch.Tensor | None = _get_grad(plain(self))
     return found
 
 
 def _assign_grad(self: Any, value: torch.Tensor | None) -> None:
     with plainly():
-        _set_grad(self, value)
+        _set_grad(plain(self), value)
 
 
 def _delete_grad(self: Any) -> None:
     with plainly():
-        _del_grad(self)
+        _del_grad(plain(self))
 
 
 class PendingParameter(_Guard, nn.Parameter):
@@ -91,6 +131,69 @@ class PendingParameter(_Guard, nn.Parameter):
 
     # A tenth of the time of a call of ``__torch_function__``.
     grad = property(_grad, _assign_grad, _delete_grad)
+
+    def _use_count(self) -> int:
+        settle(self)
+        return self._use_count()
+
+    def detach(self) -> torch.Tensor:
+        """Settle, then return the parameter's detached tensor."""
+        settle(self)
+        found: torch.Tensor = self.detach()
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:  # noqa: SLF001
+            # It has looked at this tensor's class and expects the same one.
+            return nn.Parameter(found, requires_grad=False)
+        return found
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Settle, then run an operator on the parameter."""
+        return _dispatch(func, args, kwargs)
+
+
+class Twin(torch.Tensor):
+    """A tensor without memory. See Note [A twin for what does not ask]."""
+
+    parameter: nn.Parameter
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator on the parameter, for what was computed while pending."""
+        return _dispatch(func, args, kwargs)
+
+
+class _MakeTwin(torch.autograd.Function):
+    """Ties a twin's gradient to its parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
+        make: Any = torch.Tensor._make_wrapper_subclass  # noqa: SLF001
+        twin: torch.Tensor = make(
+            Twin,
+            parameter.size(),
+            strides=parameter.stride(),
+            dtype=parameter.dtype,
+            device=parameter.device,
+        )
+        return twin
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
 
 
 class PendingState(_Guard, torch.Tensor):
@@ -128,13 +231,20 @@ def member_of(parameter: torch.Tensor) -> Member | None:
     return _guarded.get(id(parameter))
 
 
-def guard(member: Member, states: list[torch.Tensor]) -> None:
-    """Give a parameter, and tensors of its optimizer state, the classes above."""
-    before = _guarded.get(id(member.parameter))
+def guard(member: Member, states: list[torch.Tensor]) -> bool:
+    """Give a parameter, and tensors of its optimizer state, the classes above.
+
+    Returns:
+        Whether its reads show; otherwise something in C++ refers weakly to it.
+    """
+    parameter = member.parameter
+    before = _guarded.get(id(parameter))
     if before is not None and before is not member:
         before.owner.touch(before)  # another model's
-    tensors: list[torch.Tensor] = [member.parameter]
-    member.parameter.__class__ = PendingParameter
+    tensors: list[torch.Tensor] = [parameter]
+    if not _exchange(member):
+        return False
+    parameter.__class__ = PendingParameter
     for state in states:
         if type(state) is torch.Tensor:
             state.__class__ = PendingState
@@ -142,10 +252,41 @@ def guard(member: Member, states: list[torch.Tensor]) -> None:
     member.guarded = tensors
     for tensor in tensors:
         _guarded[id(tensor)] = member
+    return True
+
+
+def _exchange(member: Member) -> bool:
+    """Let the parameter have its twin's implementation, and the twin its own."""
+    twin = member.twin
+    if twin is None:
+        with torch.enable_grad(), plainly():
+            twin = member.twin = _MakeTwin.apply(member.parameter)
+        # An address that is read in spite of everything is an error, not a crash.
+        torch._C._set_throw_on_mutable_data_ptr(twin)  # noqa: SLF001
+        twin.parameter = member.parameter
+    try:
+        _swap(member.parameter, twin)
+    except RuntimeError:
+        return False
+    twin.__class__ = PendingParameter
+    _guarded[id(twin)] = member
+    member.swapped = twin
+    return True
+
+
+def exchange_back(member: Member) -> None:
+    """Give a parameter its own implementation back, while it keeps its class."""
+    twin = member.swapped
+    if twin is not None:
+        _swap(member.parameter, twin)
+        twin.__class__ = Twin
+        del _guarded[id(twin)]
+        member.swapped = None
 
 
 def unguard(member: Member) -> None:
     """Give them their own classes back."""
+    exchange_back(member)
     for tensor in member.guarded:
         _guarded.pop(id(tensor), None)
         if type(tensor) is PendingParameter:

@@ -1,0 +1,102 @@
+"""Functions of PyTorch that read a tensor's memory without asking its class.
+
+# Note [Entrances that ask only while something is pending]
+These functions read addresses, or keep a tensor's implementation, where neither
+``__torch_function__`` nor ``__torch_dispatch__`` is asked. From a backward until all of
+its buckets are settled, each is replaced by one that first settles what is among its
+arguments. At other times PyTorch is unchanged. ``tests/unit/runtime/forward`` has the
+table of what else was tried.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stretto.runtime.forward.lazy import real_gradients
+from stretto.runtime.forward.pending import settle_all_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_FUNCTIONS = (
+    ("torch._C", "_to_dlpack"),
+    ("torch._C", "_to_dlpack_versioned"),
+    ("torch.utils.dlpack", "to_dlpack"),
+    ("torch._C", "_pickle_save"),
+    ("torch._C", "_data_address"),
+    ("torch._C", "_tensor_impl_raw_handle"),
+    ("torch._C", "_swap_tensor_impl"),
+    ("torch._C", "_create_function_from_trace"),
+    ("torch._C", "_create_function_from_trace_with_dict"),
+    ("torch._C", "_create_graph_by_tracing"),
+    ("torch._C._aoti", "unsafe_alloc_void_ptr_from_tensor"),
+    ("torch._C._aoti", "unsafe_alloc_void_ptrs_from_tensors"),
+    ("torch._C._autograd", "_get_data_attr"),
+    ("torch._functorch.eager_transforms", "_wrap_functional_tensor"),
+)
+"""Modules and names, as they are looked up when they are called."""
+
+_MISSING: Any = object()
+
+_lock = threading.Lock()
+_users: set[int] = set()
+_before: list[tuple[Any, str, Any]] = []
+
+
+def watch(user: object) -> None:
+    """Let these functions settle what they get, until no user is left."""
+    with _lock:
+        _users.add(id(user))
+        if not _before:
+            _replace()
+
+
+def release(user: object) -> None:
+    """End that for one user."""
+    with _lock:
+        _users.discard(id(user))
+        if not _users:
+            while _before:
+                place, name, value = _before.pop()
+                if value is _MISSING:
+                    delattr(place, name)
+                else:
+                    setattr(place, name, value)
+
+
+def _replace() -> None:
+    for module, name in _FUNCTIONS:
+        place = sys.modules.get(module)
+        function = getattr(place, name, None)
+        if function is not None:
+            _set(place, name, _asking(function))
+    base: Any = torch._C.TensorBase  # noqa: SLF001
+    _set(torch.Tensor, "data", property(base.data.__get__, _assign_data))
+    make: Any = _asking(base._make_subclass)  # noqa: SLF001
+    _set(torch.Tensor, "_make_subclass", staticmethod(make))
+
+
+def _set(place: Any, name: str, value: Any) -> None:
+    _before.append((place, name, vars(place).get(name, _MISSING)))
+    setattr(place, name, value)
+
+
+def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        settle_all_in(args)
+        settle_all_in(kwargs.values())
+        return function(*real_gradients(args), **real_gradients(kwargs))
+
+    return ask
+
+
+def _assign_data(self: torch.Tensor, value: Any) -> None:
+    settle_all_in((value,))
+    base: Any = torch._C.TensorBase  # noqa: SLF001
+    base.data.__set__(self, real_gradients(value))
