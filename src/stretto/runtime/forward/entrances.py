@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -31,9 +31,6 @@ _FUNCTIONS = (
     ("torch._C", "_data_address"),
     ("torch._C", "_tensor_impl_raw_handle"),
     ("torch._C", "_swap_tensor_impl"),
-    ("torch._C", "_create_function_from_trace"),
-    ("torch._C", "_create_function_from_trace_with_dict"),
-    ("torch._C", "_create_graph_by_tracing"),
     ("torch._C._aoti", "unsafe_alloc_void_ptr_from_tensor"),
     ("torch._C._aoti", "unsafe_alloc_void_ptrs_from_tensors"),
     ("torch._C._autograd", "_get_data_attr"),
@@ -41,25 +38,41 @@ _FUNCTIONS = (
 )
 """Modules and names, as they are looked up when they are called."""
 
+_RECORDERS = (
+    ("torch._C", "_create_function_from_trace"),
+    ("torch._C", "_create_function_from_trace_with_dict"),
+    ("torch._C", "_create_graph_by_tracing"),
+    ("torch.jit._recursive", "create_script_module"),
+    ("torch.jit._recursive", "create_script_module_impl"),
+)
+"""Functions that keep tensors in C++, also those of modules and closures."""
+
 _MISSING: Any = object()
 
 _lock = threading.Lock()
-_users: set[int] = set()
+_users: dict[int, User] = {}
 _before: list[tuple[Any, str, Any]] = []
 
 
-def watch(user: object) -> None:
+class User(Protocol):
+    """Something that is pending."""
+
+    def settle_all(self, *, keep_hooks: bool = False) -> None:
+        """Settle it."""
+
+
+def watch(user: User) -> None:
     """Let these functions settle what they get, until no user is left."""
     with _lock:
-        _users.add(id(user))
+        _users[id(user)] = user
         if not _before:
             _replace()
 
 
-def release(user: object) -> None:
+def release(user: User) -> None:
     """End that for one user."""
     with _lock:
-        _users.discard(id(user))
+        _users.pop(id(user), None)
         if not _users:
             while _before:
                 place, name, value = _before.pop()
@@ -75,6 +88,11 @@ def _replace() -> None:
         function = getattr(place, name, None)
         if function is not None:
             _set(place, name, _asking(function))
+    for module, name in _RECORDERS:
+        place = sys.modules.get(module)
+        function = getattr(place, name, None)
+        if function is not None:
+            _set(place, name, _settling(function))
     base: Any = torch._C.TensorBase  # noqa: SLF001
     _set(torch.Tensor, "data", property(base.data.__get__, _assign_data))
     make: Any = _asking(base._make_subclass)  # noqa: SLF001
@@ -94,6 +112,16 @@ def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*real_gradients(args), **real_gradients(kwargs))
 
     return ask
+
+
+def _settling(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def settle(*args: Any, **kwargs: Any) -> Any:
+        for user in list(_users.values()):
+            user.settle_all(keep_hooks=True)
+        return function(*args, **kwargs)
+
+    return settle
 
 
 def _assign_data(self: torch.Tensor, value: Any) -> None:

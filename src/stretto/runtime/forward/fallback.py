@@ -1,7 +1,17 @@
-"""Why a model's communication does not overlap with the next forward."""
+"""Why a model's communication does not overlap with the next forward.
+
+# Note [Extensions that get tensors from Python]
+A compiled extension that converts Python's tensors itself (pybind) may read a
+parameter's address without asking. It must link torch's Python library, which can be
+found in its file. Operators that an extension registers (``torch.ops``) ask.
+"""
 
 from __future__ import annotations
 
+import mmap
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,3 +61,59 @@ def why_backward(
         if hasattr(parameter, "_in_backward_optimizers"):
             return f"parameter {name!r} is updated in backward by an optimizer there"
     return None
+
+
+
+_LINKED = b"libtorch_python"
+
+_seen_modules: dict[str, str | None] = {}
+_counted = 0
+
+
+def new_reader() -> str | None:
+    """Return what code loaded into this process may read parameters unseen."""
+    global _counted  # noqa: PLW0603
+    if len(sys.modules) != _counted:
+        _counted = len(sys.modules)
+        _look_at_modules()
+    found = next((why for why in _seen_modules.values() if why), None)
+    if found is None and _forbids_recompiling():
+        return "torch.compiler.set_stance forbids what a pending parameter may cause"
+    return found
+
+
+def _look_at_modules() -> None:
+    own = str(Path(torch.__file__).parent)
+    for name, module in list(sys.modules.items()):
+        if name in _seen_modules:
+            continue
+        file = getattr(module, "__file__", None)
+        links = (
+            isinstance(file, str)
+            and file.endswith(tuple(EXTENSION_SUFFIXES))
+            and not file.startswith(own)
+            and _links_torch(Path(file))
+        )
+        _seen_modules[name] = (
+            f"the extension {name} takes tensors from Python, and may read parameters "
+            "without asking"
+            if links
+            else None
+        )
+
+
+def _links_torch(file: Path) -> bool:
+    try:
+        with (
+            file.open("rb") as opened,
+            mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
+            return content.find(_LINKED) >= 0
+    except (OSError, ValueError):
+        return False
+
+
+def _forbids_recompiling() -> bool:
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    stance = getattr(getattr(frames, "_stance", None), "stance", "default")
+    return stance not in ("default", "force_eager")

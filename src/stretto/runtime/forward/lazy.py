@@ -146,6 +146,19 @@ def is_shared(tensor: torch.Tensor) -> bool:
     return uses_of(tensor) > 1 or tensor.is_shared()
 
 
+_count_references: Any = torch._C.TensorBase._use_count  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def references_to(tensor: torch.Tensor) -> int:
+    """Return how many owners in C++ and Python refer to a tensor itself."""
+    return int(_count_references(tensor))
+
+
+def is_from_buffer(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory may belong to something else, as an array's."""
+    return not tensor.untyped_storage().resizable()
+
+
 def _held_alone() -> int:
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)

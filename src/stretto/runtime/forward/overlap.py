@@ -100,6 +100,9 @@ class ForwardOverlap:
         self._poisoned: dict[int, torch.Tensor] = {}
         """In poison mode, the Reducer's own buckets."""
 
+        self._addresses: dict[int, int] = {}
+        """Addresses of the Reducer's buckets that were launched before."""
+
         self._parts: dict[int, tuple[int, list[torch.Tensor]]] = {}
         """Addresses of reduced buckets, and the views of their parts."""
 
@@ -143,8 +146,7 @@ class ForwardOverlap:
     def take(self, index: int, bucket: torch.Tensor) -> torch.Tensor:
         """Note a bucket that is being launched; return the tensor to send."""
         sent = bucket
-        # In views' mode, its memory is that of the bucket and of each gradient.
-        if self._views and uses_of(bucket) > 1 + len(self._members[index]):
+        if self._views and self._is_aliased(index, bucket):
             self._aliased = True
         if self._poisons:
             sent = bucket.clone()
@@ -152,6 +154,17 @@ class ForwardOverlap:
             bucket.fill_(float("nan"))
         self._unfinished[index] = sent
         return sent
+
+    def _is_aliased(self, index: int, bucket: torch.Tensor) -> bool:
+        """Return whether the program has tensors of a bucket's memory.
+
+        Besides the bucket, the Reducer has a view for each gradient, and another one
+        for its result once it has finished a step with this memory.
+        """
+        address = bucket.data_ptr()
+        views = 2 if self._addresses.get(index) == address else 1
+        self._addresses[index] = address
+        return uses_of(bucket) > 1 + views * len(self._members[index])
 
     def before_reducer(self) -> None:
         """Finish the buckets that have arrived, just before the Reducer ends."""

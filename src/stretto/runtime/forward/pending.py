@@ -37,6 +37,12 @@ if TYPE_CHECKING:
 _guarded: dict[int, Member] = {}
 """Members by the id of each of their tensors that has one of the classes here."""
 
+_held: set[int] = set()
+"""Ids of parameters whose twin's implementation something in C++ refers to weakly.
+
+They keep it, settled or not, until that ends; operators run on their own all the same.
+"""
+
 _slot: Any = torch._C.TensorBase.grad  # noqa: SLF001
 _get_grad: Any = _slot.__get__
 _set_grad: Any = _slot.__set__
@@ -64,7 +70,7 @@ def _real(value: Any) -> Any:
         return _real(value.parameter)
     if isinstance(value, _Guard):
         settle(value)
-        return value
+        return plain(value)
     if type(value) in (list, tuple):
         return type(value)(map(_real, value))
     return value
@@ -91,15 +97,18 @@ class _Guard:
         if not found:  # in a container that the search does not know
             for member in list(_guarded.values()):
                 member.owner.touch(member)
+        if _held:
+            with plainly():
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         settle(self)
-        return copy.deepcopy(self, memo)
+        return copy.deepcopy(plain(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         settle(self)
-        return self.__reduce_ex__(protocol)
+        return plain(self).__reduce_ex__(protocol)
 
 
 def plain(tensor: Any) -> Any:
@@ -134,12 +143,14 @@ class PendingParameter(_Guard, nn.Parameter):
 
     def _use_count(self) -> int:
         settle(self)
-        return self._use_count()
+        found: int = torch._C.TensorBase._use_count(plain(self))  # noqa: SLF001
+        return found
 
     def detach(self) -> torch.Tensor:
         """Settle, then return the parameter's detached tensor."""
         settle(self)
-        found: torch.Tensor = self.detach()
+        with plainly():
+            found = torch.Tensor.detach(plain(self))
         if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:  # noqa: SLF001
             # It has looked at this tensor's class and expects the same one.
             return nn.Parameter(found, requires_grad=False)
@@ -258,6 +269,8 @@ def guard(member: Member, states: list[torch.Tensor]) -> bool:
 def _exchange(member: Member) -> bool:
     """Let the parameter have its twin's implementation, and the twin its own."""
     twin = member.twin
+    if member.swapped is not None:
+        return True
     if twin is None:
         with torch.enable_grad(), plainly():
             twin = member.twin = _MakeTwin.apply(member.parameter)
@@ -278,7 +291,12 @@ def exchange_back(member: Member) -> None:
     """Give a parameter its own implementation back, while it keeps its class."""
     twin = member.swapped
     if twin is not None:
-        _swap(member.parameter, twin)
+        try:
+            _swap(member.parameter, twin)
+        except RuntimeError:
+            _held.add(id(member.parameter))
+            return
+        _held.discard(id(member.parameter))
         twin.__class__ = Twin
         del _guarded[id(twin)]
         member.swapped = None
@@ -287,6 +305,8 @@ def exchange_back(member: Member) -> None:
 def unguard(member: Member) -> None:
     """Give them their own classes back."""
     exchange_back(member)
+    if member.swapped is not None:
+        return
     for tensor in member.guarded:
         _guarded.pop(id(tensor), None)
         if type(tensor) is PendingParameter:

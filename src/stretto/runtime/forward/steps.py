@@ -26,7 +26,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import torch
 import torch.optim.optimizer as torch_optimizer
 
-from stretto.runtime.forward.lazy import LazyGradient, is_shared
+from stretto.runtime.forward.fallback import new_reader
+from stretto.runtime.forward.lazy import (
+    LazyGradient,
+    is_from_buffer,
+    is_shared,
+    references_to,
+)
 from stretto.runtime.forward.member import Member, Overlap
 from stretto.runtime.forward.pending import member_of, plainly
 from stretto.runtime.forward.undisturbed import has_modes, undisturbed
@@ -58,6 +64,9 @@ SEPARABLE_NAMES = (
 """Classes of ``torch.optim`` whose step treats each parameter separately."""
 
 _SEPARABLE = {getattr(torch.optim, name, None) for name in SEPARABLE_NAMES} - {None}
+
+_REFERENCES = 5
+"""Of a parameter: its Python object, where its gradient arrives, and the Reducer's."""
 
 _declared: weakref.WeakSet[Any] = weakref.WeakSet()
 _stepped: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -317,10 +326,23 @@ def _why_not(optimizer: Any, members: Sequence[Member]) -> str | None:
         return f"{kind.__qualname__} has step hooks, which may read all parameters"
     if getattr(optimizer, "grad_scale", None) is not None or has_modes():
         return ""
+    reader = new_reader()
+    if reader is not None:
+        return reader
     state = optimizer.state
     with plainly():
-        for member in members:
+        counts = [references_to(member.parameter) for member in members]
+        usual = min(*counts, _REFERENCES)
+        for member, count in zip(members, counts, strict=True):
             parameter = member.parameter
+            if count > usual:
+                return (
+                    f"parameter {member.name!r} is also held in C++, by a scripted or "
+                    "traced module or a graph without its backward, whose reads can't "
+                    "be seen"
+                )
+            if parameter._post_accumulate_grad_hooks:  # noqa: SLF001
+                return f"parameter {member.name!r} has hooks that get it in backward"
             if state:
                 found = state.get(parameter)
                 if not isinstance(found, dict):
@@ -338,7 +360,7 @@ def _why_not(optimizer: Any, members: Sequence[Member]) -> str | None:
                         f"a state of parameter {member.name!r} shares its memory with "
                         "another tensor, whose readers can't be seen"
                     )
-            if is_shared(parameter):
+            if is_shared(parameter) or is_from_buffer(parameter):
                 return (
                     f"parameter {member.name!r} shares its memory with another "
                     "tensor, whose readers can't be seen"
