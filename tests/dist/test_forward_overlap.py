@@ -752,7 +752,7 @@ class _Hidden(torch.autograd.Function):
 
 
 class HiddenReader(nn.Module):
-    """Sometimes reads its last layer's weight unseen."""
+    """Reads its last layer's weight without asking its class, in some steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -777,31 +777,98 @@ def rank_reads_unseen(rank: int, size: int) -> list[Any]:
         model = DistributedDataParallel(net, plan=plan)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         losses = []
-        for _ in range(5):
+        for hides in (True, True, True, False, False, True, False, True, True):
+            net.hides = hides
             optimizer.zero_grad()
             loss = model(torch.ones(2, 8)).square().mean()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
         found.append(losses)
-        net.hides = False
-        for _ in range(2):
+    return found
+
+
+def test_reads_that_ask_no_class_are_exact(ranks: Any) -> None:
+    for expected, got in ranks(rank_reads_unseen, 2):
+        assert got == expected
+
+
+def rank_has_views(rank: int, size: int) -> list[int]:
+    os.environ[POISON_VARIABLE] = "1"
+    net = Net()
+    plan = plans(net, size)[1]
+    model = DistributedDataParallel(net, plan=plan, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    found = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        found.append(sum(type(p) is not nn.Parameter for p in net.parameters()))
+    return found
+
+
+def test_gradients_that_are_views_of_buckets_overlap_in_each_step(ranks: Any) -> None:
+    assert ranks(rank_has_views, 2) == [[0, 6, 6, 6]] * 2
+
+
+class TracedPart(nn.Module):
+    """Evaluates a traced copy of a layer, which has the layer's own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def rank_traces(rank: int, size: int) -> list[Any]:
+    outcomes = []
+    for forward in (False, True):
+        os.environ[POISON_VARIABLE] = "1"
+        torch.manual_seed(1)
+        net = TracedPart()
+        model = DistributedDataParallel(net, plan=plans(net, size)[forward])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        traced: Any = None
+        found: list[Any] = []
+        for step in range(5):
             optimizer.zero_grad()
             model(torch.ones(2, 8)).square().mean().backward()
             optimizer.step()
-        net.hides = True
-        optimizer.zero_grad()
-        try:
-            model(torch.ones(2, 8)).square().mean().backward()
-        except StrettoError as error:
-            found.append("'last.weight'" in str(error))
-    return [found[0] == found[1], found[2:]]
+            if step == 2:
+                traced = torch.jit.trace(net.last, torch.ones(1, 8))
+            if step >= 2:
+                found.append(traced(torch.ones(1, 8)).detach())
+        outcomes.append(found)
+    return [same(*outcomes)]
 
 
-def test_reads_that_never_show_are_settled_as_forward_begins(ranks: Any) -> None:
-    for same_losses, rest in ranks(rank_reads_unseen, 2):
-        assert same_losses
-        assert rest == [True]
+@pytest.mark.filterwarnings("ignore")
+def test_a_traced_module_reads_the_updated_values(ranks: Any) -> None:
+    assert ranks(rank_traces, 2) == [[True]] * 2
+
+
+def rank_forks(rank: int, size: int) -> list[bool]:
+    case = Case(size)
+    pending = case.pending()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        finite = bool(case.net.first.weight.isfinite().all())
+        os.write(writer, b"1" if finite else b"0")
+        os._exit(0)
+    os.close(writer)
+    said = os.read(reader, 1)
+    os.waitpid(child, 0)
+    return [len(pending) == 6, said == b"1"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_forked_process_finds_the_updated_values(ranks: Any) -> None:
+    assert ranks(rank_forks, 2) == [[True, True]] * 2
 
 
 # Options and observers.

@@ -44,8 +44,12 @@ _RECORDERS = (
     ("torch._C", "_create_graph_by_tracing"),
     ("torch.jit._recursive", "create_script_module"),
     ("torch.jit._recursive", "create_script_module_impl"),
+    ("torch", "compile"),
 )
-"""Functions that keep tensors in C++, also those of modules and closures."""
+"""Functions that keep tensors in C++, also those of modules and closures.
+
+``torch.compile`` imports TorchDynamo, whose beginning is seen only afterwards.
+"""
 
 _MISSING: Any = object()
 
@@ -60,11 +64,15 @@ class User(Protocol):
     def settle_all(self, *, keep_hooks: bool = False) -> None:
         """Settle it."""
 
+    def settle_to_compile(self) -> None:
+        """Settle it, because TorchDynamo begins to compile."""
+
 
 def watch(user: User) -> None:
     """Let these functions settle what they get, until no user is left."""
     with _lock:
         _users[id(user)] = user
+        _watch_compiler()
         if not _before:
             _replace()
 
@@ -80,6 +88,20 @@ def release(user: User) -> None:
                     delattr(place, name)
                 else:
                     setattr(place, name, value)
+
+
+def _watch_compiler() -> None:
+    """Learn of compilations from now on, which see classes of tensors."""
+    found: Any = sys.modules.get("torch._dynamo.callback")
+    handler = getattr(found, "callback_handler", None)
+    # torch._dynamo.reset() forgets it.
+    if handler is not None and _compilation_started not in handler.start_callbacks:
+        handler.register_start_callback(_compilation_started)
+
+
+def _compilation_started(*_: Any) -> None:
+    for user in list(_users.values()):
+        user.settle_to_compile()
 
 
 def _replace() -> None:

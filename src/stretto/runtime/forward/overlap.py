@@ -57,6 +57,9 @@ POISON_VARIABLE = "STRETTO_POISON"
 """``1``: what is pending is NaN until it is settled, so a read that settles nothing
 can't go unnoticed. For tests."""
 
+COMPILATIONS = 4
+"""Steps in which code may be compiled; TorchDynamo's limit for a function is 8."""
+
 _live: weakref.WeakSet[ForwardOverlap] = weakref.WeakSet()
 
 
@@ -119,6 +122,10 @@ class ForwardOverlap:
         self._readers = Readers(self, root)
         self._aliased = False
         self._in_forward = False
+        self._step = 0
+        self._compilations: set[int] = set()
+        """Steps in which something was compiled while something was pending."""
+
         self.armed = True
         """Whether the next backward may return with communication under way."""
 
@@ -175,6 +182,7 @@ class ForwardOverlap:
 
     def after_reducer(self) -> None:
         """Replace the gradients of unfinished buckets."""
+        self._step += 1
         why = None
         if self._unfinished:
             entrances.watch(self)
@@ -277,6 +285,18 @@ class ForwardOverlap:
                 self._settle(tuple({**self._unfinished, **left}))
             if not keep_hooks and not self._watched:
                 self._readers.remove()
+
+    def settle_to_compile(self) -> None:
+        """Settle all, so that code is compiled for the parameters' usual class.
+
+        Where that happens in many steps, compiled code outside of the model reads
+        parameters: it would be compiled again in each step.
+        """
+        self.settle_all(keep_hooks=True)
+        self._compilations.add(self._step)
+        if self.armed and len(self._compilations) > COMPILATIONS:
+            self.armed = False
+            self.warn("compiled functions read parameters outside of the model's forward")
 
     def _settle(self, indices: Sequence[int]) -> None:
         """Wait for buckets and execute the steps on their members."""

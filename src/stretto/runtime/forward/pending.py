@@ -269,18 +269,17 @@ def guard(member: Member, states: list[torch.Tensor]) -> bool:
 def _exchange(member: Member) -> bool:
     """Let the parameter have its twin's implementation, and the twin its own."""
     twin = member.twin
-    if member.swapped is not None:
-        return True
     if twin is None:
         with torch.enable_grad(), plainly():
             twin = member.twin = _MakeTwin.apply(member.parameter)
         # An address that is read in spite of everything is an error, not a crash.
         torch._C._set_throw_on_mutable_data_ptr(twin)  # noqa: SLF001
         twin.parameter = member.parameter
-    try:
-        _swap(member.parameter, twin)
-    except RuntimeError:
-        return False
+    if member.swapped is None:
+        try:
+            _swap(member.parameter, twin)
+        except RuntimeError:
+            return False
     twin.__class__ = PendingParameter
     _guarded[id(twin)] = member
     member.swapped = twin
@@ -295,10 +294,12 @@ def exchange_back(member: Member) -> None:
             _swap(member.parameter, twin)
         except RuntimeError:
             _held.add(id(member.parameter))
+            twin.__class__ = nn.Parameter
+            _guarded.pop(id(twin), None)
             return
         _held.discard(id(member.parameter))
         twin.__class__ = Twin
-        del _guarded[id(twin)]
+        _guarded.pop(id(twin), None)
         member.swapped = None
 
 

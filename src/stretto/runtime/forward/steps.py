@@ -205,8 +205,22 @@ def detach(overlap: Overlap) -> None:
         _handles.clear()
 
 
-@without_dynamo
 def _before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # A compiled step has settled all, and is compiled as if there were no hook.
+    if torch.compiler.is_compiling():
+        return None
+    return _before_step(optimizer, args, kwargs)
+
+
+def _after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        _after_step(optimizer, args, kwargs)
+
+
+@without_dynamo
+def _before_step(
+    optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     if _executing.active:
         return None
     show_hidden()
@@ -313,6 +327,8 @@ def _why_not(optimizer: Any, members: Sequence[Member]) -> str | None:
             "parameter separately, so its step waits for all gradients. If it does, "
             "declare it with stretto.separable(optimizer)"
         )
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return f"the step of {kind.__qualname__} is compiled"
     if optimizer.defaults.get("differentiable"):
         return f"{kind.__qualname__} is differentiable"
     globally = torch_optimizer._global_optimizer_pre_hooks  # noqa: SLF001
@@ -369,7 +385,9 @@ def _why_not(optimizer: Any, members: Sequence[Member]) -> str | None:
 
 
 @without_dynamo
-def _after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _after_step(
+    optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     if _executing.active:
         return
     _stepped[optimizer] = _in_use(optimizer)

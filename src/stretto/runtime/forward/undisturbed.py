@@ -23,6 +23,8 @@ def has_modes() -> bool:
         or torch.is_autocast_enabled("cpu")
         or torch.is_autocast_enabled("cuda")
         or _in_transform()
+        or _c._get_tracing_state() is not None  # noqa: SLF001
+        or torch.compiler.is_compiling()
     )
 
 
@@ -65,8 +67,23 @@ def _switched_off() -> Iterator[None]:
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(_not_compiling())
             if _in_transform():
                 stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(torch.no_grad())
         stack.enter_context(_c.DisableTorchFunction())
         yield
+
+
+@contextlib.contextmanager
+def _not_compiling() -> Iterator[None]:
+    """Run optimizers as outside of a compilation, and record nothing in a trace."""
+    compiler: Any = torch.compiler
+    compiling, trace = compiler._is_compiling_flag, _c._get_tracing_state()  # noqa: SLF001
+    compiler._is_compiling_flag = False  # noqa: SLF001
+    _c._set_tracing_state(None)  # noqa: SLF001
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = compiling  # noqa: SLF001
+        _c._set_tracing_state(trace)  # noqa: SLF001
