@@ -11,6 +11,7 @@ import gc
 import io
 import logging
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -869,6 +870,18 @@ def rank_forks(rank: int, size: int) -> list[bool]:
 @pytest.mark.filterwarnings("ignore")
 def test_a_forked_process_finds_the_updated_values(ranks: Any) -> None:
     assert ranks(rank_forks, 2) == [[True, True]] * 2
+
+
+def rank_runs_the_example(rank: int, size: int) -> list[bool]:
+    os.environ[POISON_VARIABLE] = "1"
+    path = Path(__file__).parents[2] / "examples" / "forward_overlap.py"
+    example: dict[str, Any] = runpy.run_path(str(path))
+    return [same(example["train"]("backward"), example["train"]("forward"))]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_example_is_equal_bit_for_bit(ranks: Any) -> None:
+    assert ranks(rank_runs_the_example, 2) == [[True]] * 2
 
 
 # Options and observers.

@@ -68,6 +68,32 @@ def rank_that_replays(rank: int, size: int) -> dict[str, Any]:
     }
 
 
+def rank_that_replays_a_forward_plan(rank: int, size: int) -> list[Any]:
+    from stretto.runtime.forward.overlap import POISON_VARIABLE, ForwardOverlap
+
+    os.environ[POISON_VARIABLE] = "1"  # buckets count as under way until a read
+    deferred: list[int] = []
+    defer = ForwardOverlap.defer
+
+    def counted(self: Any, update: Any, members: Any) -> None:
+        members = list(members)
+        deferred.append(len(members))
+        defer(self, update, members)
+
+    ForwardOverlap.defer = counted  # type: ignore[assignment, method-assign]
+    plan, cluster = planned(size)
+    launch = (0, *range(len(plan.buckets) - 1, 0, -1))
+    plan = replace(plan, overlap="forward", launch=launch, predicted=None)
+    found = replay(workload(), plan, cluster, steps=4, warmup=2)
+    return [deferred, len(found.buckets)]
+
+
+def test_a_forward_plan_is_replayed_under_the_next_forward(ranks: Any) -> None:
+    for deferred, buckets in ranks(rank_that_replays_a_forward_plan, 2):
+        assert deferred == [LAYERS] * 5
+        assert buckets == LAYERS
+
+
 def test_every_rank_learns_the_same_of_a_replay(ranks: Any) -> None:
     plan, _ = planned(2)
     first, second = ranks(rank_that_replays, 2)

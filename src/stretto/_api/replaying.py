@@ -207,6 +207,8 @@ class _StepEvents(AbstractStepObserver):
     number, also those of slices that travel under the next step's forward.
     """
 
+    takes_late_ends = True
+
     def __init__(self) -> None:
         self.buckets: tuple[BucketRow, ...] = ()
         self.forwards_s: list[list[float]] = []

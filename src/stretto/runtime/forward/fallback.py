@@ -63,7 +63,6 @@ def why_backward(
     return None
 
 
-
 _LINKED = b"libtorch_python"
 
 _seen_modules: dict[str, str | None] = {}
@@ -72,7 +71,7 @@ _counted = 0
 
 def new_reader() -> str | None:
     """Return what code loaded into this process may read parameters unseen."""
-    global _counted  # noqa: PLW0603
+    global _counted
     if len(sys.modules) != _counted:
         _counted = len(sys.modules)
         _look_at_modules()

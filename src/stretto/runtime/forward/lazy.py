@@ -142,8 +142,17 @@ def uses_of(tensor: torch.Tensor) -> int:
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Return whether another tensor or process has the memory of this one."""
-    return uses_of(tensor) > 1 or tensor.is_shared()
+    """Return whether something else may have the memory of this tensor.
+
+    That is another tensor, a process, or an array of which the tensor was made.
+    """
+    storage = tensor.untyped_storage()
+    # One owner is the tensor, and one is this object of its storage.
+    return (
+        _count_uses(storage._cdata) > 2  # noqa: SLF001
+        or not storage.resizable()
+        or storage.is_shared()
+    )
 
 
 _count_references: Any = torch._C.TensorBase._use_count  # type: ignore[attr-defined]  # noqa: SLF001
@@ -152,11 +161,6 @@ _count_references: Any = torch._C.TensorBase._use_count  # type: ignore[attr-def
 def references_to(tensor: torch.Tensor) -> int:
     """Return how many owners in C++ and Python refer to a tensor itself."""
     return int(_count_references(tensor))
-
-
-def is_from_buffer(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory may belong to something else, as an array's."""
-    return not tensor.untyped_storage().resizable()
 
 
 def _held_alone() -> int:

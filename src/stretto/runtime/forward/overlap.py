@@ -296,7 +296,9 @@ class ForwardOverlap:
         self._compilations.add(self._step)
         if self.armed and len(self._compilations) > COMPILATIONS:
             self.armed = False
-            self.warn("compiled functions read parameters outside of the model's forward")
+            self.warn(
+                "compiled functions read parameters outside of the model's forward"
+            )
 
     def _settle(self, indices: Sequence[int]) -> None:
         """Wait for buckets and execute the steps on their members."""

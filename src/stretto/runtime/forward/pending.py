@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from stretto.runtime.forward.lazy import METADATA
+from stretto.runtime.forward.lazy import METADATA, references_to
 
 if TYPE_CHECKING:
     from stretto.runtime.forward.member import Member
@@ -48,7 +48,7 @@ _get_grad: Any = _slot.__get__
 _set_grad: Any = _slot.__set__
 _del_grad: Any = _slot.__delete__
 
-_swap: Any = torch._C._swap_tensor_impl  # type: ignore[attr-defined]  # noqa: SLF001
+_swap: Any = torch._C._swap_tensor_impl  # noqa: SLF001
 
 plainly: Any = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001
 """Context in which this thread's operations ask no tensor's class."""
@@ -120,14 +120,18 @@ def plain(tensor: Any) -> Any:
 
 
 def _grad(self: Any) -> torch.Tensor | None:
+    member = _guarded.get(id(self))
+    own = self if member is None or member.swapped is None else member.swapped
     with plainly():
-        found: torch.Tensor | None = _get_grad(plain(self))
+        found: torch.Tensor | None = _get_grad(own)
     return found
 
 
 def _assign_grad(self: Any, value: torch.Tensor | None) -> None:
+    member = _guarded.get(id(self))
+    own = self if member is None or member.swapped is None else member.swapped
     with plainly():
-        _set_grad(plain(self), value)
+        _set_grad(own, value)
 
 
 def _delete_grad(self: Any) -> None:
@@ -143,8 +147,7 @@ class PendingParameter(_Guard, nn.Parameter):
 
     def _use_count(self) -> int:
         settle(self)
-        found: int = torch._C.TensorBase._use_count(plain(self))  # noqa: SLF001
-        return found
+        return references_to(plain(self))
 
     def detach(self) -> torch.Tensor:
         """Settle, then return the parameter's detached tensor."""
@@ -157,7 +160,7 @@ class PendingParameter(_Guard, nn.Parameter):
         return found
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Any,
@@ -173,7 +176,7 @@ class Twin(torch.Tensor):
 
     parameter: nn.Parameter
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # noqa: SLF001
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -203,7 +206,7 @@ class _MakeTwin(torch.autograd.Function):
         return twin
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
 
@@ -271,7 +274,8 @@ def _exchange(member: Member) -> bool:
     twin = member.twin
     if twin is None:
         with torch.enable_grad(), plainly():
-            twin = member.twin = _MakeTwin.apply(member.parameter)
+            make: Any = _MakeTwin.apply
+            twin = member.twin = make(member.parameter)
         # An address that is read in spite of everything is an error, not a crash.
         torch._C._set_throw_on_mutable_data_ptr(twin)  # noqa: SLF001
         twin.parameter = member.parameter

@@ -29,7 +29,6 @@ import torch.optim.optimizer as torch_optimizer
 from stretto.runtime.forward.fallback import new_reader
 from stretto.runtime.forward.lazy import (
     LazyGradient,
-    is_from_buffer,
     is_shared,
     references_to,
 )
@@ -212,15 +211,23 @@ def _before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return _before_step(optimizer, args, kwargs)
 
 
+def _has_foreign_hooks(parameter: Any) -> bool:
+    """Return whether a program's hooks get a parameter in backward."""
+    hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
+    return bool(hooks) and not all(
+        isinstance(hook, functools.partial)
+        and hook.func.__module__.startswith("stretto.")
+        for hook in hooks.values()
+    )
+
+
 def _after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
         _after_step(optimizer, args, kwargs)
 
 
 @without_dynamo
-def _before_step(
-    optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _executing.active:
         return None
     show_hidden()
@@ -348,7 +355,7 @@ def _why_not(optimizer: Any, members: Sequence[Member]) -> str | None:
     state = optimizer.state
     with plainly():
         counts = [references_to(member.parameter) for member in members]
-        usual = min(*counts, _REFERENCES)
+        usual = min([*counts, _REFERENCES])
         for member, count in zip(members, counts, strict=True):
             parameter = member.parameter
             if count > usual:
@@ -357,7 +364,7 @@ def _why_not(optimizer: Any, members: Sequence[Member]) -> str | None:
                     "traced module or a graph without its backward, whose reads can't "
                     "be seen"
                 )
-            if parameter._post_accumulate_grad_hooks:  # noqa: SLF001
+            if _has_foreign_hooks(parameter):
                 return f"parameter {member.name!r} has hooks that get it in backward"
             if state:
                 found = state.get(parameter)
@@ -376,7 +383,7 @@ def _why_not(optimizer: Any, members: Sequence[Member]) -> str | None:
                         f"a state of parameter {member.name!r} shares its memory with "
                         "another tensor, whose readers can't be seen"
                     )
-            if is_shared(parameter) or is_from_buffer(parameter):
+            if is_shared(parameter):
                 return (
                     f"parameter {member.name!r} shares its memory with another "
                     "tensor, whose readers can't be seen"
@@ -385,9 +392,7 @@ def _why_not(optimizer: Any, members: Sequence[Member]) -> str | None:
 
 
 @without_dynamo
-def _after_step(
-    optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if _executing.active:
         return
     _stepped[optimizer] = _in_use(optimizer)
