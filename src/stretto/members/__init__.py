@@ -1,0 +1,7 @@
+"""Which ranks train together, after losses too (experimental).
+
+`view` is a membership and `ballots` decides the next one; both are pure. `keeper` is
+the process on a host that starts ranks and sees them end, `client` a rank's connection
+to it, and `wire` their messages. Nothing here imports torch; what a model does when
+views change is in `stretto.runtime.regroup`.
+"""
