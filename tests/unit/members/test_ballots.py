@@ -260,27 +260,23 @@ def test_keepers_that_all_hear_each_other() -> None:
 class Keepers(RuleBasedStateMachine):
     """Anything may happen to processes and messages; each view is decided once."""
 
-    @initialize(ranks=st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    @initialize(ranks=st.lists(st.integers(1, 2), min_size=2, max_size=4))
     def start(self, ranks: list[int]) -> None:
-        self.world = World(ranks)
+        self.world = formed(ranks)
 
     def _host(self, data: st.DataObject) -> int:
         return data.draw(st.sampled_from(sorted(self.world.hosts)), "keeper")
 
     @rule()
-    def start_all(self) -> None:
-        self.world.all_ready()
+    def train(self) -> None:
+        self.world.run(5.0)
 
-    @rule(seconds=st.sampled_from([0.1, 0.5, 4.0]))
-    def train(self, seconds: float) -> None:
-        self.world.run(seconds)
-
-    @rule(data=st.data(), seconds=st.sampled_from([0.05, 0.35, 1.0, 3.1]))
-    def tick(self, data: st.DataObject, seconds: float) -> None:
+    @rule(seconds=st.sampled_from([0.1, 0.35, 4.0]))
+    def tick(self, seconds: float) -> None:
         world = self.world
         world.now_s += seconds
-        keeper = self._host(data)
-        world.execute(keeper, world.hosts[keeper].core.tick(world.now_s))
+        for keeper, host in world.hosts.items():
+            world.execute(keeper, host.core.tick(world.now_s))
 
     @precondition(lambda self: self.world.sent)
     @rule(data=st.data(), doubled=st.booleans())
@@ -291,9 +287,10 @@ class Keepers(RuleBasedStateMachine):
     @precondition(lambda self: self.world.sent)
     @rule(data=st.data())
     def deliver_some(self, data: st.DataObject) -> None:
+        """Deliver in any order, which delays the rest."""
         for _ in range(data.draw(st.integers(1, 12))):
-            if self.world.sent:
-                self.world.deliver(0)
+            if sent := self.world.sent:
+                self.world.deliver(data.draw(st.integers(0, len(sent) - 1)))
 
     @precondition(lambda self: self.world.sent)
     @rule(data=st.data())
