@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stretto._api.burst import plan_layers
     from stretto._api.ddp import DistributedDataParallel
     from stretto._api.ddp import DistributedDataParallel as DDP  # noqa: N817
+    from stretto._api.elastic import Elastic
     from stretto._api.measuring import probe
     from stretto._api.planning import compare, plan, simulate
     from stretto.background.foreground import Foreground
@@ -36,6 +37,7 @@ __all__ = [
     "BurstPlan",
     "Cluster",
     "DistributedDataParallel",
+    "Elastic",
     "Foreground",
     "Gang",
     "LayerProfile",
@@ -65,6 +67,7 @@ _HOMES = {
     "plan_layers": "stretto._api.burst",
     "DDP": "stretto._api.ddp:DistributedDataParallel",
     "DistributedDataParallel": "stretto._api.ddp",
+    "Elastic": "stretto._api.elastic",
     "probe": "stretto._api.measuring",
     "profile": "stretto.measure:profile_model",
     "plan": "stretto._api.planning",

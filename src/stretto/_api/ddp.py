@@ -41,6 +41,9 @@ OVERLAPS = (BACKWARD, "forward")
 _COMPARED = ("order", "lanes", "unit_bytes", "nan", "nan_patience", "error_feedback")
 """Options of the runtime that must be equal on all ranks."""
 
+_RUNS = "runs"
+"""Tuning that has not settled, in what ranks tell each other."""
+
 _log = get_logger(__name__)
 
 
@@ -137,16 +140,33 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             self._keeper = RunArtifacts.of_environment(rank, title=title_of(self))
             if self._keeper is not None and rank == 0:
                 weakref.finalize(self, self._keeper.end)
+        self._tuning = wire_dtype, options
         if automatic and self._can_plan():
-            name = type(module).__name__.lower()
-            self._auto = AutoPlan(
-                self,
-                name=name,
-                wire_dtype=wire_dtype,
-                on_settled=weakly(self._settled),
-                on_unfinished=self._keeper and self._keeper.unfinished,
-                options=options,
-            )
+            self._auto = self._new_tuning()
+
+    def _new_tuning(self) -> AutoPlan:
+        wire_dtype, options = self._tuning
+        return AutoPlan(
+            self,
+            name=type(self.module).__name__.lower(),
+            wire_dtype=wire_dtype,
+            on_settled=weakly(self._settled),
+            on_unfinished=self._keeper and self._keeper.unfinished,
+            options=options,
+        )
+
+    # Other ranks. A settled plan stays, and is watched no longer; a search that has not
+    # settled begins again, because its figures are those of the old ranks.
+
+    def _tuning_note(self) -> str:
+        if self._auto is None:
+            return ""
+        return "settled" if self._auto.settled else _RUNS
+
+    def _ranks_changed(self, tuning: str) -> None:
+        self._stop_tuning("the ranks have changed")
+        if tuning == _RUNS and self._can_plan():
+            self._auto = self._new_tuning()
 
     def _can_plan(self) -> bool:
         """Return whether measuring can lead to a better plan than DDP's rule."""

@@ -7,6 +7,7 @@ and copies.
 
 from __future__ import annotations
 
+import json
 import math
 import weakref
 from operator import index
@@ -39,6 +40,7 @@ from stretto.runtime.torch_compat import (
     with_arguments_of,
     without_dynamo,
 )
+from stretto.schema import Plan, codec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +49,6 @@ if TYPE_CHECKING:
 
     from stretto.runtime.forward.overlap import ForwardOverlap
     from stretto.runtime.recording.step import AbstractStepObserver
-    from stretto.schema import Plan
 
 _log = get_logger(__name__)
 
@@ -57,6 +58,8 @@ _NOT_COPIED = (
     "_failures",
     "_gradient_counts",
     "_gradients_come_once",
+    "_hand_over",
+    "_is_over",
     "_iterations",
     "_lane_pool",
     "_marker",
@@ -298,6 +301,69 @@ class DistributedDataParallel(ReplaceableReducerDDP):
                     "of the original no longer fits: %s",
                     exc,
                 )
+
+    # Other ranks.
+
+    def _leave_ranks(self) -> list[Any]:
+        """Give up the ranks, after a failed step too; return what to release later.
+
+        The Reducer and the lanes may still hold collectives that never end, so that
+        their release waits. `_join_ranks` must follow.
+        """
+        old = [self.reducer, self._planned, self._watched, self._lane_pool]
+        self.reducer._remove_autograd_hooks()  # noqa: SLF001
+        self._waiting_plan = self._own_plan
+        self._plan = self._planned = self._watched = self._lane_pool = None
+        self._micro_steps = False
+        return old
+
+    def _join_ranks(self, group: dist.ProcessGroup, note: str) -> list[str]:
+        """Train with the ranks of another group from the next step on.
+
+        All ranks of the group must call it, whatever they have trained with before. All
+        execute the plan of the group's first rank, or else DDP's rule with the buckets
+        that some rank knows.
+
+        Args:
+            group: the new process group.
+            note: anything that the others must know.
+
+        Returns: each rank's note.
+
+        Raises:
+            RankDisagreement: ranks have different models or versions.
+            CommTimeout: a rank is lost.
+            RuntimeError: a rank is lost while lanes open.
+        """
+        self.process_group = group
+        self._attach(group, self.module, self._timeout_s)
+        tuning = self._tuning_note()
+        mine = {
+            "buckets": self._rule_buckets,
+            "plan": self._waiting_plan and codec.encode(self._waiting_plan).decode(),
+            "tuning": tuning,
+            "note": note,
+        }
+        texts = self._agreement.gather("regroup", json.dumps(mine))
+        rows = [json.loads(text) for text in texts]
+        # A rank may have seen DDP rebuild its buckets when another was lost.
+        self._rule_buckets = next((r["buckets"] for r in rows if r["buckets"]), None)
+        self._waiting_plan = None
+        # A plan under trial is not one to keep.
+        plan = None if rows[0]["tuning"] == "runs" else rows[0]["plan"]
+        decoded = None if plan is None else codec.decode(plan.encode(), Plan)
+        self._meet(self.module, decoded, "regroup")
+        self._take_up(decoded)
+        self._stand_alone()
+        self._ranks_changed(rows[0]["tuning"])
+        return [row["note"] for row in rows]
+
+    def _tuning_note(self) -> str:
+        """Return what new ranks must know of tuning: ``"runs"`` until it settles."""
+        return ""
+
+    def _ranks_changed(self, tuning: str) -> None:
+        """Continue with other ranks; ``tuning`` is the first rank's note."""
 
     # A step.
 

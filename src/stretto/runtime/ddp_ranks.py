@@ -30,7 +30,7 @@ from stretto.schema import Bucket, Plan
 from stretto.schema.plan import WIRE_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch.distributed as dist
     from torch import nn
@@ -61,6 +61,11 @@ class RankedDDP(TorchDDP):
     _trained: list[tuple[TensorRow, nn.Parameter]] | None = None
     _lane_pool: LanePool | None = None
     _pools = 0
+    _hand_over: Callable[[], None] | None = None
+    """Called when a collective fails, if the ranks may then regroup."""
+
+    _is_over: Callable[[], bool] | None = None
+    """Returns whether these ranks were given up for others."""
 
     # The model, as planners see it.
 
@@ -162,11 +167,14 @@ class RankedDDP(TorchDDP):
         )
         self._ranks = ranks_of(group, timeout_s=timeout_s)
         self._agreement = Agreement(self._ranks)
+        if self._is_over is not None:
+            self._agreement.is_over = self._is_over
         # Weak: a dropped model must be freed at once, as with DDP.
         self._failures = FailureReporter(
             self._ranks,
             weakly(self._abort_lanes),
             key=partial(_key_of, self._agreement),
+            hand_over=self._hand_over,
         )
         self._numerics = NanCheck.of(
             *self._nan,

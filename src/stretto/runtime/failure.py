@@ -62,6 +62,7 @@ class FailureReporter:
         abort: Callable[[], None],
         *,
         key: Callable[[], str] = str,
+        hand_over: Callable[[], None] | None = None,
     ) -> None:
         """Prepare.
 
@@ -70,10 +71,14 @@ class FailureReporter:
             abort: Closes this rank's connections.
             key: Separates the model from others of these ranks, whose failures do not
                 concern it: equal on all ranks, and called at a failure.
+            hand_over: If given, it is called at a failure instead of a search for the
+                lost rank: another part of the program knows it, and training goes on
+                with other ranks.
         """
         self._ranks = ranks
         self._abort = abort
         self._key = key
+        self._hand_over = hand_over
         self._lock = threading.Lock()
         self._watch = Wait(ranks.presence, every_s=1.0, grace_s=_LATE_S)
         self._asking: threading.Thread | None = None
@@ -84,6 +89,14 @@ class FailureReporter:
     def report(self, place: str, cause: BaseException) -> CommTimeout:
         """Return the error to raise: the same one for every later failure."""
         with self._lock:
+            if self.error is None and self._hand_over is not None:
+                self._abort()
+                self._hand_over()
+                self.error = CommTimeout(
+                    f"{self._ranks.name(self._ranks.rank)}: {place} lost its "
+                    f"connection. Cause: {_first_line(cause)}"
+                )
+                self.error.__cause__ = cause
             if (
                 self.error is None
                 and isinstance(cause, CommTimeout)
@@ -202,10 +215,9 @@ class FailureReporter:
                 "every rank still answers: the network between them failed, or ranks "
                 "make different calls, such as a backward or step that one skipped."
             )
-        cause_line = (str(cause) or type(cause).__name__).splitlines()[0]
-        cause_line = cause_line.partition(" This is typically caused by")[0]
         return CommTimeout(
-            f"{ranks.name(ranks.rank)}: {place} {what}; {who} Cause: {cause_line}"
+            f"{ranks.name(ranks.rank)}: {place} {what}; {who} "
+            f"Cause: {_first_line(cause)}"
         )
 
     def _lives(self, rank: int) -> bool:
@@ -232,6 +244,11 @@ class FailureReporter:
             f"{self._roll_call_s:g} s{known}){others}. Check the log of "
             f"{ranks.name_all(silent)} first."
         )
+
+
+def _first_line(cause: BaseException) -> str:
+    line = (str(cause) or type(cause).__name__).splitlines()[0]
+    return line.partition(" This is typically caused by")[0]
 
 
 @final

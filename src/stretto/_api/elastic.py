@@ -1,0 +1,459 @@
+"""Training that goes on when ranks are lost (experimental)."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, final
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from stretto._api.ddp import DistributedDataParallel
+from stretto._api.elastic_batches import BatchSize, ShareSampler, Stamp, order_of
+from stretto.errors import CommTimeout, SpecError, StrettoError
+from stretto.logs import get_logger
+from stretto.members.client import MemberClient
+from stretto.runtime.presence import is_communication_error
+from stretto.runtime.regroup import MemberGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from types import TracebackType
+
+    from stretto.members.view import View
+
+_log = get_logger(__name__)
+
+_PATIENCE_S = 60.0
+"""How long to wait for the next membership, which takes milliseconds to decide."""
+
+_FORM_S = 1800.0
+"""How long the ranks may take to start."""
+
+_MOST_FAILURES = 5
+"""Regroupings without a step between them; more are a fault of the program."""
+
+_OURS = ("batch_sampler", "batch_size", "drop_last", "sampler", "shuffle")
+
+_SEED_STEP = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """Who trained from which step on."""
+
+    generation: int
+
+    first_step: int
+    """The first step that these ranks committed, counted from 0."""
+
+    ids: tuple[int, ...]
+    """The members' ids, by rank."""
+
+
+@final
+class Elastic:
+    """Trains with the ranks that are there, under ``stretto run --elastic MIN:MAX``.
+
+    When a rank ends, the others keep their processes: they form a new group without it
+    and run the step in hand again, with its samples divided among them. Parameters and
+    optimizer are equal bit for bit on all of them. Without ``--elastic`` nothing is
+    regrouped and a lost rank ends the job, as usual.
+
+        run = stretto.Elastic(model, optimizer, batch="global:512")
+        for batch in run.batches(dataset):
+            with run.step():
+                loss = loss_of(run.model(batch)) * run.weight
+                loss.backward()
+                optimizer.step()
+
+    Experimental: ranks of one host, on Gloo. The constructor makes a new default group;
+    groups that the program made itself end there.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        batch: str,
+        scheduler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        on_change: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Join the other ranks. Collective.
+
+        Args:
+            model: a stretto DDP, or a module to be wrapped in one.
+            optimizer: of the model's parameters.
+            batch: samples of a step: ``"global:512"`` in all, or ``"rank:32"`` on each.
+            scheduler: has ``state_dict`` and ``load_state_dict``, as ``extra``.
+            extra: anything else that a rank must get from another, by name.
+            seed: of the samples' order and of torch's generator, which is set in each
+                step from it, the step and the rank, so that a step can run again.
+            on_change: called with the old and the new number of ranks.
+
+        Raises:
+            SpecError: ``batch`` is invalid.
+            PlanMismatch: the model has a feature that keeps its ranks.
+            StrettoError: the ranks do not start, or the keeper has ended.
+        """
+        self._batch = BatchSize.of(batch)
+        if not isinstance(model, DistributedDataParallel):
+            model = DistributedDataParallel(model)
+        self.model: DistributedDataParallel = model
+        """The DDP to call."""
+
+        self.optimizer = optimizer
+        self._kept: dict[str, Any] = {"optimizer": optimizer, **(extra or {})}
+        if scheduler is not None:
+            self._kept["scheduler"] = scheduler
+        self._seed, self._on_change = seed, on_change
+        self._steps = self._epoch = self._done = self._calls = 0
+        self._samples = 0
+        self._division = 0
+        self._failures = 0
+        self._has_stepped = False
+        self._stamp: Stamp | None = None
+        self._sampler: ShareSampler | None = None
+        self._buffers: list[torch.Tensor] = []
+        self.history: list[Membership] = []
+        """The memberships so far, with the first step of each."""
+
+        self._view: View | None = None
+        self._client = MemberClient.of_environment()
+        self._group: MemberGroup | None = None
+        if self._client is not None:
+            host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+            self._group = MemberGroup(model, host=host)
+            self._is_fresh = self._client.joins
+            model._hand_over = self._report  # noqa: SLF001
+            self._client.start(self._group.address, self._end_before)
+            self._follow(timeout_s=_FORM_S)
+        optimizer.register_step_post_hook(self._note_step)
+
+    # What a program reads.
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; it may change with the membership."""
+        return self.model._ranks.rank  # noqa: SLF001
+
+    @property
+    def size(self) -> int:
+        """How many ranks train."""
+        return self.model._ranks.size  # noqa: SLF001
+
+    @property
+    def steps(self) -> int:
+        """How many steps are committed."""
+        return self._steps
+
+    @property
+    def weight(self) -> float:
+        """What to multiply this rank's mean loss with, so that all samples count alike.
+
+        1 where all ranks have equally many samples.
+        """
+        return 1.0 if self._stamp is None else self._stamp.weight
+
+    # Samples.
+
+    def batches(
+        self,
+        dataset: Any,
+        loader_options: Mapping[str, Any] | None = None,
+        *,
+        shuffle: bool = True,
+    ) -> Iterator[Any]:
+        """Yield this rank's batches of one epoch; call it once per epoch on all ranks.
+
+        Each sample is in one committed step of the epoch. Where a step has fewer
+        samples than ranks, those without one get a sample with weight 0.
+
+        Args:
+            dataset: has a length and indices.
+            loader_options: of torch's DataLoader, except those about batches.
+            shuffle: whether each epoch has an order of its own.
+
+        Raises:
+            SpecError: an option is about batches, or the data set is empty.
+            StrettoError: a batch was not trained in a `step` block.
+        """
+        options = dict(loader_options or {})
+        if wrong := [name for name in _OURS if name in options]:
+            raise SpecError(
+                f"loader_options may not have {wrong[0]!r}: samples are divided among "
+                "the ranks that are there. Pass batch= to Elastic and shuffle= here."
+            )
+        if not len(dataset):
+            raise SpecError("the data set is empty")
+        return self._epoch_of(dataset, options, shuffle=shuffle)
+
+    def _epoch_of(
+        self, dataset: Any, options: dict[str, Any], *, shuffle: bool
+    ) -> Iterator[Any]:
+        epoch, self._calls = self._calls, self._calls + 1
+        if epoch < self._epoch:  # this rank joined later
+            return
+        self._samples = len(dataset)
+        order = order_of(self._samples, epoch=epoch, seed=self._seed, shuffle=shuffle)
+        self._sampler = ShareSampler(order, self._batch)
+        loader: DataLoader[Any] = DataLoader(
+            dataset, batch_sampler=self._sampler, **options
+        )
+        while self._epoch == epoch:
+            self._divide()
+            self._sampler.stamps.clear()
+            for batch in loader:
+                stamp = self._sampler.stamps.popleft()
+                self._look()
+                if stamp.division != self._division:
+                    continue  # divided among other ranks
+                before = self._steps
+                self._stamp = stamp
+                yield batch
+                if self._steps == before and stamp.division == self._division:
+                    raise StrettoError(
+                        "a batch of `batches` was not trained: put each batch's "
+                        "forward, backward and optimizer step into "
+                        "`with run.step():`"
+                    )
+                if self._epoch != epoch:
+                    break
+            if self._epoch != epoch:
+                self._meet()
+        self._sampler = None
+
+    def _divide(self) -> None:
+        if self._sampler is not None:
+            self._sampler.divide(
+                self._done, rank=self.rank, ranks=self.size, division=self._division
+            )
+
+    # A step.
+
+    def step(self) -> ElasticStep:
+        """Return a block in which one batch is trained.
+
+        It begins without gradients. If ranks change within it, the block ends without
+        an error and its batch counts as not trained: `batches` yields the same samples
+        again, divided among the new ranks. `optimizer.step()` must be the block's last
+        operation that involves other ranks.
+        """
+        return ElasticStep(self)
+
+    def _begin_step(self) -> None:
+        if self._group is not None:
+            self._group.release_one()
+        self._has_stepped = False
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._client is not None:
+            self._buffers = [b.detach().clone() for b in self.model.module.buffers()]
+        mixed = (self._seed * _SEED_STEP + self._steps) * _SEED_STEP + self.rank
+        torch.manual_seed(mixed % (1 << 63))
+
+    def _end_step(self, error: BaseException | None) -> bool:
+        """End the block; return whether its error was one of a lost rank."""
+        if error is None:
+            self._commit()
+            return False
+        if self._client is None or not _is_loss(error):
+            return False
+        if self._has_stepped:
+            raise StrettoError(
+                "a collective failed after optimizer.step() in the same "
+                "`with run.step():` block, so that the block can't run again: move it "
+                "behind the block"
+            ) from error
+        self._discard()
+        self._recover(error)
+        return True
+
+    def _commit(self) -> None:
+        self._failures = 0
+        self._steps += 1
+        if self._stamp is not None:
+            self._done += self._stamp.samples
+            if self._done >= self._samples:
+                self._epoch, self._done = self._epoch + 1, 0
+        self._buffers = []
+
+    def _discard(self) -> None:
+        """Undo what a failed block has changed."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for now, before in zip(
+                self.model.module.buffers(), self._buffers, strict=True
+            ):
+                now.copy_(before)
+
+    def _note_step(self, *_: Any) -> None:
+        self._has_stepped = True
+
+    # Ranks.
+
+    def _report(self) -> None:
+        """Report, from any thread, that a collective failed."""
+        if self._client is not None and self._group is not None:
+            self._client.failed(self._group.generation)
+
+    def _end_before(self, generation: int) -> None:
+        """End what waits in earlier generations; another thread calls this."""
+        if self._group is not None:
+            self._group.end(generation - 1)
+
+    def _look(self) -> None:
+        """Follow a new membership, if there is one, between two steps."""
+        client, group = self._client, self._group
+        if client is None or group is None or client.generation <= group.generation:
+            return
+        self._follow(timeout_s=_PATIENCE_S)
+
+    def _meet(self) -> None:
+        """Wait until all ranks have committed as many steps as this one."""
+        while self._client is not None:
+            try:
+                if self.size > 1:
+                    dist.all_reduce(torch.zeros(1))
+            except RuntimeError as error:
+                if not _is_loss(error):
+                    raise
+                self._recover(error)
+            else:
+                return
+
+    def _recover(self, cause: BaseException) -> None:
+        """Follow the next membership after a failure."""
+        self._failures += 1
+        if self._failures > _MOST_FAILURES:
+            raise StrettoError(
+                f"collectives failed {self._failures} times without a step between "
+                "them: the network between ranks failed, or ranks make different calls"
+            ) from cause
+        self._report()
+        self._follow(timeout_s=_PATIENCE_S)
+
+    def _follow(self, *, timeout_s: float) -> None:
+        """Enter the newest membership; again, if ranks are lost meanwhile."""
+        client, group = self._client, self._group
+        if client is None or group is None:
+            return
+        while True:
+            view = client.next_view(group.generation, timeout_s=timeout_s)
+            timeout_s = _PATIENCE_S
+            try:
+                self._enter(view, client, group)
+            except (RuntimeError, CommTimeout) as error:
+                if not _is_loss(error):
+                    raise
+                _log.info("membership %d was lost: %s", view.generation, error)
+                self._report()
+            else:
+                return
+            finally:
+                group.built()
+
+    def _enter(self, view: View, client: MemberClient, group: MemberGroup) -> None:
+        rank = view.rank(client.member)
+        if rank is None:
+            raise StrettoError(
+                f"member {client.member} is not in membership {view.generation}: the "
+                "others took it for lost"
+            )
+        before = 0 if self._view is None else len(self._view.members)
+        size = len(view.members)
+        group.enter(view.generation, rank, size, view.members[0].address)
+        note = {"steps": -1 if self._is_fresh else self._steps}
+        rows = [json.loads(row)["steps"] for row in group.join(json.dumps(note))]
+        if min(rows) < max(rows):
+            self._share_state(rows.index(max(rows)), behind=rows[rank] < max(rows))
+        self._is_fresh = False
+        self._view = view
+        self._division += 1
+        self._divide()
+        self.history.append(
+            Membership(
+                generation=view.generation, first_step=self._steps, ids=view.ids
+            )
+        )
+        if before and rank == 0:
+            _log.warning(
+                "membership %d: %d ranks train from step %d on (before: %d)",
+                view.generation,
+                size,
+                self._steps,
+                before,
+            )
+        if before not in (0, size) and self._on_change is not None:
+            self._on_change(before, size)
+
+    # State.
+
+    def _share_state(self, source: int, *, behind: bool) -> None:
+        """Give the state of a rank to those that are behind it."""
+        data = b""
+        if source == self.rank:
+            buffer = io.BytesIO()
+            torch.save(self._state(), buffer)
+            data = buffer.getvalue()
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, source)
+        payload = torch.zeros(int(size), dtype=torch.uint8)
+        if data:
+            payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.broadcast(payload, source)
+        if behind:
+            # From a rank of the same job, which runs the same program.
+            stream = io.BytesIO(payload.numpy().tobytes())
+            self._load(torch.load(stream, weights_only=False))
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.module.state_dict(),
+            "buffers": dict(self.model.module.named_buffers()),
+            "kept": {name: value.state_dict() for name, value in self._kept.items()},
+            "cursor": (self._steps, self._epoch, self._done),
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.model.module.load_state_dict(state["model"])
+        with torch.no_grad():
+            for name, buffer in self.model.module.named_buffers():
+                buffer.copy_(state["buffers"][name])
+        for name, value in self._kept.items():
+            value.load_state_dict(state["kept"][name])
+        self._steps, self._epoch, self._done = state["cursor"]
+
+
+@final
+class ElasticStep:
+    """One batch's training, see `Elastic.step`."""
+
+    def __init__(self, run: Elastic) -> None:
+        self._run = run
+
+    def __enter__(self) -> Self:
+        """Begin without gradients."""
+        self._run._begin_step()  # noqa: SLF001
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        """Commit the step, or follow the new ranks."""
+        return self._run._end_step(error)  # noqa: SLF001
+
+
+def _is_loss(error: BaseException) -> bool:
+    return isinstance(error, CommTimeout | dist.DistError) or (
+        isinstance(error, RuntimeError) and is_communication_error(error)
+    )

@@ -1,0 +1,137 @@
+"""A rank's connection to its host's keeper."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, final
+
+from stretto.cluster.channel import connected, encoded
+from stretto.errors import StrettoError
+from stretto.members.wire import (
+    JOINS_VARIABLE,
+    MEMBER_VARIABLE,
+    SOCKET_VARIABLE,
+    view_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from stretto.members.view import View
+
+_CONNECT_S = 10.0
+
+
+@final
+class MemberClient:
+    """Receives views in a thread, and reports what the keeper can't see."""
+
+    def __init__(self, path: Path, member: int, *, joins: bool = False) -> None:
+        """Connect.
+
+        Args:
+            path: the keeper's socket.
+            member: this rank's id.
+            joins: whether the job trained before this rank was started.
+
+        Raises:
+            StrettoError: no keeper listens there.
+        """
+        self.member, self.joins = member, joins
+        try:
+            self._socket = connected(path, timeout_s=_CONNECT_S)
+        except OSError as error:
+            raise StrettoError(
+                f"the keeper of this host does not answer at {path}: {error}. It ends "
+                "with `stretto run`; start the job again."
+            ) from error
+        self._socket.settimeout(None)
+        self._changed = threading.Condition()
+        self._newest: View | None = None
+        self._is_lost = False
+        self._on_view: Callable[[int], None] = lambda _: None
+        self._thread = threading.Thread(
+            target=self._read, name="stretto-member", daemon=True
+        )
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
+        """Return the client of a rank that a keeper has started, else ``None``."""
+        path = environment.get(SOCKET_VARIABLE)
+        if path is None:
+            return None
+        member = int(environment[MEMBER_VARIABLE])
+        return cls(Path(path), member, joins=JOINS_VARIABLE in environment)
+
+    def start(self, address: str, on_view: Callable[[int], None]) -> None:
+        """Report that this rank can train.
+
+        Args:
+            address: ``host:port`` of the store that this rank can serve.
+            on_view: called in another thread with each new generation, so that what
+                waits in earlier ones ends.
+        """
+        self._on_view = on_view
+        self._thread.start()
+        self._send({"ready": self.member, "address": address})
+
+    def failed(self, generation: int) -> None:
+        """Report that a collective of a generation can't end."""
+        self._send({"failed": generation})
+
+    def left(self) -> None:
+        """Report that this rank has finished training."""
+        self._send({"left": self.member})
+
+    @property
+    def generation(self) -> int:
+        """The newest generation that is known; 0 before the first one."""
+        return 0 if self._newest is None else self._newest.generation
+
+    def next_view(self, after: int, *, timeout_s: float) -> View:
+        """Wait for a view.
+
+        Args:
+            after: the generation that the view must follow.
+            timeout_s: how long to wait.
+
+        Raises:
+            StrettoError: none comes in time, or the keeper has ended.
+        """
+        deadline = time.perf_counter() + timeout_s
+        with self._changed:
+            while self._newest is None or self._newest.generation <= after:
+                left_s = deadline - time.perf_counter()
+                if self._is_lost:
+                    raise StrettoError(
+                        "this host's keeper has ended, and the membership with it"
+                    )
+                if left_s <= 0 or not self._changed.wait(left_s):
+                    raise StrettoError(
+                        f"no new membership was decided in {timeout_s:g} s: too few "
+                        "ranks or hosts are left, or ranks have not started"
+                    )
+            return self._newest
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the reader notices a lost keeper
+            self._socket.sendall(encoded(message))
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._socket.makefile("rb"):
+                view = view_of(json.loads(line))
+                if view is None:
+                    continue
+                with self._changed:
+                    self._newest = view
+                    self._changed.notify_all()
+                self._on_view(view.generation)
+        with self._changed:
+            self._is_lost = True
+            self._changed.notify_all()

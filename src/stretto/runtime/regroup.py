@@ -1,0 +1,211 @@
+"""The default process group of one membership after another, in one process.
+
+# Note [What a lost rank leaves behind]
+Gloo reports a lost rank only to its neighbors; everyone else waits for the time-out.
+So when a membership ends, every rank shuts down the sockets of its lanes and of its
+default group, and what waits on them fails. Sockets are those that were opened while
+the group or a lane was made.
+
+A call to end a generation may come when the next one is being built, or is in use.
+`MemberGroup.end` therefore names the last generation to end, and touches no later one.
+If it comes while that generation is being built, it is repeated until the building has
+failed, because more sockets may open in between.
+
+Old groups and lanes are kept and released one by one, because a release takes 10 to
+60 ms. Nothing here collects garbage, which would stop training for longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from typing import TYPE_CHECKING, Any, final
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from stretto.errors import CommTimeout, PlanMismatch
+from stretto.runtime.ranks import timeout_of
+from stretto.runtime.sockets import (
+    Socket,
+    connections_among,
+    connections_to,
+    open_sockets,
+    shut,
+)
+
+if TYPE_CHECKING:
+    from stretto.runtime.ddp import DistributedDataParallel
+
+_PROBE_S = 2.0
+_AGAIN_S = 0.02
+
+
+def why_fixed(model: DistributedDataParallel) -> str | None:
+    """Return why a model can't change its ranks, or ``None`` if it can."""
+    if model._negotiated is not None:  # noqa: SLF001
+        return "order='negotiated' has an engine that keeps its ranks"
+    if model._comm_hooks or model._builtin_hook is not None:  # noqa: SLF001
+        return "a communication hook may hold the old ranks' process group"
+    if model.static_graph:
+        return "static_graph=True counts gradients with the ranks it began with"
+    if model._backend != "gloo":  # noqa: SLF001
+        return f"the process group's backend is {model._backend}, not gloo"  # noqa: SLF001
+    plan = model._own_plan  # noqa: SLF001
+    if plan is not None and plan.overlap == "forward":
+        return "the plan overlaps with forward, where steps are partly under way"
+    if model.process_group is not dist.distributed_c10d._get_default_group():  # noqa: SLF001
+        return "its process group is not the default group"
+    return None
+
+
+@final
+class MemberGroup:
+    """Makes the default group for each membership, and ends what waits in old ones."""
+
+    def __init__(self, model: DistributedDataParallel, *, host: str) -> None:
+        """Serve a store, in case this rank becomes the first.
+
+        Args:
+            model: follows the group.
+            host: the address at which other ranks reach this process.
+
+        Raises:
+            PlanMismatch: the model can't change its ranks.
+        """
+        if (why := why_fixed(model)) is not None:
+            raise PlanMismatch(
+                f"this model can't regroup when ranks are lost: {why}. Build it without "
+                "that, or start the job without --elastic."
+            )
+        self._model = model
+        default = dist.distributed_c10d._get_default_group()  # noqa: SLF001
+        backend: Any = default._get_backend(model._device_used)  # noqa: SLF001
+        self._timeout = backend.options._timeout  # noqa: SLF001
+        self._store = dist.TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=timeout_of(10.0)
+        )
+        self.address = f"{host}:{self._store.port}"
+        """Where others reach the store that this rank can serve."""
+
+        self.generation = 0
+        """The generation that was entered last."""
+
+        self._lock = threading.Lock()
+        self._ended = 0
+        self._is_built = threading.Event()
+        self._is_built.set()
+        self._before: set[Socket] = set()
+        self._client: Any = None
+        self._sockets: set[Socket] = set()
+        self._parked: list[Any] = []
+
+    def enter(self, generation: int, rank: int, size: int, address: str) -> None:
+        """Make the default group of a generation, without the model.
+
+        Args:
+            generation: the membership's number; higher than any before.
+            rank: this process's rank in it.
+            size: how many ranks it has.
+            address: ``host:port`` of its first rank's store.
+
+        Raises:
+            CommTimeout: its first rank is lost.
+            RuntimeError: a rank is lost.
+        """
+        with self._lock:
+            self.generation = generation
+            self._before, self._sockets, self._client = open_sockets(), set(), None
+            self._is_built.clear()
+        host, _, port = address.rpartition(":")
+        try:
+            # A refused connection is known at once; a TCPStore would retry for long.
+            socket.create_connection((host, int(port)), _PROBE_S).close()
+        except OSError as error:
+            raise CommTimeout(
+                f"the store of membership {generation} at {address} does not answer: "
+                f"{error}"
+            ) from error
+        store = self._client = dist.TCPStore(
+            host,
+            int(port),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=self._timeout,
+        )
+        self._require_current()
+        self._park([self._model.process_group, *self._model._leave_ranks()])  # noqa: SLF001
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore(f"stretto/{generation}", store),
+            rank=rank,
+            world_size=size,
+            timeout=self._timeout,
+        )
+        with self._lock:
+            self._sockets |= connections_among(open_sockets() - self._before, store)
+
+    def join(self, note: str) -> list[str]:
+        """Let the model train with the ranks of the group; return each rank's note.
+
+        Raises:
+            RankDisagreement: ranks have different models or versions.
+            CommTimeout: a rank is lost.
+            RuntimeError: a rank is lost.
+        """
+        self._require_current()
+        generation = self.generation
+        self._model._is_over = lambda: self._ended >= generation  # noqa: SLF001
+        default = dist.distributed_c10d._get_default_group()  # noqa: SLF001
+        return self._model._join_ranks(default, note)  # noqa: SLF001
+
+    def built(self) -> None:
+        """The generation's groups and lanes exist, or their making was given up."""
+        self._is_built.set()
+
+    def end(self, generation: int) -> None:
+        """Make everything fail that waits in a generation or in earlier ones.
+
+        Callable from any thread. A later generation is left alone.
+        """
+        while True:
+            with self._lock:
+                if generation < self._ended:
+                    return
+                self._ended = generation
+                if generation < self.generation:
+                    return
+                is_built = self._is_built.is_set()
+                found = set(self._sockets)
+                if not is_built:
+                    found |= self._new_sockets()
+                pool = self._model._lane_pool  # noqa: SLF001
+                shut(found)
+                if pool is not None:
+                    pool.abort()
+            if is_built or self._is_built.wait(_AGAIN_S):
+                return
+
+    def release_one(self) -> None:
+        """Release one part of an old generation, if there is any."""
+        if self._parked:
+            self._parked.pop(0)
+
+    def _park(self, parts: list[Any]) -> None:
+        self._parked += [part for part in parts if part is not None]
+
+    def _require_current(self) -> None:
+        if self._ended >= self.generation:
+            raise CommTimeout(f"membership {self.generation} has ended")
+
+    def _new_sockets(self) -> set[Socket]:
+        new = open_sockets() - self._before
+        store = self._client
+        if store is None:
+            return set()
+        with contextlib.suppress(OSError):
+            return connections_among(new, store) | connections_to(new, store)
+        return set()
