@@ -28,11 +28,8 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
-_PATIENCE_S = 60.0
-"""How long to wait for the next membership, which takes milliseconds to decide."""
-
-_FORM_S = 1800.0
-"""How long the ranks may take to start."""
+_PATIENCE_S = 1800.0
+"""How long to wait for a membership: as long as ranks may take to start."""
 
 _MOST_FAILURES = 5
 """Regroupings without a step between them; more are a fault of the program."""
@@ -132,9 +129,11 @@ class Elastic:
             host = os.environ.get("MASTER_ADDR", "127.0.0.1")
             self._group = MemberGroup(model, host=host)
             self._is_fresh = self._client.joins
-            model._hand_over = self._report  # noqa: SLF001
-            self._client.start(self._group.address, self._end_before)
-            self._follow(timeout_s=_FORM_S)
+            model._on_loss = self._report  # noqa: SLF001
+            self._client.start(
+                self._group.address, on_view=self._on_view, on_end=self._group.end
+            )
+            self._follow()
         optimizer.register_step_post_hook(self._note_step)
 
     # What a program reads.
@@ -150,13 +149,18 @@ class Elastic:
         return self.model._ranks.size  # noqa: SLF001
 
     @property
+    def generation(self) -> int:
+        """Which membership this is, counted from 1; 0 without ``--elastic``."""
+        return 0 if self._view is None else self._view.generation
+
+    @property
     def steps(self) -> int:
         """How many steps are committed."""
         return self._steps
 
     @property
     def weight(self) -> float:
-        """What to multiply this rank's mean loss with, so that all samples count alike.
+        """The factor of this rank's mean loss with which all samples count equally.
 
         1 where all ranks have equally many samples.
         """
@@ -303,17 +307,50 @@ class Elastic:
         if self._client is not None and self._group is not None:
             self._client.failed(self._group.generation)
 
-    def _end_before(self, generation: int) -> None:
+    def _on_view(self, view: View) -> None:
         """End what waits in earlier generations; another thread calls this."""
-        if self._group is not None:
-            self._group.end(generation - 1)
+        if self._group is not None and not self._only_grows(view):
+            self._group.end(view.generation - 1)
+
+    def _only_grows(self, view: View) -> bool:
+        """Return whether all present ranks are in a view, so that a step can end."""
+        return self._view is not None and set(self._view.ids) <= set(view.ids)
 
     def _look(self) -> None:
         """Follow a new membership, if there is one, between two steps."""
         client, group = self._client, self._group
-        if client is None or group is None or client.generation <= group.generation:
+        if client is None or group is None or client.newest is None:
             return
-        self._follow(timeout_s=_PATIENCE_S)
+        view = client.newest
+        if view.generation <= group.generation:
+            return
+        if self._only_grows(view) and not self._leaves_now():
+            return
+        self._follow()
+
+    # Note [Ranks join between two steps]
+    # All ranks must leave for a larger membership after the same step. Rank 0 names
+    # the step, once all have noted in the store that they know of the change: the one
+    # that it is about to begin. No rank can end that step without rank 0, which begins
+    # it after it has written the number, so all ranks read the number before they
+    # begin a later step. A rank that knows of no change asks no store.
+
+    def _leaves_now(self) -> bool:
+        """Return whether all ranks leave for a larger membership now."""
+        ranks = self.model._ranks  # noqa: SLF001
+        store = ranks.store
+        try:
+            store.set(f"join/{ranks.rank}", "")
+            knows = [f"join/{rank}" for rank in range(ranks.size)]
+            if ranks.rank == 0 and not store.check(["join/after"]):
+                if store.check(knows):
+                    store.set("join/after", str(self._steps + 1))
+                return False
+            if not store.check(["join/after"]):
+                return False
+            return self._steps >= int(store.get("join/after"))
+        except RuntimeError:
+            return False  # the store's rank is lost, which the keeper reports
 
     def _meet(self) -> None:
         """Wait until all ranks have committed as many steps as this one."""
@@ -337,16 +374,15 @@ class Elastic:
                 "them: the network between ranks failed, or ranks make different calls"
             ) from cause
         self._report()
-        self._follow(timeout_s=_PATIENCE_S)
+        self._follow()
 
-    def _follow(self, *, timeout_s: float) -> None:
+    def _follow(self) -> None:
         """Enter the newest membership; again, if ranks are lost meanwhile."""
         client, group = self._client, self._group
         if client is None or group is None:
             return
         while True:
-            view = client.next_view(group.generation, timeout_s=timeout_s)
-            timeout_s = _PATIENCE_S
+            view = client.next_view(group.generation, timeout_s=_PATIENCE_S)
             try:
                 self._enter(view, client, group)
             except (RuntimeError, CommTimeout) as error:
@@ -375,12 +411,11 @@ class Elastic:
             self._share_state(rows.index(max(rows)), behind=rows[rank] < max(rows))
         self._is_fresh = False
         self._view = view
+        client.entered(view.generation)
         self._division += 1
         self._divide()
         self.history.append(
-            Membership(
-                generation=view.generation, first_step=self._steps, ids=view.ids
-            )
+            Membership(generation=view.generation, first_step=self._steps, ids=view.ids)
         )
         if before and rank == 0:
             _log.warning(

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, final
 from stretto.members.view import Member, View
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
 Ballot = tuple[int, int]
 """Round and keeper; higher ones win."""
@@ -430,7 +430,7 @@ class KeeperCore:
         return [Send(peer, message) for peer in self._peers]
 
 
-def all_hearing(hears: dict[int, Collection[int]], view: View) -> list[int]:
+def all_hearing(hears: Mapping[int, Collection[int]], view: View) -> list[int]:
     """Return keepers that all hear each other.
 
     The one with the most links missing is left out first; of equal ones, the one that
@@ -444,11 +444,7 @@ def all_hearing(hears: dict[int, Collection[int]], view: View) -> list[int]:
     order += sorted(hears.keys() - set(order))
     while True:
         missing = {
-            a: sum(
-                1
-                for b in order
-                if b != a and not (a in hears[b] and b in hears[a])
-            )
+            a: sum(1 for b in order if b != a and not (a in hears[b] and b in hears[a]))
             for a in order
         }
         most = max(missing.values(), default=0)

@@ -54,7 +54,8 @@ class MemberClient:
         self._changed = threading.Condition()
         self._newest: View | None = None
         self._is_lost = False
-        self._on_view: Callable[[int], None] = lambda _: None
+        self._on_view: Callable[[View], None] = lambda _: None
+        self._on_end: Callable[[int], None] = lambda _: None
         self._thread = threading.Thread(
             target=self._read, name="stretto-member", daemon=True
         )
@@ -68,15 +69,22 @@ class MemberClient:
         member = int(environment[MEMBER_VARIABLE])
         return cls(Path(path), member, joins=JOINS_VARIABLE in environment)
 
-    def start(self, address: str, on_view: Callable[[int], None]) -> None:
+    def start(
+        self,
+        address: str,
+        *,
+        on_view: Callable[[View], None],
+        on_end: Callable[[int], None],
+    ) -> None:
         """Report that this rank can train.
 
         Args:
             address: ``host:port`` of the store that this rank can serve.
-            on_view: called in another thread with each new generation, so that what
-                waits in earlier ones ends.
+            on_view: called in another thread with each new view.
+            on_end: called in that thread with a generation that another rank has
+                left after a failure.
         """
-        self._on_view = on_view
+        self._on_view, self._on_end = on_view, on_end
         self._thread.start()
         self._send({"ready": self.member, "address": address})
 
@@ -84,14 +92,18 @@ class MemberClient:
         """Report that a collective of a generation can't end."""
         self._send({"failed": generation})
 
+    def entered(self, generation: int) -> None:
+        """Report that this rank trains in a generation."""
+        self._send({"entered": generation})
+
     def left(self) -> None:
         """Report that this rank has finished training."""
         self._send({"left": self.member})
 
     @property
-    def generation(self) -> int:
-        """The newest generation that is known; 0 before the first one."""
-        return 0 if self._newest is None else self._newest.generation
+    def newest(self) -> View | None:
+        """The newest view that is known."""
+        return self._newest
 
     def next_view(self, after: int, *, timeout_s: float) -> View:
         """Wait for a view.
@@ -125,13 +137,15 @@ class MemberClient:
     def _read(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             for line in self._socket.makefile("rb"):
-                view = view_of(json.loads(line))
-                if view is None:
+                message = json.loads(line)
+                if "end" in message:
+                    self._on_end(message["end"])
+                if (view := view_of(message)) is None:
                     continue
                 with self._changed:
                     self._newest = view
                     self._changed.notify_all()
-                self._on_view(view.generation)
+                self._on_view(view)
         with self._changed:
             self._is_lost = True
             self._changed.notify_all()

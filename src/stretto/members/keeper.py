@@ -1,4 +1,4 @@
-"""The keeper: starts a host's ranks, sees them end, and tells the others.
+"""The keeper: starts a host's ranks, sees them end, and gives the others a new view.
 
 It is a process of its own without torch, so that it answers within milliseconds
 whatever the ranks compute. Ranks are its children and end with it.
@@ -9,7 +9,6 @@ connections between keepers are not written yet.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
@@ -79,11 +78,14 @@ class ElasticJob:
 class _Rank:
     """A rank's process."""
 
-    def __init__(self, member: int, local_rank: int, process: Any) -> None:
-        self.member, self.local_rank = member, local_rank
+    def __init__(
+        self, member: int, local_rank: int, process: Any, *, joins: bool
+    ) -> None:
+        self.member, self.local_rank, self.joins = member, local_rank, joins
         self.process: subprocess.Popen[bytes] = process
         self.channel: Channel | None = None
         self.left = False
+        self.has_entered = False
         self.is_stopped = False
         self.code: int | None = None
 
@@ -129,7 +131,9 @@ class Keeper:
         try:
             port = free_port()
             for member in range(self._job.ranks):
-                self._start(member, member, rank=member, size=self._job.ranks, port=port)
+                self._start(
+                    member, member, rank=member, size=self._job.ranks, port=port
+                )
             self._loop.run()
         finally:
             for rank in self._ranks.values():
@@ -172,7 +176,7 @@ class Keeper:
             env=environment,
             preexec_fn=syscalls.die_with_parent,
         )
-        self._ranks[member] = _Rank(member, local_rank, process)
+        self._ranks[member] = _Rank(member, local_rank, process, joins=joins)
 
     def _reap(self) -> None:
         for rank in list(self._ranks.values()):
@@ -204,12 +208,12 @@ class Keeper:
     def _ended(self, rank: _Rank) -> None:
         code = rank.code or 0
         was_lost = code != 0 and not rank.left
-        if rank.left or code == 0:
-            self._execute(self._core.left(rank.member, now_s()))
-        if code != 0:
+        if code == 0 and not rank.left:
+            self._leave(rank)
+        if code != 0 and not (rank.joins and rank.left):
             how = f"exit status {code}" if code > 0 else signal.Signals(-code).name
             _log.warning("%s ended with %s", _name(rank), how)
-        if rank.left and code != 0:
+        if rank.left and code != 0 and not rank.joins:
             self._code = self._code or _shell_code(code)
         living = [r for r in self._ranks.values() if r.code is None]
         if was_lost and not self._ends:
@@ -232,7 +236,19 @@ class Keeper:
             self._loop.stop()
 
     def _replace(self, lost: _Rank) -> None:
-        """Start a rank in place of a lost one."""
+        """Start a rank in place of a lost one, unless the job ends or it is in vain."""
+        is_ending = any(rank.left for rank in self._ranks.values())
+        if not self._job.replaces or is_ending:
+            return
+        if self._replacements == _MOST_REPLACEMENTS:
+            _log.error("%d ranks were replaced: no more are", _MOST_REPLACEMENTS)
+            return
+        self._replacements += 1
+        member, self._next = self._next, self._next + 1
+        self._start(
+            member, lost.local_rank, rank=0, size=1, port=free_port(), joins=True
+        )
+        _log.warning("member %d is started in its place", member)
 
     def _end(self, code: int) -> None:
         """End all ranks, and the job with this status."""
@@ -266,10 +282,13 @@ class Keeper:
                 row = Member(id=member, keeper=_KEEPER, address=address)
                 self._execute(self._core.ready(row, now))
             case {"failed": int(generation)}:
+                if generation < self._core.view.generation:
+                    self._tell({"end": generation})  # others may still wait in it
                 self._execute(self._core.failed(generation, now))
+            case {"entered": int()} if channel.peer is not None:
+                channel.peer.has_entered = True
             case {"left": int()} if channel.peer is not None:
-                channel.peer.left = True
-                self._execute(self._core.left(channel.peer.member, now))
+                self._leave(channel.peer)
             case _:
                 channel.close()
 
@@ -291,10 +310,22 @@ class Keeper:
         level = logging.INFO if view.generation == 1 else logging.WARNING
         ids = ", ".join(map(str, view.ids))
         _log.log(level, "membership %d: members %s", view.generation, ids)
+        self._tell(view_message(view))
+
+    def _tell(self, message: dict[str, Any]) -> None:
         for rank in self._ranks.values():
             if rank.channel is not None:
-                with contextlib.suppress(OSError):
-                    rank.channel.send(view_message(view))
+                rank.channel.send(message)
+
+    def _leave(self, rank: _Rank) -> None:
+        """A rank has finished: the job ends, so those that would join do too."""
+        rank.left = True
+        self._execute(self._core.left(rank.member, now_s()))
+        for other in self._ranks.values():
+            if other.joins and not other.has_entered and other.code is None:
+                other.left = True
+                self._execute(self._core.left(other.member, now_s()))
+                other.process.kill()
 
 
 def _name(rank: _Rank) -> str:

@@ -36,7 +36,7 @@ class View:
     """The members from one change to the next."""
 
     generation: int
-    """Counts changes. View 0 is what the launcher starts; nobody trains in it."""
+    """Counts changes. View 0 is what the launcher starts; no rank trains in it."""
 
     members: tuple[Member, ...]
     """By rank. The first one serves the store."""

@@ -1,8 +1,9 @@
 """Lines of JSON between a rank and its keeper, and the variables that join them.
 
-A rank says ``{"ready": id, "address": "host:port"}`` once, ``{"failed": generation}``
-when a collective can't end, and ``{"left": id}`` after its last step. A keeper says
-``{"view": ...}``.
+A rank says ``{"ready": id, "address": "host:port"}`` once, ``{"entered": generation}``
+when it trains, ``{"failed": generation}`` when a collective can't end, and
+``{"left": id}`` after its last step. A keeper says ``{"view": ...}``, and ``{"end":
+generation}`` when a rank has left a generation for one that is decided already.
 """
 
 from __future__ import annotations

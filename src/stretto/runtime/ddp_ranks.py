@@ -61,7 +61,7 @@ class RankedDDP(TorchDDP):
     _trained: list[tuple[TensorRow, nn.Parameter]] | None = None
     _lane_pool: LanePool | None = None
     _pools = 0
-    _hand_over: Callable[[], None] | None = None
+    _on_loss: Callable[[], None] | None = None
     """Called when a collective fails, if the ranks may then regroup."""
 
     _is_over: Callable[[], bool] | None = None
@@ -174,7 +174,7 @@ class RankedDDP(TorchDDP):
             self._ranks,
             weakly(self._abort_lanes),
             key=partial(_key_of, self._agreement),
-            hand_over=self._hand_over,
+            hand_over=self._on_loss,
         )
         self._numerics = NanCheck.of(
             *self._nan,

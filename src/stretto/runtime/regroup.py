@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -76,14 +76,14 @@ class MemberGroup:
         """
         if (why := why_fixed(model)) is not None:
             raise PlanMismatch(
-                f"this model can't regroup when ranks are lost: {why}. Build it without "
-                "that, or start the job without --elastic."
+                f"this model can't regroup when ranks are lost: {why}. Build it "
+                "without that, or start the job without --elastic."
             )
         self._model = model
         default = dist.distributed_c10d._get_default_group()  # noqa: SLF001
         backend: Any = default._get_backend(model._device_used)  # noqa: SLF001
         self._timeout = backend.options._timeout  # noqa: SLF001
-        self._store = dist.TCPStore(
+        self._store = cast("Any", dist).TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=timeout_of(10.0)
         )
         self.address = f"{host}:{self._store.port}"
@@ -127,7 +127,7 @@ class MemberGroup:
                 f"the store of membership {generation} at {address} does not answer: "
                 f"{error}"
             ) from error
-        store = self._client = dist.TCPStore(
+        store = self._client = cast("Any", dist).TCPStore(
             host,
             int(port),
             is_master=False,

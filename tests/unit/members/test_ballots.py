@@ -250,9 +250,7 @@ def test_no_view_has_more_than_the_most_ranks() -> None:
 
 
 def test_keepers_that_all_hear_each_other() -> None:
-    view = View(
-        generation=1, members=tuple(Member(id=i, keeper=i) for i in range(4))
-    )
+    view = View(generation=1, members=tuple(Member(id=i, keeper=i) for i in range(4)))
     hears = {0: (1, 2, 3), 1: (0, 2), 2: (0, 1, 3), 3: (0, 2)}
     assert all_hearing(hears, view) == [0, 1, 2]
 

@@ -1,0 +1,156 @@
+"""A rank is killed in backward and replaced while the others train on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from stretto._api.elastic_batches import order_of, share
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SAMPLES, BATCH = 205, 24
+KILLED_AT = 3
+
+SCRIPT = f"""
+import json, os, signal, sys
+import torch
+import torch.distributed as dist
+import stretto
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = torch.nn.Sequential(
+    torch.nn.Linear(16, 64), torch.nn.SiLU(), torch.nn.Linear(64, 64),
+    torch.nn.BatchNorm1d(64), torch.nn.SiLU(), torch.nn.Linear(64, 5),
+).double()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+model = stretto.DistributedDataParallel(net, plan="ddp", broadcast_buffers=False)
+generator = torch.Generator().manual_seed(1)
+data = [
+    (torch.randn(16, generator=generator).double(), i % 5) for i in range({SAMPLES})
+]
+run = stretto.Elastic(model, optimizer, batch="global:{BATCH}")
+member = int(os.environ["STRETTO_MEMBER"])
+losses = {{}}
+
+def die(_):
+    if member == 0 and run.steps == {KILLED_AT}:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+net[2].weight.register_post_accumulate_grad_hook(die)
+is_trained = False
+while not (is_trained and run.generation >= 3):
+    is_trained = False
+    for inputs, targets in run.batches(data):
+        step = run.steps
+        with run.step():
+            loss = torch.nn.functional.cross_entropy(run.model(inputs), targets)
+            (loss * run.weight).backward()
+            optimizer.step()
+        if run.steps > step:
+            losses[step] = loss.item()
+        is_trained = True
+record = {{
+    "history": [[m.generation, m.first_step, m.ids] for m in run.history],
+    "losses": losses,
+    "steps": run.steps,
+    "state": [p.tolist() for p in net.parameters()],
+}}
+with open(os.path.join(sys.argv[1], f"{{member}}.json"), "w") as file:
+    json.dump(record, file)
+"""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """What each member has recorded at its end, by id."""
+    folder: Path = tmp_path_factory.mktemp("elastic")
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "stretto", "run", "--elastic", "2:3"]
+    ended = subprocess.run(
+        [*command, str(script), str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return {int(p.stem): json.loads(p.read_text()) for p in folder.glob("*.json")}
+
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+
+def test_the_other_ranks_and_the_replacement_finish(job: dict[int, Any]) -> None:
+    assert job.keys() == {1, 2, 3}
+    ids = [row[2] for row in job[1]["history"]]
+    assert ids == [[0, 1, 2], [1, 2], [1, 2, 3]]
+
+
+def test_no_step_is_lost(job: dict[int, Any]) -> None:
+    (_, first, _), (_, second, _), _ = job[1]["history"]
+    assert (first, second) == (0, KILLED_AT)
+    assert sorted(map(int, job[1]["losses"])) == list(range(job[1]["steps"]))
+
+
+def test_all_ranks_end_with_equal_parameters(job: dict[int, Any]) -> None:
+    assert job[1]["state"] == job[2]["state"] == job[3]["state"]
+
+
+def test_losses_are_those_of_the_memberships_in_one_process(
+    job: dict[int, Any],
+) -> None:
+    history, steps = job[1]["history"], job[1]["steps"]
+    wanted = _replayed(history, steps)
+    for member, record in job.items():
+        for step, loss in record["losses"].items():
+            assert loss == pytest.approx(wanted[int(step)][member], abs=1e-6)
+
+
+def _replayed(history: list[Any], steps: int) -> list[dict[int, float]]:
+    """Train in one process as the members did; return losses by step and member."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(16, 64),
+        torch.nn.SiLU(),
+        torch.nn.Linear(64, 64),
+        torch.nn.BatchNorm1d(64),
+        torch.nn.SiLU(),
+        torch.nn.Linear(64, 5),
+    ).double()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    data = [
+        (torch.randn(16, generator=generator).double(), i % 5) for i in range(SAMPLES)
+    ]
+    epoch, done, found = 0, 0, []
+    for step in range(steps):
+        ids = next(row[2] for row in reversed(history) if row[1] <= step)
+        samples = min(BATCH, SAMPLES - done)
+        order = order_of(SAMPLES, epoch=epoch, seed=0, shuffle=True)
+        optimizer.zero_grad()
+        losses = {}
+        for rank, member in enumerate(ids):
+            mine = [order[done + i] for i in share(samples, len(ids), rank)]
+            inputs = torch.stack([data[i][0] for i in mine])
+            targets = torch.tensor([data[i][1] for i in mine])
+            loss = cross_entropy(net(inputs), targets)
+            (loss * len(mine) / samples).backward()
+            losses[member] = loss.item()
+        optimizer.step()
+        found.append(losses)
+        done += samples
+        if done >= SAMPLES:
+            epoch, done = epoch + 1, 0
+    return found
