@@ -32,10 +32,10 @@ client = MemberClient.of_environment()
 assert "torch" not in sys.modules
 client.start(f"h:{client.member}", on_view=lambda _: None, on_end=lambda _: None)
 view = client.next_view(0, timeout_s=60)
-assert view.ids == (0, 1, 2), view
 if client.member == 0:
     os.kill(os.getpid(), signal.SIGNAL)
-view = client.next_view(view.generation, timeout_s=60)
+if 0 in view.ids:
+    view = client.next_view(view.generation, timeout_s=60)
 print("view", view.generation, view.ids, view.members[0].address, flush=True)
 client.left()
 """
