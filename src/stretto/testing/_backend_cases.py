@@ -53,6 +53,7 @@ def _reduce(lane: Any, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM)
 
 
 def sums(bench: BackendBench) -> None:
+    """Check sums over all ranks for each type and size."""
     pool = bench.pool()
     lane = pool.lane(0)
     assert (lane.rank(), lane.size()) == (bench.rank, bench.size)
@@ -86,6 +87,7 @@ def _require_sum(found: torch.Tensor, parts: list[torch.Tensor]) -> None:
 
 
 def operations(bench: BackendBench) -> None:
+    """Check each reduction beside the sum."""
     pool = bench.pool()
     lane = pool.lane(0)
     wanted: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -109,6 +111,7 @@ def operations(bench: BackendBench) -> None:
 
 
 def not_finite(bench: BackendBench) -> None:
+    """Check that infinities and NaNs arrive."""
     pool = bench.pool()
     found = torch.tensor([float("inf"), 1.0, float("nan")], device=bench.device)
     found[1] += bench.rank
@@ -170,6 +173,7 @@ def lanes_at_once(bench: BackendBench) -> None:
 
 
 def other_collectives(bench: BackendBench) -> None:
+    """Check the collectives beside all-reduce."""
     pool = bench.pool()
     lane = pool.lane(0)
     rank, size = bench.rank, bench.size

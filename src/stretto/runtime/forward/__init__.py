@@ -7,5 +7,6 @@
   state before their update; any read settles them.
 - `steps` defers optimizers' steps, `readers` settles a module's parameters when it is
   called, and `undisturbed` is how deferred work is executed.
+- `entrances` guards functions of PyTorch that read memory without asking the tensor.
 - `fallback` says why a model does not overlap with forward.
 """
