@@ -1008,7 +1008,7 @@ def nothing_but_nan() -> nn.Module:
     return AlwaysNaN(1)
 
 
-@refused(flat, "'softmax': it mixes samples")
+@refused(flat, "'softmax' mixes samples")
 def mixing_of_nothing_but_nan() -> nn.Module:
     return AlwaysNaN(0)
 
@@ -1025,7 +1025,7 @@ class BeyondMargin(nn.Module):
         return self.two(x + functional.relu(x - 20).roll(1, 0))
 
 
-@refused(flat, "'roll': it mixes samples")
+@refused(flat, "'roll' mixes samples")
 def mixing_of_rare_values() -> nn.Module:
     return BeyondMargin()
 

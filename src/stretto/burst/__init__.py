@@ -54,9 +54,10 @@ if TYPE_CHECKING:
     from stretto.burst.executor import BurstParallel
     from stretto.burst.graph import capture
     from stretto.burst.profiling.layer_profile import profile
+    from stretto.burst.tracing.inner_calls import row_wise
     from stretto.burst.tracing.layers import LayerGraph, LayerNode
 
-__all__ = ["BurstParallel", "LayerGraph", "LayerNode", "capture", "profile"]
+__all__ = ["BurstParallel", "LayerGraph", "LayerNode", "capture", "profile", "row_wise"]
 
 _HOMES = {
     "BurstParallel": "executor",
@@ -64,6 +65,7 @@ _HOMES = {
     "LayerNode": "tracing.layers",
     "capture": "graph",
     "profile": "profiling.layer_profile",
+    "row_wise": "tracing.inner_calls",
 }
 
 

@@ -377,7 +377,7 @@ class Between(nn.Module):
         (table_by_place, "depends on a sample's place"),
         (adds_the_place, "'add' depends on a sample's place"),
         (looks_six_rows_away, "mixes samples"),
-        (rolls, "'roll': it mixes samples"),
+        (rolls, "'roll' mixes samples"),
         (even_numbers, "depends on the number of samples"),
         (first_row_filled, "index 6 is out of bounds"),
     ],

@@ -40,7 +40,7 @@ class Gated(nn.Module):
     "kind", ["flag", "number", "scale", "batches", "uniform", "normal"]
 )
 def test_mixing_behind_a_factor_that_is_zero_now_is_refused_with_its_line(kind):
-    with pytest.raises(SpecError, match=r"test_mixing.py:36: 'roll': it mixes samples"):
+    with pytest.raises(SpecError, match=r"test_mixing.py:36: 'roll' mixes samples"):
         capture(Gated(kind), (torch.randn(6, 4),))
 
 
@@ -91,10 +91,10 @@ def same_signs(h):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (written_over, "'flip': it mixes"),
-        (rolls_far, "'roll': it mixes"),
-        (rolls_by_columns, "'roll': it mixes"),
-        (rolls_heads, "'roll': it mixes"),
+        (written_over, "'flip' mixes"),
+        (rolls_far, "'roll' mixes"),
+        (rolls_by_columns, "'roll' mixes"),
+        (rolls_heads, "'roll' mixes"),
         (near_ones, "'cdist' compares each sample with the others"),
         (kernel, "'cdist' compares each sample with the others"),
         (same_signs, "'matmul' compares each sample with the others"),
@@ -204,7 +204,7 @@ def written_into_the_first(h):
     ],
 )
 def test_mixing_of_values_that_do_not_come_at_capture_is_refused(function, operation):
-    with pytest.raises(SpecError, match=f"{operation}': it mixes") as caught:
+    with pytest.raises(SpecError, match=f"{operation}'(: it)? mixes") as caught:
         capture(Inside(function), (torch.randn(6, 4),))
     assert "test_mixing.py:" in str(caught.value)
 

@@ -172,7 +172,7 @@ def _is_harmless(
 def _without(
     recording: Recording, left_out: Mapping[int, Record], kept: Sequence[int]
 ) -> Recording:
-    """Return a recording without layout calls, with operations numbered anew."""
+    """Return a recording without layout calls, with its operations renumbered."""
     if not left_out:
         return recording
     numbers = {old: new for new, old in enumerate(kept)}

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from stretto.burst.tracing.comparing import BATCHES, Count
 from stretto.burst.tracing.inner_calls import mixing
 from stretto.burst.tracing.names import Name, free_name
+from stretto.burst.tracing.own_rows import own_rows
 from stretto.burst.tracing.recorder import require_rows
 from stretto.burst.tracing.records import SOURCE, Fixed, Record, Recording, Ref
 from stretto.errors import SpecError
@@ -118,6 +119,7 @@ class Build:
     ) -> None:
         """Add an operation; ``two`` is the same with the other batch."""
         dropout = self._dropout(one, args, kwargs)
+        mixes = None if one.norms else mixing(one.inner, two.inner, BATCHES)
         if dropout is not None:
             for batch, recorded in zip(BATCHES, (one, two), strict=True):
                 for tensor in recorded.tensors.values():
@@ -132,6 +134,10 @@ class Build:
                 target = Name(target)
             elif one.kind == "call_function" and not _is_importable(target):
                 target = _forwarding(target)
+            if mixes is not None and mixes.by_index:
+                args, is_checked = self._checked_index(one, two, args)
+                if is_checked:
+                    mixes = mixing(one.inner, two.inner, BATCHES, indexes=False)
             if one.target not in _FROM_DATA:
                 args, kwargs = pytree.tree_map(_plain_number, (args, kwargs))
             node = self.graph.create_node(
@@ -146,13 +152,49 @@ class Build:
             "norms": tuple(n for n in one.norms if n not in self._tables),
             "keeps_state": one.keeps_state or self._updates_table(one),
             "borrowed": one.borrowed,
-            "mixes": None if one.norms else mixing(one.inner, two.inner, BATCHES),
+            "mixes": mixes,
         }
         self._number += 1
         self._nodes[Ref(number)] = node
         for path, tensor in one.tensors.items():
             made = self.node(Ref(number, path))
             self.shapes[made] = (tensor, two.tensors[path])
+
+    def _checked_index(
+        self, one: Record, two: Record, args: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], bool]:
+        """Let computed indexes into the samples' rows be checked at each step.
+
+        Return the operation's arguments, and whether all these indexes are checked.
+        """
+        found = _indexes_of(one, args)
+        given = self.shapes.get(self.node(args[0])) if found is not None else None
+        if found is None or given is None:
+            return args, False
+        made: dict[int, fx.Node] = {}
+        for place, dim in found.items():
+            there = _each(given, dim)
+            index = args[1][place] if isinstance(args[1], tuple) else args[place]
+            shapes = self.shapes.get(self.node(index))
+            if not there or shapes is None:
+                continue
+            sides = [i for i in range(shapes[0].dim()) if _each(shapes, i)]
+            if shapes[0].dtype is torch.bool or len(sides) != 1:
+                return args, False
+            here = _each(shapes, sides[0])
+            node = self.graph.call_function(
+                own_rows, (self.node(index), sides[0], here, there, one.place)
+            )
+            node.meta |= self.node(index).meta
+            node.meta |= {"place": one.place, "context": one.context, "draws": False}
+            node.meta |= {"writes": None, "aliases": True, "norms": (), "mixes": None}
+            node.meta |= {"keeps_state": False, "borrowed": ()}
+            self.shapes[node] = shapes
+            made[place] = node
+        if isinstance(args[1], tuple):
+            indexes = tuple(made.get(i, index) for i, index in enumerate(args[1]))
+            return (args[0], indexes, *args[2:]), True
+        return tuple(made.get(i, value) for i, value in enumerate(args)), True
 
     def _updates_table(self, one: Record) -> bool:
         """Return whether it updates statistics of what is the same for all samples."""
@@ -173,6 +215,8 @@ class Build:
         return made.train()
 
     def _value(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return value
         if isinstance(value, (Ref, Fixed)):
             return self.node(value)
         if isinstance(value, Count):
@@ -197,6 +241,36 @@ class Build:
         node = self.graph.call_method("size", (self.source, 0))
         self.counts[node] = each
         return node
+
+
+def _indexes_of(one: Record, args: tuple[Any, ...]) -> dict[int, int] | None:
+    """Return which arguments of an operation index which dimensions, if known.
+
+    Of several indexes in a tuple, their positions in it.
+    """
+    name = str(getattr(one.target, "__name__", one.target))
+    if not args or not isinstance(args[0], (Ref, Fixed)):
+        return None
+    if name in ("__getitem__", "getitem", "set_item") and len(args) > 1:
+        index = args[1]
+        if isinstance(index, (Ref, Fixed)):
+            return {1: 0}
+        if isinstance(index, tuple) and all(
+            isinstance(i, (Ref, Fixed, slice, int)) and not isinstance(i, bool)
+            for i in index
+        ):
+            return {
+                i: i for i, part in enumerate(index) if isinstance(part, (Ref, Fixed))
+            }
+    if name in ("gather", "index_select") and len(args) == 3:
+        return {2: args[1]}
+    return None
+
+
+def _each(shapes: tuple[Any, Any], dim: int) -> int:
+    """Return how many elements of a dimension each sample has; 0 if it has none."""
+    one, two = (tensor.shape[dim] for tensor in shapes)
+    return int(one // BATCHES[0]) if one != two else 0
 
 
 def _plain_number(value: Any) -> Any:

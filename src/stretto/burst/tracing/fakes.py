@@ -184,9 +184,15 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
+_ADDRESS: Any = getattr(torch._C, "_storage_address", None)  # noqa: SLF001
+
+
 def storage_of(tensor: Tensor) -> int:
     """Return an identifier of a tensor's memory."""
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
+    if _ADDRESS is not None:  # no function that a recorder intercepts
+        return int(_ADDRESS(tensor))
+    with torch._C.DisableTorchFunction():  # noqa: SLF001
+        return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
 
 
 @contextlib.contextmanager

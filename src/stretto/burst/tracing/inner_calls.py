@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from stretto.burst.tracing.fakes import storage_of
+from stretto.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,8 +39,16 @@ class InnerCall:
     inputs: tuple[Shape, ...]
     outputs: tuple[Shape, ...]
 
-    dim: int | None = None
-    """Along which an operator of `_SCANS` goes; of ``renorm`` the one that stays."""
+    dims: tuple[Any, ...] = ()
+    """Dimensions along which an operator of `_SCANS` goes; of ``renorm`` the one that
+    stays."""
+
+    indexed: tuple[int, ...] = ()
+    """Dimensions, counted from the last, of the first input, in which the operator
+    reads or writes at places that are computed from samples or parameters."""
+
+    is_row_wise: bool = False
+    """Of an operator of another library: whether it was declared to keep rows apart."""
 
     by_mask: bool = False
     """Whether ``index_put`` writes where a mask is true."""
@@ -54,33 +63,84 @@ class InnerCall:
 
 
 def inner_call(
-    operator: Any, args: Any, kwargs: Any, result: Any, place: str = ""
+    operator: Any,
+    args: Any,
+    kwargs: Any,
+    result: Any,
+    place: str = "",
+    varies: Callable[[Tensor], bool] = lambda _: True,
 ) -> InnerCall:
-    """Return what is recorded of a call."""
+    """Return what is recorded of a call.
+
+    ``varies`` says whether a tensor is computed from samples, parameters, buffers or
+    random numbers.
+    """
     name = operator._opname.removesuffix("_")  # noqa: SLF001
-    if operator.namespace not in _OF_TORCH:
-        name = f"{operator.namespace}::{operator._opname}"  # noqa: SLF001
     inputs = tuple(_shapes((*args, *kwargs.values())))
     outputs = tuple(_shapes((result,)))
-    if name in _SCANS or name == "renorm":
-        dim = args[2 if name == "renorm" else 1]
-        return InnerCall(name, inputs, outputs, dim=dim, place=place)
-    if name == "index_put":
-        by_mask = any(i is not None and i.dtype is torch.bool for i in args[1])
-        return InnerCall(name, inputs, outputs, by_mask=by_mask, place=place)
+    if operator.namespace not in _OF_TORCH:
+        return InnerCall(
+            f"{operator.namespace}::{operator._opname}",  # noqa: SLF001
+            inputs,
+            outputs,
+            is_row_wise=is_row_wise(operator),
+            place=place,
+        )
+    if name in _SCANS:
+        dims = _dims_of(name, args, kwargs)
+        return InnerCall(name, inputs, outputs, dims=dims, place=place)
+    if name in _INDEXES:
+        by_mask = name == "index_put" and any(
+            i is not None and i.dtype is torch.bool for i in args[1]
+        )
+        indexed = tuple(_indexed(name, args, varies))
+        return InnerCall(
+            name, inputs, outputs, by_mask=by_mask, indexed=indexed, place=place
+        )
     return InnerCall(name, inputs, outputs, place=place)
 
 
+def _dims_of(name: str, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Return the dimensions along which an operator of `_SCANS` goes."""
+    place, default = _SCANS[name]
+    key = "dims" if name in ("flip", "roll") else "dim"
+    value = args[place] if len(args) > place else kwargs.get(key, default)
+    if isinstance(value, (tuple, list)):
+        return tuple(value) or tuple(range(args[0].dim()))  # roll of all numbers
+    return (value,)
+
+
+def _indexed(name: str, args: Any, varies: Callable[[Tensor], bool]) -> Iterator[int]:
+    """Yield the dimensions in which an operator of `_INDEXES` reads or writes."""
+    dims = args[0].dim()
+    if name in ("index", "index_put"):
+        for i, index in enumerate(args[1]):
+            is_place = index is not None and index.dtype != torch.bool
+            if is_place and varies(index):
+                yield i - dims
+    elif name in ("take", "put"):
+        if varies(args[1]):
+            yield from range(-dims, 0)
+    elif name == "embedding":
+        if varies(args[1]):
+            yield -dims
+    elif name.startswith("grid_sampler"):
+        yield from range(2 - dims, 0)
+    elif dims and varies(args[2]):
+        yield args[1] - dims if args[1] >= 0 else args[1]
+
+
 def _shapes(values: Iterable[Any]) -> Iterator[Shape]:
-    return (tuple(tensor.shape) for tensor in _tensors(values))
+    return (tuple(tensor.shape) for tensor in tensors_among(values))
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among values, also in tuples and lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
+            yield from tensors_among(value)
 
 
 @final
@@ -97,8 +157,8 @@ class CallsOfModule:
 
     def add(self, call: InnerCall, args: Any, kwargs: Any, result: Any) -> None:
         """Add a call."""
-        read = list(_tensors((*args, *kwargs.values())))
-        self._rows.append((call, read, list(_tensors((result,)))))
+        read = list(tensors_among((*args, *kwargs.values())))
+        self._rows.append((call, read, list(tensors_among((result,)))))
 
     def before(self, results: Iterable[Tensor]) -> list[InnerCall]:
         """Return the calls on which results, or what is written, depend."""
@@ -121,9 +181,16 @@ class Mixing:
     how: str
     place: str = ""
 
+    by_index: bool = False
+    """Whether it reads or writes rows at computed places."""
+
 
 def mixing(
-    one: Sequence[InnerCall], two: Sequence[InnerCall], batches: tuple[int, int]
+    one: Sequence[InnerCall],
+    two: Sequence[InnerCall],
+    batches: tuple[int, int],
+    *,
+    indexes: bool = True,
 ) -> Mixing | None:
     """Return the first operator in an operation that reads other samples.
 
@@ -131,6 +198,7 @@ def mixing(
         one: its inner calls with a number of samples.
         two: the same with a larger number.
         batches: these numbers.
+        indexes: whether one that reads rows at computed places is among them.
     """
     pairs: list[tuple[InnerCall, InnerCall]] | None = list(zip(one, two, strict=False))
     if [c.operator for c in one] != [c.operator for c in two]:
@@ -143,7 +211,14 @@ def mixing(
         if inputs is None or outputs is None:
             how = "has other dimensions for more samples"
             return Mixing(first.operator, how, first.place)
-        if any(inputs) and (found := _found(first, inputs, outputs)):
+        if not any(inputs):
+            continue
+        if first.is_foreign and not first.is_row_wise:
+            return Mixing(first.operator, _OPAQUE, first.place)
+        is_indexed = not set(first.indexed).isdisjoint(inputs[0])
+        if is_indexed and indexes:
+            return Mixing(first.operator, _INDEXED, first.place, by_index=True)
+        if found := _found(first, inputs, outputs):
             return Mixing(first.operator, found, first.place)
     return None
 
@@ -194,11 +269,13 @@ def _sides(ones: Sequence[Shape], twos: Sequence[Shape]) -> list[Sides] | None:
 
 def _found(call: InnerCall, inputs: list[Sides], outputs: list[Sides]) -> str:
     name = call.operator
-    if name in _SCANS and _along(call, inputs):
-        return (
-            "sums or compares along a dimension with the samples, so that each sample "
-            "depends on those before it"
-        )
+    if name in _SCANS and name != "renorm" and _along(call, inputs):
+        if "cum" in name:
+            return (
+                "sums or compares along a dimension with the samples, so that each "
+                "sample depends on those before it"
+            )
+        return "goes along a dimension with the samples"
     reads = _READS.get(name)
     if reads is not None and reads(call, inputs):
         return "reads other samples, depending on values"
@@ -210,10 +287,10 @@ def _found(call: InnerCall, inputs: list[Sides], outputs: list[Sides]) -> str:
 
 
 def _along(call: InnerCall, inputs: list[Sides]) -> bool:
-    dim, dims = call.dim, len(call.inputs[0])
-    if not isinstance(dim, int):  # a name
+    count = len(call.inputs[0])
+    if not all(isinstance(dim, int) for dim in call.dims):  # a name
         return bool(inputs[0])
-    return (dim - dims if dim >= 0 else dim) in inputs[0]
+    return any((dim - count if dim >= 0 else dim) in inputs[0] for dim in call.dims)
 
 
 def _besides(call: InnerCall, inputs: list[Sides]) -> bool:
@@ -244,8 +321,89 @@ def _sequence(_call: InnerCall, inputs: list[Sides]) -> bool:
 _OF_TORCH = frozenset({"_quantized", "aten", "mkldnn", "prim", "prims", "quantized"})
 """Libraries of operators whose shapes and names show what they read."""
 
-_SCANS = frozenset({"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"})
-"""Operators that compute a row from all rows before it."""
+_SCANS: dict[str, tuple[int, int]] = {
+    "_log_softmax": (1, -1),
+    "_softmax": (1, -1),
+    "cummax": (1, -1),
+    "cummin": (1, -1),
+    "cumprod": (1, -1),
+    "cumsum": (1, -1),
+    "flip": (1, 0),
+    "logcumsumexp": (1, -1),
+    "renorm": (2, 0),
+    "roll": (2, 0),
+    "sort": (1, -1),
+    "topk": (2, -1),
+}
+"""Operators that compute a row from other rows of some dimensions: the position of the
+argument that says which, and its default."""
+
+_INDEXES = frozenset(
+    {
+        "embedding",
+        "gather",
+        "grid_sampler_2d",
+        "grid_sampler_3d",
+        "index",
+        "index_add",
+        "index_copy",
+        "index_fill",
+        "index_put",
+        "index_reduce",
+        "index_select",
+        "put",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+        "take",
+    }
+)
+"""Operators that read or write at places given by a tensor."""
+
+_INDEXED = (
+    "reads or writes rows at places that are computed, so that they may be those of "
+    "other samples for some values"
+)
+_OPAQUE = (
+    "is an operator of another library, which may read other samples for some values; "
+    "if it computes each row alone, call stretto.burst.row_wise() with it before"
+)
+
+_ROW_WISE: set[str] = {"torchvision::deform_conv2d"}
+
+
+def row_wise(operator: Any) -> None:
+    """Declare that an operator of another library than torch computes each row alone.
+
+    Burst plans run it on some of the samples. What it computes for one sample, forward
+    and backward, must not depend on others, for any values and number of samples.
+
+    Args:
+        operator: its name, such as ``"mylib::scale"``, or what
+            ``torch.library.custom_op`` returned, or one of ``torch.ops``.
+
+    Raises:
+        SpecError: it names no operator.
+    """
+    name = operator if isinstance(operator, str) else ""
+    if not name:
+        definition = getattr(operator, "_opoverload", operator)
+        packet = getattr(definition, "_overloadpacket", definition)
+        name = getattr(packet, "_qualified_op_name", "")
+    library, _, last = name.partition("::")
+    if not library or not last:
+        raise SpecError(
+            f"row_wise() takes an operator of torch.library or its name, such as "
+            f"'mylib::scale', got {operator!r}"
+        )
+    _ROW_WISE.add(f"{library}::{last.partition('.')[0]}")
+
+
+def is_row_wise(operator: Any) -> bool:
+    """Return whether an operator of another library was declared to keep rows apart."""
+    name = f"{operator.namespace}::{operator._opname}"  # noqa: SLF001
+    return name in _ROW_WISE or torch.Tag.pointwise in operator.tags
+
 
 _READS: dict[str, Callable[[InnerCall, list[Sides]], bool]] = {
     "isin": _second,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from stretto.burst.tracing.layer_runs import fresh_buffers, graph_of
+from stretto.burst.tracing.own_rows import without_checks
 from stretto.burst.tracing.trial import ConstantDraws
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class OtherValues:
             torch.no_grad(),
             fresh_buffers(self._module),
             ConstantDraws(),
+            without_checks(),
         ):
             run.run(*inputs)
         return run.found

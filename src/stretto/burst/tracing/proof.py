@@ -43,6 +43,7 @@ from stretto.burst.tracing.layer_runs import (
     twin_of,
 )
 from stretto.burst.tracing.other_values import other_values
+from stretto.burst.tracing.own_rows import OtherRows
 from stretto.burst.tracing.sample_positions import source_line_of
 from stretto.burst.tracing.source_lines import source_line_in
 from stretto.burst.tracing.torch_modules import BatchNorm
@@ -133,6 +134,9 @@ def _checked(
         try:
             with graph.caches_restored():
                 found = check.run()
+        except OtherRows as error:
+            first = first or error
+            continue
         except SpecError:
             raise
         except Exception as error:  # noqa: BLE001 - the user's code
@@ -151,6 +155,8 @@ def _checked(
             )
         return None, blind
     assert first is not None  # noqa: S101
+    if isinstance(first, OtherRows):
+        raise first
     text = (str(first).splitlines() or [""])[0]
     raise SpecError(
         f"{source_line_in(first, graph.name)}: computing with random rows like the "

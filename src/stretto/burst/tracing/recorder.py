@@ -25,7 +25,12 @@ from torch.overrides import TorchFunctionMode
 from stretto.burst.boundary import in_checkpoint
 from stretto.burst.tracing.fakes import AbstractRecorder, held_by, storage_of, swapped
 from stretto.burst.tracing.freezing import may_read_users
-from stretto.burst.tracing.inner_calls import CallsOfModule, InnerCall, inner_call
+from stretto.burst.tracing.inner_calls import (
+    CallsOfModule,
+    InnerCall,
+    inner_call,
+    tensors_among,
+)
 from stretto.burst.tracing.patching import patched
 from stretto.burst.tracing.records import SOURCE, Context, Fixed, Record, Recording, Ref
 from stretto.burst.tracing.source_lines import line_setting, source_line
@@ -140,6 +145,8 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         self._input_memory: set[int] = set()
         self._running = ""
         """The name of the module that runs as one operation."""
+        self.varying: set[int] = set()
+        """The memory of what is computed from samples, parameters or buffers."""
 
     # Tensors.
 
@@ -672,13 +679,30 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
 
     def called(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record an operator that an operation calls."""
-        if self._depth:
-            place = source_line() if self._has_own_lines else ""
-            call = inner_call(operator, args, kwargs, result, place)
-            if self._of_module is None:
-                self._inner.append(call)
-            else:
-                self._of_module.add(call, args, kwargs, result)
+        self._note_varying(operator, args, kwargs, result)
+        if not self._depth:
+            return
+        place = source_line() if self._has_own_lines else ""
+        call = inner_call(operator, args, kwargs, result, place, self._varies)
+        if self._of_module is None:
+            self._inner.append(call)
+        else:
+            self._of_module.add(call, args, kwargs, result)
+
+    def _note_varying(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note results that are computed from what differs between calls."""
+        varies = torch.Tag.nondeterministic_seeded in operator.tags or any(
+            storage_of(tensor) in self.varying
+            for tensor in tensors_among((*args, *kwargs.values()))
+        )
+        for tensor in tensors_among((result,)):
+            if varies:
+                self.varying.add(storage_of(tensor))
+            else:  # its memory may have been another tensor's
+                self.varying.discard(storage_of(tensor))
+
+    def _varies(self, tensor: Tensor) -> bool:
+        return storage_of(tensor) in self.varying
 
     def lifted(self, tensor: Tensor, value: Tensor) -> None:
         """Record the value of a tensor that was made from data."""
@@ -858,15 +882,29 @@ def _holds(value: Any) -> bool:
     return next(_leaves(value), None) is not None
 
 
-def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Tensor]]:
+def _leaves(value: Any) -> Iterator[tuple[Any, Tensor]]:
+    """Yield the tensors in a value, with their paths, in order."""
+    return iter(_leaves_at(value, ()))
+
+
+def _leaves_at(value: Any, path: tuple[Any, ...]) -> list[tuple[Any, Tensor]]:
     if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        for i, part in enumerate(value):
-            yield from _leaves(part, (*path, i))
+        return [(path, value)]
+    if isinstance(value, (tuple, list)):
+        if isinstance(value, torch.Size):
+            return []
+        parts: Iterable[tuple[Any, Any]] = enumerate(value)
     elif isinstance(value, dict):
-        for key, part in value.items():
-            yield from _leaves(part, (*path, key))
+        parts = value.items()
+    else:
+        return []
+    found = []
+    for key, part in parts:
+        if isinstance(part, Tensor):
+            found.append(((*path, key), part))
+        elif isinstance(part, (tuple, list, dict)):
+            found += _leaves_at(part, (*path, key))
+    return found
 
 
 def _refuse_replaced(root: nn.Module, before: dict[str, Tensor | None]) -> None:
@@ -906,6 +944,7 @@ def record(
         recorder.registered = registered
         for name, tensor in named.items():
             recorder.knows(tensor, Fixed(name))
+            recorder.varying.add(storage_of(tensor))
         for tensor in kept:
             recorder.knows(tensor, Fixed("a cache"))
         for prefix, part in root.named_modules():
@@ -922,6 +961,7 @@ def record(
                 batch = torch.empty(shape, dtype=dtype, device=device)
                 recorder.knows(batch, SOURCE)
                 recorder.recording.source = batch
+                recorder.varying.add(storage_of(batch))
                 with recorder, noted:
                     before = held_by(root)
                     output = run(batch)

@@ -42,7 +42,7 @@ _INDEXING = {
     "take",
     "take_along_dim",
 }
-"""Operations that read positions and do not return any."""
+"""Operations that return no positions, unless they are given them to be indexed."""
 
 _MOST_NUMBERS = 1 << 22
 _FEWEST, _MOST = 8, 4099
@@ -111,7 +111,8 @@ def sample_positions_in(
                 positions.add(node)
     found: set[fx.Node] = set()
     for op in ops:
-        if str(getattr(op.target, "__name__", op.target)) in _INDEXING:
+        is_index = str(getattr(op.target, "__name__", op.target)) in _INDEXING
+        if is_index and op.args[:1] and op.args[0] not in positions | found:
             continue
         if any(node in positions or node in found for node in op.all_input_nodes):
             found.add(op)
