@@ -73,6 +73,13 @@ def test_verify_passes_and_leaves_no_trace_in_training(name: str, pool: Any) -> 
         assert not worst, f"rank {rank}: {worst}"
 
 
+def test_verify_names_a_parameter_that_it_can_not_replace(pool: Any) -> None:
+    found = pool("zoo_check", "verify", "parameters_read_from_containers", 2, 1)
+    for kind, value in found[:2]:
+        assert kind == "value", value
+        assert "'first' from a container" in value["refused"]
+
+
 @pytest.mark.parametrize("kind", ["attribute", "mode", "autocast", "uncapturable"])
 def test_a_change_on_one_rank_is_one_error_on_all(kind: str, pool: Any) -> None:
     found = pool("zoo_check", "differ", kind)

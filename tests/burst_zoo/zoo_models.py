@@ -130,6 +130,28 @@ def residual_network() -> nn.Module:
     )
 
 
+class ReadsContainers(nn.Module):
+    """Reads registered parameters from a dictionary, a list and by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(8, 6) / 3)
+        self.second = nn.Parameter(torch.randn(6, 6) / 3)
+        self.bias = nn.Parameter(torch.zeros(6))
+        self.held = {"first": self.first, "more": [self.second, self.bias]}
+        self.last = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        second, bias = self.held["more"]
+        h = torch.tanh(x @ self.held["first"])
+        return self.last(functional.silu(h @ second + bias) + self.bias)
+
+
+@right(flat, copies=False)
+def parameters_read_from_containers() -> nn.Module:
+    return ReadsContainers()
+
+
 class DenseNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()

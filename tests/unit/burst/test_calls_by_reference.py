@@ -1,4 +1,4 @@
-"""What forward changes in its caller's objects, and what its output says of them."""
+"""Objects that forward shares with its caller, its output and its module."""
 
 from __future__ import annotations
 
@@ -162,3 +162,11 @@ class Lazy(types.ModuleType):
 def test_modules_that_load_lazily_are_not_loaded(monkeypatch):
     monkeypatch.setitem(sys.modules, "test_lazy", Lazy("test_lazy"))
     capture(nn.Sequential(nn.Linear(4, 4)), (X,))
+
+
+def test_parameters_that_forward_reads_from_a_container_are_captured():
+    model = Model(lambda self, x: self.b(torch.tanh(x @ self.held[0])))
+    model.held = [model.a.weight]
+    graph = capture(model, (X,))
+    assert [p is model.a.weight for p in graph.nodes[0].module.parameters()] == [True]
+    assert graph.held_elsewhere == {id(model.a.weight)}

@@ -116,9 +116,10 @@ class Trial:
             ConstantDraws(),
         ):
             packed = self._packed(examples)
+            trouble = self._not_replaced()
             try:
-                self._run_alone(packed)
-                trouble = ""
+                if not trouble:
+                    self._run_alone(packed)
             except StrettoError:
                 raise
             except Exception as error:  # noqa: BLE001 - becomes one error on all ranks
@@ -141,6 +142,18 @@ class Trial:
         with self._rank_groups.guard("sending the rows to verify"):
             self._rank_groups.broadcast(packed, 0)
         return packed
+
+    def _not_replaced(self) -> str:
+        """Return a parameter of which the module would not use a copy."""
+        held = self._graph.held_elsewhere
+        for name, parameter in self._module.named_parameters():
+            if id(parameter) in held:
+                return (
+                    f"forward reads the parameter {name!r} from a container, so that "
+                    "it can't be compared with copies: leave out verify=True, or read "
+                    "the parameter from its module"
+                )
+        return ""
 
     def _run_alone(self, packed: Tensor) -> None:
         args, kwargs = self._graph.arguments.unpack(packed)

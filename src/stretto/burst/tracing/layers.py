@@ -136,6 +136,19 @@ class LayerGraph:
         """Names of the tensors that no module of the model holds."""
         return self._traced.constants
 
+    @property
+    def held_elsewhere(self) -> frozenset[int]:
+        """The ids of parameters that forward reads from containers.
+
+        Other tensors in the modules' place would not be read.
+        """
+        return frozenset(
+            id(parameter)
+            for node in self.nodes
+            for name, parameter in node.module.named_parameters()
+            if name in self.constants
+        )
+
     def outdated(self) -> str | None:
         """Return a value that forward read and that changed since, or None."""
         return self._traced.outdated()

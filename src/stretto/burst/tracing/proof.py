@@ -187,6 +187,7 @@ class _Check:
         self._is_coarse = graph.uses_half
         # Tensors from elsewhere are read by the module itself as they are.
         self._owned = {id(x) for x in (*module.parameters(), *module.buffers())}
+        self._held_elsewhere = graph.held_elsewhere
         self._known: dict[str, _Found] = {}
         self._cotangent: Tensor | None = None
         self._needing: set[str] = set()
@@ -258,6 +259,8 @@ class _Check:
         return f"layer {node.name!r}"
 
     def _perturbed(self, tensor: Tensor) -> Tensor:
+        if id(tensor) in self._held_elsewhere:
+            return tensor
         with torch.no_grad():
             made = tensor.detach().clone()
             if not has_gradient(made) or id(tensor) not in self._owned:
