@@ -70,7 +70,7 @@ class PlanFollower:
             graph = parts.captures.capture_for(self.plan)
             widths = rank_ranges_of(self.plan, graph, parts.ranks.size)
             if parts.settings.verify:
-                require_comparable(graph, parts.settings.batch_norm)
+                require_comparable(parts.module, graph, parts.settings.batch_norm)
         except StrettoError as exc:
             trouble = exc
         self.meet("build a burst-parallel model", graph, trouble)

@@ -42,20 +42,26 @@ _LEAST = 1e-2
 """Relative to the model's largest gradient; smaller gradients may be mere rounding."""
 
 
-def require_comparable(graph: LayerGraph, batch_norm: str) -> None:
+def require_comparable(module: nn.Module, graph: LayerGraph, batch_norm: str) -> None:
     """Require that one process with the whole batch computes the same as the ranks.
 
     Raises:
-        SpecError: batch norms use the statistics of each rank's own samples.
+        SpecError: batch norms use the statistics of each rank's own samples, or forward
+            would not use copies of parameters.
     """
-    if batch_norm == "sync":
-        return
-    for node in graph.nodes:
+    for node in graph.nodes if batch_norm != "sync" else ():
         if any(isinstance(part, BatchNorm) for part in node.module.modules()):
             raise SpecError(
                 f"verify=True compares with one process, and layer {node.name!r} has a "
                 'batch norm that batch_norm="local" computes differently on purpose: '
                 'use batch_norm="sync", or leave verify out'
+            )
+    for name, parameter in module.named_parameters():
+        if id(parameter) in graph.held_elsewhere:
+            raise SpecError(
+                f"verify=True can't compare {graph.name}: its forward reads the "
+                f"parameter {name!r} from a container, where no copy can replace it. "
+                "Leave out verify=True, or read the parameter from its module"
             )
 
 
@@ -116,10 +122,9 @@ class Trial:
             ConstantDraws(),
         ):
             packed = self._packed(examples)
-            trouble = self._not_replaced()
             try:
-                if not trouble:
-                    self._run_alone(packed)
+                self._run_alone(packed)
+                trouble = ""
             except StrettoError:
                 raise
             except Exception as error:  # noqa: BLE001 - becomes one error on all ranks
@@ -142,18 +147,6 @@ class Trial:
         with self._rank_groups.guard("sending the rows to verify"):
             self._rank_groups.broadcast(packed, 0)
         return packed
-
-    def _not_replaced(self) -> str:
-        """Return a parameter of which the module would not use a copy."""
-        held = self._graph.held_elsewhere
-        for name, parameter in self._module.named_parameters():
-            if id(parameter) in held:
-                return (
-                    f"forward reads the parameter {name!r} from a container, so that "
-                    "it can't be compared with copies: leave out verify=True, or read "
-                    "the parameter from its module"
-                )
-        return ""
 
     def _run_alone(self, packed: Tensor) -> None:
         args, kwargs = self._graph.arguments.unpack(packed)
