@@ -136,11 +136,18 @@ class Cluster:
         """End everything at once."""
         self.folders.mark_down([])
         hosts = self.folders.hosts(self.settings)
+        self._kill_holders([*self._locks().values()])  # no actor is left, either
         for host in hosts:
             if self.node(host).root.is_dir():
                 self.node(host).mark_down([])  # an agent may be about to start
-        locks = [*self._locks().values()]
-        locks += [self.node(host).agent_lock(host) for host in hosts]
+        self._kill_holders([self.node(host).agent_lock(host) for host in hosts])
+        if self.settings.ray is not None:
+            shutil.rmtree(Path(self.settings.ray.temp).parent, ignore_errors=True)
+        for host in hosts:
+            for folder in self.node(host).attempts(host).glob("*"):
+                processes.kill_marked(ATTEMPT_VARIABLE, str(folder))
+
+    def _kill_holders(self, locks: list[Path]) -> None:
         deadline_s = time.monotonic() + LIMIT_S
         while any(map(processes.is_locked, locks)) and time.monotonic() < deadline_s:
             for lock in locks:
@@ -149,11 +156,7 @@ class Cluster:
                         os.kill(pid, signal.SIGKILL)
             processes.kill_marked(MARK, str(self.folders.root))
             time.sleep(0.02)
-        if self.settings.ray is not None:
-            shutil.rmtree(Path(self.settings.ray.temp).parent, ignore_errors=True)
-        for host in hosts:
-            for folder in self.node(host).attempts(host).glob("*"):
-                processes.kill_marked(ATTEMPT_VARIABLE, str(folder))
+        processes.kill_marked(MARK, str(self.folders.root))
 
 
 def await_that(

@@ -498,7 +498,7 @@ def has_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_started_ray_has_a_token_for_this_user_alone(
     tmp_path: Path, has_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_ray.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(engine_ray, "_temp", lambda _: tmp_path / "r")
     folders = Folders(tmp_path / "c")
     ray = engine_ray.started_ray(folders, "127.0.0.1")
     assert folders.ray_token.stat().st_mode & 0o777 == 0o600
