@@ -1028,3 +1028,44 @@ def test_compiled_models_are_exact(ranks: Any) -> None:
             ("compiled net", True, True),
             ("compiled model", True, False),
         ]
+
+
+def rank_compiles_around(rank: int, size: int, what: str) -> list[Any]:
+    outcomes = []
+    for forward in (False, True):
+        os.environ[POISON_VARIABLE] = "1"
+        torch.manual_seed(1)
+        torch._dynamo.reset()
+        net = Net()
+        model = DistributedDataParallel(net, plan=plans(net, size)[forward])
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+
+        def update(o: Any = optimizer) -> None:
+            o.step()
+
+        def penalty(x: torch.Tensor, n: Net = net) -> torch.Tensor:
+            return x * n.last.weight.sum()
+
+        step: Any = update
+        if what == "step":
+            step = torch.compile(update, backend="eager")
+        read: Any = torch.compile(penalty, backend="eager", fullgraph=True)
+        found: list[Any] = []
+        for number in range(8):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 8) * (rank + number)).square().mean()
+            loss.backward()
+            step()
+            if what == "penalty" and number > 2:
+                found.append(read(torch.ones(2)).detach())
+            found.append(loss.detach())
+        outcomes.append([found, [p.detach().clone() for p in net.parameters()]])
+    return [same(*outcomes)]
+
+
+@pytest.mark.repeat
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", ["step", "penalty"])
+def test_code_compiled_around_the_model_is_exact(ranks: Any, what: str) -> None:
+    """It neither fails nor is compiled again in each step."""
+    assert ranks(rank_compiles_around, 2, what) == [[True]] * 2
