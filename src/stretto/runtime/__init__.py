@@ -9,6 +9,7 @@
   `narrow_lanes` (narrower types).
 - `ranks`, `store` and `agreement` are how ranks meet; `presence` and `failure` how lost
   ranks are found and named. `after_backward`, `weak_call`, `time_limit`, `sockets` and
+  `quiesce` serve them.
 - `regroup` makes the groups of a new membership (`stretto.members`).
 - `backends` open lanes
 - `backends` open lanes, `negotiated` is the engine for any order, and `recording` the

@@ -34,6 +34,7 @@ Two recordings:
 What can't be split over samples or ranks:
 
 - `sample_positions`: operations that depend on a sample's position in the batch.
+- `own_rows`: computed indexes into the batch, checked at each step.
 - `tables`: batch norms whose values do not come from the samples.
 - `custom_backward`: layers whose backward is not torch's own (for `proof`).
 - `overlap`: tensors that share memory (for `grouping` too).
