@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import stretto.logs
 
 WARN = "logging.getLogger('stretto.tune.controller').warning('a plan')"
 
@@ -73,3 +77,17 @@ def test_a_program_s_logging_that_raises_ends_no_training() -> None:
     expected = "stretto: a plan (logging raised LookupError('request_id'))\n"
     assert shown(RAISES, warning) == expected
     assert shown(RAISES, RESULT) == expected
+
+
+def test_no_message_repeats_the_name_that_the_handler_adds():
+    package = Path(stretto.logs.__file__).parent
+    repeated = [
+        f"{path.relative_to(package)}:{node.lineno}"
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).startswith("_log.")
+        and node.args
+        and ast.unparse(node.args[0]).lstrip("f'\"").startswith("stretto:")
+    ]
+    assert repeated == []

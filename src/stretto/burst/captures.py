@@ -170,9 +170,9 @@ class Captures:
         self._recaptures += 1
         if self._recaptures in (8, 64, 512):
             _log.warning(
-                "stretto: the burst model was captured again %d times, the last in "
-                "%.2g s, because %r, which its forward reads, had changed: pass values "
-                "that change in each step as an input tensor or keep them in a buffer",
+                "the burst model was captured again %d times, the last in %.2g s, "
+                "because %r, which its forward reads, had changed: pass values that "
+                "change in each step as an input tensor or keep them in a buffer",
                 self._recaptures,
                 time.monotonic() - begin,
                 self._graphs[-1].outdated() or "a mode",

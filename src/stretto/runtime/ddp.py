@@ -297,8 +297,8 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             self._waiting_plan = None
             if self._ranks.rank == 0:
                 _log.warning(
-                    "stretto: the copied model keeps DDP's buckets, because the plan "
-                    "of the original no longer fits: %s",
+                    "the copied model keeps DDP's buckets, because the plan of the "
+                    "original no longer fits: %s",
                     exc,
                 )
 

@@ -120,9 +120,8 @@ class Recheck:
             if not known.is_recordable:
                 known.is_recordable = False
                 _log.warning(
-                    "stretto: forward of %s can't be recorded again to check the "
-                    "capture, so changes of what it reads by unusual ways stay "
-                    "unnoticed: %s",
+                    "forward of %s can't be recorded again to check the capture, so "
+                    "some changes of what it reads are not detected: %s",
                     name,
                     exc,
                 )
