@@ -131,7 +131,7 @@ class PairMeasurement:
             raise SpecError(
                 f"the background ran {len(self._alone_s)} tasks without a foreground, "
                 f"and its rate alone needs {LEAST_ALONE}: start it before the "
-                "foreground, or let it run on afterwards"
+                "foreground, or keep it running afterward"
             )
         limits = gate.policy, gate.depth
         blocks = [block for block in self._blocks if block.limits == limits]

@@ -192,7 +192,7 @@ class BackwardPass:
             require_values(grad)
             if forward.plan != self._plan:
                 raise StrettoError(
-                    "backward of a forward from before apply_plan(), which gave its "
+                    "this backward's forward ran before apply_plan(), which gave its "
                     "layers to other ranks: call apply_plan between optimizer.step() "
                     "and the next forward"
                 )
@@ -217,7 +217,7 @@ class BackwardPass:
             _queue_callback(self._ended)
 
     def _run(self, forward: EndedForward) -> None:
-        """Work as the first forward whose output backward reaches says.
+        """Follow the first forward whose output backward reaches.
 
         Raises:
             StrettoError: other parameters are trained now, and gradients must be kept.
@@ -226,7 +226,7 @@ class BackwardPass:
         assert now is not None  # noqa: S101
         if forward.sync is not now:
             now.require_nothing_kept(
-                "backward of a forward from before parameters were frozen or unfrozen"
+                "a backward whose forward ran before parameters were frozen or unfrozen"
             )
             if not now.is_on:
                 raise StrettoError(
@@ -253,8 +253,8 @@ class BackwardPass:
         more = zip(forward.trained, first.trained, strict=True)
         if any(here and not there for here, there in more):
             raise StrettoError(
-                "one backward of two forwards, between which parameters were frozen: "
-                "call backward() for each, or freeze after the last forward"
+                "one backward covers two forwards, and parameters were frozen between "
+                "them: call backward() for each, or freeze after the last forward"
             )
         self._note_shares(forward)
 
@@ -262,13 +262,13 @@ class BackwardPass:
         """Check it when backward ends: only the order differs between ranks.
 
         Raises:
-            StrettoError: a parameter's gradient has no one weight.
+            StrettoError: a parameter's gradient has no single weight.
         """
         if self._has_direct and len(self._shares_here()) > 1:
             raise StrettoError(
                 "the loss uses a parameter directly and outputs of two forwards in "
                 "which ranks have different parts of the batch, so the parameter's "
-                "gradient has no one weight: give each rank the same part of both "
+                "gradient has no single weight: give each rank the same part of both "
                 "batches, or call backward() for each forward's loss"
             )
 

@@ -157,8 +157,8 @@ class Captures:
             raise SpecError(
                 f"forward of {type(self._module).__name__} keeps {name} from its first "
                 "call, and what that was computed from has changed since: one process "
-                "goes on with the first value, layers compute it again. Compute it in "
-                "each call, or keep it in a buffer"
+                "would keep the first value, but layers compute it again. Compute it "
+                "in each call, or keep it in a buffer"
             )
         self._refuse_new_parameters(graph)
         widths, unknown = later_widths(

@@ -60,7 +60,7 @@ def bring_gradients(
         held = list(node.module.parameters()) if node.name in roots else []
         if not held:
             continue
-        context = f"bringing gradients of layer {node.name!r}"
+        context = f"sending gradients of layer {node.name!r}"
         present = [parameter.grad is not None for parameter in held]
         flags = torch.tensor(present, dtype=torch.int64, device=held[0].device)
         bring_tensors(rank_groups, [flags], roots[node.name], context)
@@ -91,7 +91,7 @@ def bring_states(
             root = roots[node.name]
             is_root = rank_groups.ranks.rank == root
             states = [optimizer.state.get(p, {}) for p in mine] if is_root else None
-            context = f"bringing the optimizer's state of layer {node.name!r}"
+            context = f"sending the optimizer's state of layer {node.name!r}"
             with rank_groups.guard(context):
                 found = _broadcast_states(rank_groups, states, root, device)
             if not is_root:

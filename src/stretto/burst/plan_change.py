@@ -142,7 +142,7 @@ class PlanChange:
         parts = self._parts
         graph = parts.captures.planned
         with parts.stale_guard.opened():
-            params.bring(parts.rank_groups, graph, roots, "bringing parameters")
+            params.bring(parts.rank_groups, graph, roots, "sending parameters")
             params.bring_states(
                 parts.rank_groups, graph, roots, optimizers, parts.device
             )

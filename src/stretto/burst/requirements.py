@@ -142,7 +142,7 @@ def _refuse_overlaps(module: nn.Module) -> None:
             raise SpecError(
                 f"parameters {one[4]!r} and {two[4]!r} share memory, which ranks that "
                 "run one of them can't keep the same: use one nn.Parameter in both "
-                "places, or compute the one from the other in forward"
+                "places, or compute one from the other in forward"
             )
 
 

@@ -110,7 +110,7 @@ class TorchSeam:
             if found is not None:
                 error = StrettoError(
                     f"{found}, and this plan does not run every layer on every rank: "
-                    "use an optimizer that treats each parameter by itself, or a plan "
+                    "use an optimizer that treats each parameter separately, or a plan "
                     "with all ranks for every layer"
                 )
                 self._rank_groups.refusals.tell(error)

@@ -72,7 +72,7 @@ _HERE = "here"
     "--policy",
     default="fifo",
     show_default=True,
-    help="Which jobs run where, see `stretto cluster simulate`.",
+    help="Decides which jobs run where, see `stretto cluster simulate`.",
 )
 @click.option(
     "--watchdog",
@@ -81,7 +81,7 @@ _HERE = "here"
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="A host ends its jobs after so long without the coordinator.",
+    help="Time without the coordinator after which a host ends its jobs.",
 )
 @click.option(
     "--heartbeat",
@@ -90,7 +90,7 @@ _HERE = "here"
     default=1.0,
     show_default=True,
     metavar="SECONDS",
-    help="A host is lost after four missing heartbeats.",
+    help="Time between a host's heartbeats; without four of them, it is lost.",
 )
 @click.option(
     "--report",
@@ -132,7 +132,7 @@ def start_command(
     folders: Folders,
     is_json: bool,
 ) -> None:
-    """Start a cluster on this machine or on Ray; it goes on when you log out."""
+    """Start a cluster on this machine or on Ray; it keeps running when you log out."""
     registry.get(policy)
     ray_settings = _ray(folders, ray, interface, is_insecure=is_insecure)
     # A Ray that runs already says itself what its nodes have.

@@ -25,17 +25,19 @@ from stretto.cli._outputs import writable
     type=int,
     default=0,
     show_default=True,
-    help="Draws a model for each job, and roles that the trace lacks.",
+    help="Random seed: draws each job's model, and roles that the trace lacks.",
 )
 @click.option(
-    "--jobs", type=click.IntRange(min=1), help="Use only this number of first jobs."
+    "--jobs",
+    type=click.IntRange(min=1),
+    help="Number of jobs to use, the first ones.",
 )
 @click.option(
     "--backgrounds",
     type=click.FloatRange(0.0, 1.0),
     default=0.3,
     show_default=True,
-    help="Part of the jobs that are backgrounds, if the trace does not say.",
+    help="Share of jobs that are backgrounds, if the trace does not say.",
 )
 @click.option(
     "--flexible",

@@ -28,7 +28,7 @@ def writable(
     if path.is_dir():
         why = "it is a folder: name a file in it"
     elif not folder.is_dir():
-        why = f"the folder {folder} does not exist: make it first"
+        why = f"the folder {folder} does not exist: create it first"
     elif not os.access(path if path.exists() else folder, os.W_OK):
         why = "permission denied"
     if why:

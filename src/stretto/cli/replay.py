@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "--cluster",
     "cluster_file",
     metavar="FILE",
-    help="The network's figures, for the prediction.  [default: measured first]",
+    help="Cluster file for the prediction.  [default: measure the network first]",
 )
 @click.option(
     "--budget",
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=0),
     default=3,
     show_default=True,
-    help="Number of steps before them.",
+    help="Number of warm-up steps before them.",
 )
 @click.option(
     "--trace",

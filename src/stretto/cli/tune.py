@@ -20,7 +20,8 @@ _WHERE = click.option(
     "path",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="The file.  [default: STRETTO_MEMORY, or plans.sqlite in the user's cache]",
+    help="File of kept plans.  [default: STRETTO_MEMORY, or plans.sqlite in the user's "
+    "cache]",
 )
 _NUMBER = click.IntRange(1, 2**63 - 1)
 """SQLite's range."""

@@ -180,7 +180,7 @@ class Agent:
             return
         self._parts[fence] = _Part(folder, spec, command.devices)
         if pid is None:
-            raise AssertionError(f"{folder} is new and has a supervisor")
+            raise AssertionError(f"{folder} is new, but already has a supervisor")
         self._attach(fence)
 
     def _must_profile(self, command: StartPart) -> bool:

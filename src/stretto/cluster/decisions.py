@@ -140,4 +140,6 @@ def _check_free(view: JobView, devices: tuple[Device, ...], state: State) -> Non
         if device in held:
             raise SpecError(f"{device} has {held[device].id}")
         if not cluster.may_join(view, device):
-            raise SpecError(f"{device}: it may not run beside what is there")
+            raise SpecError(
+                f"{device}: too little memory, or the foreground permits no background"
+            )

@@ -181,7 +181,7 @@ class Folders:
         """Create the folder.
 
         Raises:
-            ClusterError: it cannot be created, or others may enter it.
+            ClusterError: it cannot be created, or others can access it.
         """
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -198,7 +198,7 @@ class Folders:
             )
         if stat.S_IMODE(found.st_mode) & 0o077:
             raise ClusterError(
-                f"other users may enter the cluster's folder {self.root}: run "
+                f"other users can access the cluster's folder {self.root}: run "
                 f"`chmod 700 {self.root}`, or give another with --folder"
             )
 

@@ -209,7 +209,7 @@ class State:
         self.strays[name] = strays
         for key, attempt in list(here.items()):
             if key not in seen and attempt.parts[name].is_started:
-                why = f"it was gone when {name} joined"
+                why = f"no process of it was left when {name} joined"
                 self._end_part(attempt, name, {"why": why})
         self._refresh(name)
 

@@ -127,7 +127,7 @@ class Supervisor:
             self._loop.every(self._part.report_every_s, self._report_steps)
 
     def _prepare(self) -> str:
-        """Create the ranks' surroundings; return what could not be had."""
+        """Create the ranks' folders; return why their priority stays low, or empty."""
         part = self._part
         note = processes.reset_priority()
         for folder in (part.boards, part.files, part.logs):

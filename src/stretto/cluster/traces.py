@@ -158,7 +158,7 @@ _FORMATS: tuple[
 
 
 def _pai(table: Iterable[Mapping[str, str]], source: str) -> Iterator[TraceJob | None]:
-    """PAI 2020: the tasks of a job run together; GPUs are in per cent of one.
+    """PAI 2020: the tasks of a job run together; GPUs are in percent of one.
 
     The table has no submission, so a job counts as submitted when its first task
     started.

@@ -160,7 +160,7 @@ def _prepare_logs(logs: str | os.PathLike[str] | None) -> str | None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LabError(
-            f"the folder for logs cannot be made: {folder}: {error.strerror}"
+            f"the folder for logs cannot be created: {folder}: {error.strerror}"
         ) from error
     return str(folder)
 

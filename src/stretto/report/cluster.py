@@ -125,7 +125,7 @@ def uses_svg(rows: Sequence[Mapping[str, Any]]) -> str:
             begin += width
         used = 1 - hours["unused"] / hours["all"] if hours["all"] else 0.0
         parts.append(_text(_RIGHT + 8, y + 14, f"{used:.0%} in use", class_="figure"))
-    return _svg(parts, bottom + 26, "Parts of the cluster's time in per cent")
+    return _svg(parts, bottom + 26, "Share of the cluster's time in percent")
 
 
 def _frame(reach: float, rows: int) -> tuple[list[str], float]:

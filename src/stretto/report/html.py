@@ -42,7 +42,7 @@ _PAGE = """<!DOCTYPE html>
 <body>
 <main>
 {body}
-<footer>Made by {made_by}. This page is whole: it loads nothing.</footer>
+<footer>Made by {made_by}. This page is self-contained: it loads nothing.</footer>
 </main>
 <script>
 {script}</script>

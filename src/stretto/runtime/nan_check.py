@@ -329,7 +329,7 @@ def _message(
             )
             parts.append(f"{ranks.name(rank)}{names}")
         where = (
-            f"it was so before the reduction, in the local gradient of "
+            f"it was not finite before the reduction, in the local gradient of "
             f"{', '.join(parts)}. Check the input and the loss of that step there; "
             "torch.autograd.set_detect_anomaly(True) names the operation. With a "
             "GradScaler, whose first steps may overflow, set nan_patience=20."

@@ -89,7 +89,9 @@ class ExclusiveDevice(AbstractDevice):
     def isolate(self, foreground_pid: int) -> Isolation:
         """Do nothing: this device has no priorities."""
         del foreground_pid
-        return Isolation(method="", detail="one process at a time, first come first")
+        return Isolation(
+            method="", detail="one process at a time, first come, first served"
+        )
 
     def preempts(self, isolation: Isolation) -> bool:
         """Return ``False``."""

@@ -338,9 +338,9 @@ class HookUse:
             )
         return RankDisagreement(
             "a hook may change what the model computes, but is not on every rank: "
-            f"{where}. A rank that has it does not run its layer, so can't tell. "
-            "Register it in the same way on all ranks or, if it returns and writes "
-            "nothing, on the ranks that run the layer"
+            f"{where}. A rank that has it does not run its layer, so its effect is "
+            "unknown. Register it in the same way on all ranks or, if it returns and "
+            "writes nothing, on the ranks that run the layer"
         )
 
 

@@ -392,7 +392,7 @@ class OptimizerUse:
                 for a, b in zip(texts[one], texts[other], strict=False)
                 if a != b
             ),
-            f"an optimizer's are others on {name(one)} than on {name(other)}",
+            f"those of an optimizer differ between {name(one)} and {name(other)}",
         )
         return _options_differ(found)
 

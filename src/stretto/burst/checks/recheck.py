@@ -87,8 +87,8 @@ class Recheck:
             step: number of training forwards so far.
 
         Raises:
-            StrettoError: forward does something else than when it was captured, also
-                in each later call.
+            StrettoError: forward no longer does what was captured; also raised in each
+                later call.
         """
         known = self._known.get(graph)
         if known is None:
@@ -131,10 +131,10 @@ class Recheck:
         if place is None:
             return None
         return StrettoError(
-            f"forward of {name} does something else than when it was captured, since "
-            f"some step between {known.step} and {step}: {place}. Steps since then may "
-            "be wrong: go back to a state from before, and let forward read what "
-            "changes from an attribute, a buffer or an argument"
+            f"forward of {name} no longer does what was captured, since some step "
+            f"between {known.step} and {step}: {place}. Steps since then may be wrong: "
+            "go back to an earlier state, and let forward read what changes from an "
+            "attribute, a buffer or an argument"
         )
 
 
