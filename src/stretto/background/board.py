@@ -68,8 +68,8 @@ _BACKGROUND, _BACKGROUND_STARTED = 10, 11
 
 _STATUS_AT = 128
 _STATUS = struct.Struct("=QddQdddQQ")  # number, BackgroundStatus, number
-_KINDS_AT, _KIND_BYTES, _MOST_KINDS = 256, 32, 24
-_WINDOWS_AT, _MOST_WINDOWS = 1024, 120
+_KINDS_AT, _KIND_BYTES, _MAX_KINDS = 256, 32, 24
+_WINDOWS_AT, _MAX_WINDOWS = 1024, 120
 _WINDOW = struct.Struct("=ddQ")
 _RING_AT, _MARK_BYTES, _MARKS = 4096, 64, 512
 _MARK = struct.Struct("=QQdQQQ")  # number, step, time, state, kind, number
@@ -193,7 +193,7 @@ def file_of(device: str, ending: str) -> Path:
 
 
 @contextlib.contextmanager
-def clear_errors(path: Path) -> Iterator[None]:
+def as_background_error(path: Path) -> Iterator[None]:
     """Raise a BackgroundError in place of an OSError on a device's file.
 
     Raises:
@@ -255,7 +255,7 @@ class Board:
         self.device = device
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         self.path = file_of(physical_name(device, visible), "board")
-        with clear_errors(self.path):
+        with as_background_error(self.path):
             self._descriptor = _opened(self.path)
             try:
                 self._map = mmap.mmap(self._descriptor, _SIZE)
@@ -370,7 +370,7 @@ class Board:
 
     def _new_kind(self, kind: str) -> int:
         name = kind.encode()[: _KIND_BYTES - 1]
-        for number in range(1, _MOST_KINDS):
+        for number in range(1, _MAX_KINDS):
             at = _KINDS_AT + _KIND_BYTES * number
             held = bytes(self._map[at : at + _KIND_BYTES]).rstrip(b"\0")
             if not held:
@@ -381,7 +381,7 @@ class Board:
 
     def set_windows(self, windows: Sequence[Window]) -> None:
         """Write the windows that a prediction gives each step; the longest ones."""
-        kept = sorted(windows, key=lambda w: -w.length_s)[:_MOST_WINDOWS]
+        kept = sorted(windows, key=lambda w: -w.length_s)[:_MAX_WINDOWS]
         kept.sort(key=lambda w: w.begin_s)
         rows = b"".join(
             _WINDOW.pack(w.begin_s, w.length_s, self.kind_number(w.kind)) for w in kept
@@ -389,7 +389,7 @@ class Board:
         front = _WINDOWS_AT // 8
         number = self.words[front] + 1
         struct.pack_into(
-            f"=QQ{_MOST_WINDOWS * _WINDOW.size}sQ",
+            f"=QQ{_MAX_WINDOWS * _WINDOW.size}sQ",
             self._map,
             _WINDOWS_AT,
             number,
@@ -471,7 +471,7 @@ class Board:
         return Mark(number, step, time_s, state, self._kind_name(kind))
 
     def _kind_name(self, number: int) -> str:
-        if not 0 < number < _MOST_KINDS:
+        if not 0 < number < _MAX_KINDS:
             return "other"
         at = _KINDS_AT + _KIND_BYTES * number
         held = bytes(self._map[at : at + _KIND_BYTES]).rstrip(b"\0")
@@ -484,12 +484,12 @@ class Board:
 
     def windows(self) -> tuple[Window, ...]:
         """Return the windows that the foreground predicts; empty if it does not."""
-        size = 16 + _MOST_WINDOWS * _WINDOW.size
+        size = 16 + _MAX_WINDOWS * _WINDOW.size
         for _ in range(100):
             end = self.words[(_WINDOWS_AT + size) // 8]
             body = bytes(self._map[_WINDOWS_AT : _WINDOWS_AT + size])
             if end == self.words[_WINDOWS_AT // 8]:
-                count = min(int.from_bytes(body[8:16], sys.byteorder), _MOST_WINDOWS)
+                count = min(int.from_bytes(body[8:16], sys.byteorder), _MAX_WINDOWS)
                 rows = _WINDOW.iter_unpack(body[16 : 16 + count * _WINDOW.size])
                 return tuple(
                     Window(begin_s=b, length_s=s, kind=self._kind_name(k))

@@ -40,9 +40,9 @@ _log = get_logger(__name__)
 
 _LOOK_EVERY_S = 1.0
 _OVERRUN = 10.0
-"""A lease this many times as long as usual, and `_LEAST_OVERRUN_S`, is reported."""
+"""A lease this many times as long as usual, and `_MIN_OVERRUN_S`, is reported."""
 
-_LEAST_OVERRUN_S = 1.0
+_MIN_OVERRUN_S = 1.0
 _KILL_AFTER_S = 5.0
 _BUSY = 0.05
 """Share of a processor above which a process computes."""
@@ -238,7 +238,7 @@ class Foreground:
             return
         held_s = now_s - begin_s
         computes = self._device.is_processor and self._computes(pid, now_s)
-        if held_s < max(_OVERRUN * status.usual_s, _LEAST_OVERRUN_S):
+        if held_s < max(_OVERRUN * status.usual_s, _MIN_OVERRUN_S):
             return
         lease = (pid, begin_s)
         if self._reported != lease:

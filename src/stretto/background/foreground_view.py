@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stretto.background.board import Mark
     from stretto.background.windows import Expected
 
-LEAST_STALE_S = 1.0
+MIN_STALE_S = 1.0
 _STALE_STEPS = 10
 """Steps, and seconds, without a mark after which a foreground is stale."""
 
@@ -185,7 +185,7 @@ class ForegroundView:
         """Return whether the last mark is too old, or is missing."""
         if self._last is None:
             return True
-        allowed_s = max(LEAST_STALE_S, _STALE_STEPS * self.step_s)
+        allowed_s = max(MIN_STALE_S, _STALE_STEPS * self.step_s)
         return now_s - self._last.time_s > allowed_s
 
     @property

@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _LOOK_EVERY_S = 0.1
-_SHORTEST_PAUSE_S, _PAUSE_S = 5e-5, 2e-4
+_MIN_PAUSE_S, _PAUSE_S = 5e-5, 2e-4
 _PAUSES_S = {Reason.CLOSED: 1e-2, Reason.STALE: 1e-3, Reason.CONTROL: 1e-3}
 """Pauses between looks at the board, longer where a wait is long."""
 
-_STEP_PAUSES, _LONGEST_PAUSE_S = 500, 2e-3
+_STEP_PAUSES, _MAX_PAUSE_S = 500, 2e-3
 """Looks in a step of the foreground in which the gate is shut, at least: a look costs
 processor time, a late one the start of a window."""
 
-_FAR_PAUSES, _LONGEST_FAR_PAUSE_S = 50, 1e-2
+_FAR_PAUSES, _MAX_FAR_PAUSE_S = 50, 1e-2
 """The same while the next window is far away: a pause is at most half of that time."""
 
 _LENGTHS = 8
@@ -178,7 +178,7 @@ class Background:
         """
         self.end_task()
         begin_s = looked_s = perf_counter()
-        pause_s = _SHORTEST_PAUSE_S
+        pause_s = _MIN_PAUSE_S
         while not self._started(label):
             before_s, looked_s = looked_s, perf_counter()
             if self._view.is_waiting:
@@ -202,14 +202,14 @@ class Background:
     def _longest_pause_s(self) -> float:
         pause_s = _PAUSES_S.get(self._reason, _PAUSE_S)
         step_s = self._view.step_s
-        by_step_s = min(step_s / _STEP_PAUSES, _LONGEST_PAUSE_S)
+        by_step_s = min(step_s / _STEP_PAUSES, _MAX_PAUSE_S)
         far_s = 0.0
         if self._reason in (Reason.COMPUTING, Reason.TOO_LONG):
             least_s = self._usual_s.get(self._label, 0.0)
             far_s = self._view.until_wait_s(perf_counter(), least_s) / 2
         elif self._reason is Reason.CONTROL:
             far_s = step_s
-        far_s = min(far_s, step_s / _FAR_PAUSES, _LONGEST_FAR_PAUSE_S)
+        far_s = min(far_s, step_s / _FAR_PAUSES, _MAX_FAR_PAUSE_S)
         return max(pause_s, by_step_s, far_s)
 
     def end_task(self) -> None:

@@ -53,11 +53,11 @@ LONG_BLOCK = 15
 """The same after several blocks within the limit: a control step is idle time that no
 task uses, so one in eight costs an eighth of it."""
 
-MOST_MARGIN = 4.0
+MAX_MARGIN = 4.0
 """Margin beyond which the background is closed."""
 
 _FIRST_MARGIN = 0.1
-_LEAST_MARGIN = 0.05
+_MIN_MARGIN = 0.05
 _GOOD_BLOCKS = 4
 """Blocks within the limit before limits are relaxed by one step, and before blocks are
 long."""
@@ -83,7 +83,7 @@ _LATE_TO_BLAME = 0.25
 """Share of the loss from which tasks that outlast waits are to blame instead. A step
 waits for the latest of several ranks, which loses more than each one's own tasks."""
 
-_LEAST_STEPS = 2
+_MIN_STEPS = 2
 """With background between two control steps."""
 
 
@@ -323,7 +323,7 @@ class Controller:
                 self._steps.append(step)
             following = self._number + 1
             period = 1 + self._block()
-            if len(self._steps) >= _LEAST_STEPS and following % period == 0:
+            if len(self._steps) >= _MIN_STEPS and following % period == 0:
                 self.gate.is_control, self._control_at = True, following
         return False
 
@@ -396,12 +396,12 @@ class Controller:
             gate.depth = max(1, gate.depth // 2)
             gate.margin = max(2.0 * gate.margin, _FIRST_MARGIN)
             gate.late_ratio /= 2.0
-            if gate.policy is Policy.FITS and gate.margin > MOST_MARGIN:
+            if gate.policy is Policy.FITS and gate.margin > MAX_MARGIN:
                 self._close()
 
     def _relax(self) -> None:
         gate = self.gate
-        gate.margin = max(_LEAST_MARGIN, 0.9 * gate.margin)
+        gate.margin = max(_MIN_MARGIN, 0.9 * gate.margin)
         gate.late_ratio = min(self._first.late_ratio, 1.2 * gate.late_ratio)
         gate.depth = min(self._first.depth, gate.depth + 1)
 
@@ -422,7 +422,7 @@ class Controller:
         self._closed_left -= 1
         if self._closed_left <= 0:
             self.gate.is_closed, self.gate.is_control = False, True
-            self.gate.margin = MOST_MARGIN
+            self.gate.margin = MAX_MARGIN
 
 
 def _to_blame(

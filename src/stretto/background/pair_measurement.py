@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from stretto.background.pacing import Gate
     from stretto.background.windows import Window
 
-LEAST_ALONE = 10
+MIN_ALONE = 10
 """Tasks without a foreground from which the rate alone is known."""
 
-LEAST_BLOCKS = 4
+MIN_BLOCKS = 4
 """Blocks of steps beside a foreground from which a pair is known."""
 
-_MOST_BLOCKS = 1000
+_MAX_BLOCKS = 1000
 
 
 Limits = tuple[Policy, int]
@@ -104,7 +104,7 @@ class PairMeasurement:
             return
         rate = tasks / (now_s - begin_s)
         self._blocks.append(_Block(limits, loss, rate, base_s))
-        del self._blocks[:-_MOST_BLOCKS]
+        del self._blocks[:-_MAX_BLOCKS]
 
     def pair(
         self,
@@ -127,18 +127,18 @@ class PairMeasurement:
         Raises:
             SpecError: too little was measured, or the foreground has no windows.
         """
-        if len(self._alone_s) < LEAST_ALONE:
+        if len(self._alone_s) < MIN_ALONE:
             raise SpecError(
                 f"the background ran {len(self._alone_s)} tasks without a foreground, "
-                f"and its rate alone needs {LEAST_ALONE}: start it before the "
+                f"and its rate alone needs {MIN_ALONE}: start it before the "
                 "foreground, or keep it running afterward"
             )
         limits = gate.policy, gate.depth
         blocks = [block for block in self._blocks if block.limits == limits]
-        if len(blocks) < LEAST_BLOCKS:
+        if len(blocks) < MIN_BLOCKS:
             raise SpecError(
                 f"{len(blocks)} blocks of the foreground's steps were compared with "
-                f"the last limits, and a pair needs {LEAST_BLOCKS}: let both run longer"
+                f"the last limits, and a pair needs {MIN_BLOCKS}: let both run longer"
             )
         rate = len(self._alone_s) / sum(self._alone_s)
         task_s = statistics.median(self._lengths_s)

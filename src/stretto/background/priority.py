@@ -46,7 +46,7 @@ METHODS = (CGROUP, SESSION, SCHEDULER)
 """In the order in which they are tried: a cgroup with ``cpu.idle``; the session's
 autogroup and SCHED_IDLE; SCHED_IDLE alone."""
 
-MOST_RATIO = 0.05
+MAX_RATIO = 0.05
 """Processor time over that of a foreground beside it, at most, if priority works."""
 
 _LOOP_S = 0.05
@@ -95,7 +95,7 @@ class Isolation:
     @property
     def works(self) -> bool:
         """Whether the test showed that a foreground comes first."""
-        return self.ratio is not None and self.ratio <= MOST_RATIO
+        return self.ratio is not None and self.ratio <= MAX_RATIO
 
     def __str__(self) -> str:
         """Return one line for logs and `stretto doctor`."""
@@ -405,7 +405,7 @@ def _ratio(reference: _Loop) -> float | None:
         if not low.wants_processor:
             return None
         # A ratio between the two cases is noise: measure it again.
-        while len(ratios) < 3 and MOST_RATIO < ratios[-1] < 0.5:
+        while len(ratios) < 3 and MAX_RATIO < ratios[-1] < 0.5:
             ratios.append(_ratio_now(reference, low))
     except OSError:
         return None

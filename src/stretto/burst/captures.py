@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
-_MOST_GRAPHS = 8
+_MAX_GRAPHS = 8
 """Number of captures to keep: of training, evaluation, with autocast or without."""
 
 Trained = tuple[bool, ...]
@@ -178,7 +178,7 @@ class Captures:
                 self._graphs[-1].outdated() or "a mode",
             )
         self._graphs.append(graph)
-        if len(self._graphs) > _MOST_GRAPHS:
+        if len(self._graphs) > _MAX_GRAPHS:
             old = self._graphs.pop(1)
             del self._widths_in[old]
             self._plans = {k: p for k, p in self._plans.items() if k[1] is not old}

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _ALPHA = -1.7580993408473766
 """Value to which self-normalizing networks drop (Klambauer et al., 2017)."""
 
-_LEAST_OFFSET = 4
+_MIN_OFFSET = 4
 """Step of the offset of a CUDA generator."""
 
 _KEPT = 2**16
@@ -81,7 +81,7 @@ class Draws:
         if self._device.type == "cuda":
             generator = torch.cuda.default_generators[self._device.index]
             offset = generator.get_offset()
-            generator.set_offset(offset + _LEAST_OFFSET)
+            generator.set_offset(offset + _MIN_OFFSET)
             return hash((generator.initial_seed(), offset)) | 1
         drawn = torch.empty((), dtype=torch.int64, device="cpu").random_()
         return int(drawn) or 1

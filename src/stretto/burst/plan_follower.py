@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from stretto.burst.tracing.layers import LayerGraph
     from stretto.schema.burst import BurstPlan
 
-_MOST_SYNCS = 4
+_MAX_SYNCS = 4
 """Number of sets of trained parameters whose buffers are kept: a GAN freezes and
 unfreezes one model in every step."""
 
@@ -248,7 +248,7 @@ class PlanFollower:
         self._use_shadows()
         if trained not in self._syncs:
             self._syncs[trained] = self._make_sync(self._parts.captures.planned)
-            while len(self._syncs) > _MOST_SYNCS:
+            while len(self._syncs) > _MAX_SYNCS:
                 self._syncs.popitem(last=False)
         self._syncs.move_to_end(trained)
         backward.use(self._syncs[trained], trained)

@@ -229,12 +229,12 @@ def _joined_unscale(unscale: Any) -> Any:
                 device = args[1].device if len(args) > 1 else kwargs["found_inf"].device
                 flags = [torch.zeros((), dtype=torch.float32, device=device)]
                 found[device] = flags[0]
-            most = torch.stack([flag.to(flags[0].device) for flag in flags]).max()
+            largest = torch.stack([flag.to(flags[0].device) for flag in flags]).max()
             call = call_for(SCALER, model.module, model.ownership, given)
             place = "joining the scaler's check"
-            most = model.join(most, call, place, is_max=True)
+            largest = model.join(largest, call, place, is_max=True)
             for flag in flags:
-                flag.fill_(most.to(flag.device))
+                flag.fill_(largest.to(flag.device))
         return found
 
     return joined

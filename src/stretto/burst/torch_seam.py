@@ -154,9 +154,9 @@ class TorchSeam:
         if failed is not None:
             failed(error, has_ended=has_ended)
 
-    def clips(self, most: float) -> None:
+    def clips(self, limit: float) -> None:
         """Record that gradients are clipped, by the norm or by value."""
-        self._uses.clips(most)
+        self._uses.clips(limit)
 
     def look_at_gradients(self) -> None:
         """Record what the program has done to gradients so far."""

@@ -23,7 +23,7 @@ from stretto.cluster.records import (
 if TYPE_CHECKING:
     from stretto.cluster.state import State
 
-_LONGEST_BACKOFF_S = 3600.0
+_MAX_BACKOFF_S = 3600.0
 
 _ENDED = {FAILED: "failed", STOPPED: "was stopped"}
 
@@ -108,7 +108,7 @@ def _end_of(record: Record, attempt: Attempt, now_s: float) -> Event:
         return _requeue(record, attempt, attempt.stopping, now_s)
     rules = view.spec.restart
     if view.failures < rules.attempts:
-        wait_s = min(rules.backoff_s * 2**view.failures, _LONGEST_BACKOFF_S)
+        wait_s = min(rules.backoff_s * 2**view.failures, _MAX_BACKOFF_S)
         found = _requeue(record, attempt, _failure(part), now_s + wait_s)
         more = {"failures": view.failures + 1}
         return replace(found, at_s=now_s, data={**found.data, **more})

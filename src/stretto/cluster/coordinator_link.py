@@ -29,7 +29,7 @@ Fence = tuple[str, int]
 _BATCH_S = 0.002
 """Events within this time travel together."""
 
-_RETRY_S, _LONGEST_RETRY_S = 0.05, 0.5
+_RETRY_S, _MAX_RETRY_S = 0.05, 0.5
 _KEEPER_S = 2.0
 _MAX_EVENTS = 512
 """In one message."""
@@ -96,7 +96,7 @@ class CoordinatorLink:
         try:
             connection = connected(self._folders.socket, timeout_s=1.0)
         except OSError:
-            self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
+            self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
             self._look_for_keeper()
             self._loop.call_in(self._retry_s, self.connect)
             return

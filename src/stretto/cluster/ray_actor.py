@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _LOOK_S = 0.1
-_LONGEST_WAIT_S = 1.0
+_MAX_WAIT_S = 1.0
 """Within which `HostActor.receive` answers."""
 
 _CHUNK_BYTES = 1 << 16
@@ -188,7 +188,7 @@ class HostActor:
         )
         async with changed:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait_for(has_news), _LONGEST_WAIT_S)
+                await asyncio.wait_for(changed.wait_for(has_news), _MAX_WAIT_S)
             if gateway != self._gateway:
                 return NO_SESSION, b""
             if self._session != session:

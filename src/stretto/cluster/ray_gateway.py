@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _LOOK_S = 1.0
-_RETRY_S, _LONGEST_RETRY_S = 0.2, 5.0
+_RETRY_S, _MAX_RETRY_S = 0.2, 5.0
 """Until a lost actor is looked for again."""
 
 _STEADY_S = 10.0
@@ -176,7 +176,7 @@ class Gateway:
             if now_s() - began_s > _STEADY_S:
                 pause_s = _RETRY_S
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
+            pause_s = min(2 * pause_s, _MAX_RETRY_S)
 
     async def _actor(self, host: str, member: Member) -> RemoteActor:
         settings = replace(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 """Between two starts of a process that ends at once."""
 
 _DETACHED_PAUSE_S = 2.0
@@ -81,9 +81,7 @@ class Role:
             self._pause_s = 0.0
         elif age_s < self._pause_s:
             return
-        self._pause_s = min(
-            _LONGEST_PAUSE_S, max(self._first_pause_s, 2 * self._pause_s)
-        )
+        self._pause_s = min(_MAX_PAUSE_S, max(self._first_pause_s, 2 * self._pause_s))
         self._started_s = now_s()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(

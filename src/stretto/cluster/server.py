@@ -41,7 +41,7 @@ _SILENT_BEATS = 4
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _KEEPER_S = 2.0
-_SHORTEST_PAUSE_S = 0.001
+_MIN_PAUSE_S = 0.001
 _MAX_MEETINGS = 4096
 _MAX_ROWS = 1000
 """Events in one answer."""
@@ -205,7 +205,7 @@ class Server:
                     channel.send({"commands": commands, "sent_s": sent_s})
         self._start_planning()
         if next_s is not None:
-            self._tick_soon(max(next_s, _SHORTEST_PAUSE_S))
+            self._tick_soon(max(next_s, _MIN_PAUSE_S))
 
     # plans
 

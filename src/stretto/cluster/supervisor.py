@@ -46,7 +46,7 @@ _CHUNK_BYTES = 1 << 16
 _MAX_PIECES = 64
 """Of an ended rank's output, copied at once: what it started may go on to write."""
 
-_LONGEST_CHECK_S = 1.0
+_MAX_CHECK_S = 1.0
 """Between two looks at the watchdog."""
 
 _KILL_AFTER_S = 5.0
@@ -109,7 +109,7 @@ class Supervisor:
         else:  # the process did not run for a while: another attempt may run by now
             self._check_watchdog()
             self._finish()
-        period_s = min(_LONGEST_CHECK_S, max(0.05, self._part.watchdog_s / 20))
+        period_s = min(_MAX_CHECK_S, max(0.05, self._part.watchdog_s / 20))
         self._loop.every(period_s, self._check_watchdog)
         self._loop.run()
         listener.close()

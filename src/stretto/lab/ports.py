@@ -17,7 +17,7 @@ SPAN = 12_000
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL_FIRST_EPHEMERAL = 32_768
-_LEAST = 1024
+_MIN_PORT = 1024
 _ATTEMPTS = 500
 
 _rng = random.SystemRandom()  # the caller's seed would give the same ports to all
@@ -66,8 +66,8 @@ def span(ephemeral: Path) -> tuple[int, int]:
     first, last = _USUAL_FIRST_EPHEMERAL, 2**16 - 1
     with contextlib.suppress(OSError, ValueError):  # not Linux: use the usual ones
         first, last = map(int, ephemeral.read_text().split())
-    if first - _LEAST >= SPAN // 10:
-        return max(_LEAST, first - SPAN), first
+    if first - _MIN_PORT >= SPAN // 10:
+        return max(_MIN_PORT, first - SPAN), first
     if 2**16 - 1 - last >= SPAN // 10:
         return last + 1, min(2**16, last + 1 + SPAN)
     return 2**16 - SPAN, 2**16  # the kernel reserves no range

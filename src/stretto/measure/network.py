@@ -40,7 +40,7 @@ _PILOT_BYTES = 256 * 1024
 _SHORT_PILOT_BYTES = 64 * 1024
 _SHORT_BUDGET_S = 2.0  # below it the pilot is short, too
 _SHORT_S = 0.01  # a repetition is filled up to this with back-to-back collectives
-_SHORTEST_S = 0.004  # the same in a short budget
+_MIN_S = 0.004  # the same in a short budget
 _MAX_INNER = 32
 _LOAD_S = 0.2  # length of the synthetic computation
 _CONTENTION_BYTES = 1024 * 1024
@@ -157,7 +157,7 @@ class _Probe:
         self._rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self._budget_s = budget_s
-        self._short_s = _SHORT_S if budget_s >= _SHORT_BUDGET_S else _SHORTEST_S
+        self._short_s = _SHORT_S if budget_s >= _SHORT_BUDGET_S else _MIN_S
         self._progress = progress
         self._sizes = sorted(set(sizes_bytes))
         self._lanes = sorted(set(lanes))

@@ -29,7 +29,7 @@ DEFAULT_BLOCK_BYTES_PER_S = 2e9
 """Bytes of message that a block handles per second: 100 Gbit/s over 6 channels."""
 
 _ROUND_FLOATS = 16384
-_LONGEST_S = 5.0
+_MAX_S = 5.0
 _COMPUTE_S = 0.02
 
 _SOURCE = r"""
@@ -122,7 +122,7 @@ class SyntheticBench(AbstractContentionBench):
                     self._stop,
                     self._rounds,
                     self._round_ns,
-                    round(1e3 * _LONGEST_S),
+                    round(1e3 * _MAX_S),
                 ],
                 stream=self._stream,
             )

@@ -234,7 +234,7 @@ def test_windows_are_passed_on_the_longest_if_there_are_too_many(boards):
     many = [Window(begin_s=i, length_s=1.0 + i % 7, kind="a") for i in range(300)]
     writer.set_windows(many)
     kept = reader.windows()
-    assert len(kept) == board_module._MOST_WINDOWS
+    assert len(kept) == board_module._MAX_WINDOWS
     assert min(w.length_s for w in kept) >= 5.0
     assert [w.begin_s for w in kept] == sorted(w.begin_s for w in kept)
 
@@ -468,8 +468,8 @@ def test_the_places_of_the_board_do_not_overlap():
         (0, b._HEADER.size),
         (8 * b.READER, 8 * (b._BACKGROUND_STARTED + 1)),
         (b._STATUS_AT, b._STATUS_AT + b._STATUS.size),
-        (b._KINDS_AT, b._KINDS_AT + b._KIND_BYTES * b._MOST_KINDS),
-        (b._WINDOWS_AT, b._WINDOWS_AT + 24 + b._MOST_WINDOWS * b._WINDOW.size),
+        (b._KINDS_AT, b._KINDS_AT + b._KIND_BYTES * b._MAX_KINDS),
+        (b._WINDOWS_AT, b._WINDOWS_AT + 24 + b._MAX_WINDOWS * b._WINDOW.size),
         (b._RING_AT, b._SIZE),
     ]
     for (_, end), (begin, _) in itertools.pairwise(places):

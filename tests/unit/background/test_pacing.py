@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.background.pacing import (
-    MOST_MARGIN,
+    MAX_MARGIN,
     SHORT_BLOCK,
     Controller,
     Gate,
@@ -464,4 +464,4 @@ def test_the_margin_never_exceeds_its_bound_while_open():
     controller = Controller(gate, max_loss=0.0)
     for _ in range(200):
         noisy(random.Random(1), lambda gate: 1.0, 8, controller)
-        assert gate.margin <= MOST_MARGIN or gate.is_closed
+        assert gate.margin <= MAX_MARGIN or gate.is_closed

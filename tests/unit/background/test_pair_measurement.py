@@ -6,8 +6,8 @@ import pytest
 
 from stretto.background.pacing import Gate, Policy
 from stretto.background.pair_measurement import (
-    LEAST_ALONE,
-    LEAST_BLOCKS,
+    MIN_ALONE,
+    MIN_BLOCKS,
     PairMeasurement,
 )
 from stretto.background.windows import Window
@@ -19,13 +19,13 @@ WINDOWS = [Window(begin_s=0.0, length_s=0.035, kind="network")]
 TASK_S, STEP_S = 0.01, 0.1
 
 
-def alone(measurement, tasks=LEAST_ALONE + 1):
+def alone(measurement, tasks=MIN_ALONE + 1):
     for i in range(tasks):
         measurement.add_task(0.02 * i, TASK_S, has_foreground=False)
     return 0.02 * tasks
 
 
-def beside(measurement, begin_s, gate, blocks=LEAST_BLOCKS, tasks=12, losses=(0.02,)):
+def beside(measurement, begin_s, gate, blocks=MIN_BLOCKS, tasks=12, losses=(0.02,)):
     """Blocks of 8 steps with ``tasks`` tasks each."""
     limits = gate.policy, gate.depth
     measurement.begin_foreground()
@@ -72,9 +72,9 @@ def test_blocks_with_other_limits_do_not_count():
 @pytest.mark.parametrize(
     ("tasks", "blocks", "windows", "words"),
     [
-        (LEAST_ALONE, 9, WINDOWS, "9 tasks without a foreground"),
-        (LEAST_ALONE + 1, LEAST_BLOCKS - 1, WINDOWS, "3 blocks of the foreground"),
-        (LEAST_ALONE + 1, 9, [], "no wait of the foreground fits a task of 0.01 s"),
+        (MIN_ALONE, 9, WINDOWS, "9 tasks without a foreground"),
+        (MIN_ALONE + 1, MIN_BLOCKS - 1, WINDOWS, "3 blocks of the foreground"),
+        (MIN_ALONE + 1, 9, [], "no wait of the foreground fits a task of 0.01 s"),
     ],
 )
 def test_what_is_missing_is_named(tasks, blocks, windows, words):

@@ -15,7 +15,7 @@ import pytest
 from stretto.background import priority
 from stretto.background.priority import (
     CGROUP,
-    MOST_RATIO,
+    MAX_RATIO,
     SCHEDULER,
     SESSION,
     Isolation,
@@ -86,7 +86,7 @@ def measured(methods, decides, **how):
 
 
 def is_low(ratio):
-    return ratio <= MOST_RATIO
+    return ratio <= MAX_RATIO
 
 
 def is_equal(ratio):
@@ -123,7 +123,7 @@ def test_a_cgroup_that_is_idle_keeps_the_foreground_first_and_is_removed():
     assert method == CGROUP
     assert inside in detail
     assert Path(inside).name.startswith("stretto-background-")
-    assert ratio <= MOST_RATIO
+    assert ratio <= MAX_RATIO
     assert not Path(inside).exists()
 
 
@@ -145,7 +145,7 @@ def test_a_background_in_the_foregrounds_session_comes_second_too():
         [CGROUP], is_low, foreground=os.getpid(), session=False
     )
     assert method == CGROUP
-    assert ratio <= MOST_RATIO
+    assert ratio <= MAX_RATIO
 
 
 @autogroups
@@ -154,21 +154,21 @@ def test_without_cgroups_the_session_keeps_the_foreground_first():
     assert method == SESSION
     assert "nice 19" in detail
     assert set(policies) == {os.SCHED_IDLE}  # threads that ran before, too
-    assert ratio <= MOST_RATIO
+    assert ratio <= MAX_RATIO
 
 
 @autogroups
 def test_sched_idle_alone_does_nothing_across_sessions_and_that_is_found():
     method, _, ratio, *_ = measured([SCHEDULER], lambda ratio: not is_low(ratio))
     assert method == SCHEDULER
-    assert ratio > MOST_RATIO
+    assert ratio > MAX_RATIO
     assert not Isolation(method=method, detail="", ratio=ratio).works
 
 
 def test_in_the_foregrounds_session_sched_idle_is_enough():
     row = measured([SESSION, SCHEDULER], is_low, foreground=os.getpid(), session=False)
     assert row[0] == SCHEDULER  # the session is the foreground's: left as it is
-    assert row[2] <= MOST_RATIO
+    assert row[2] <= MAX_RATIO
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_a_background_in_another_container_comes_second_to_the_foregrounds(conta
     foreground, own = containers
     method, _, ratio, *_ = measured([CGROUP], is_low, foreground=foreground, cgroup=own)
     assert method == CGROUP
-    assert ratio <= MOST_RATIO
+    assert ratio <= MAX_RATIO
 
 
 @cgroups

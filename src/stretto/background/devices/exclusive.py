@@ -21,7 +21,7 @@ from collections import deque
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar, final
 
-from stretto.background.board import clear_errors, file_of, is_running, own_start
+from stretto.background.board import as_background_error, file_of, is_running, own_start
 from stretto.background.devices.base import AbstractDevice, EndedTask
 from stretto.background.priority import Isolation
 from stretto.errors import BackgroundError
@@ -65,7 +65,7 @@ class ExclusiveDevice(AbstractDevice):
         self._lock = threading.Lock()
         self._pid, self._started = os.getpid(), own_start()
         try:
-            with clear_errors(self._path), self._flock():
+            with as_background_error(self._path), self._flock():
                 self._words = self._mapped()
         except BaseException:
             os.close(self._descriptor)

@@ -171,8 +171,8 @@ class BackwardUse:
         """Return the error of ranks of which some ended another number of passes."""
         name_all = self._ranks.name_all
         texts = self._gather(error)
-        most = max(count // _FAILED for count in counts.values())
-        if not most:
+        number = max(count // _FAILED for count in counts.values())
+        if not number:
             numbers = ", ".join(
                 f"{c} on {self._ranks.name(r)}" for r, c in counts.items()
             )
@@ -181,7 +181,7 @@ class BackwardUse:
                 f"forward: {numbers}. Call backward() equally often on every rank, "
                 "also where a rank has no samples"
             )
-        failed = [r for r, count in counts.items() if count // _FAILED == most]
+        failed = [r for r, count in counts.items() if count // _FAILED == number]
         rest = [r for r in counts if r not in failed]
         text = next((texts[r] for r in failed if texts[r]), "unknown")
         return RankDisagreement(

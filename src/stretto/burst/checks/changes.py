@@ -473,5 +473,5 @@ def _summary(
 
 def _are_near(factors: Any, tolerance: float) -> bool:
     every = list(factors)
-    most = max(abs(f) for f in every)
-    return bool(max(every) - min(every) <= tolerance * most)
+    largest = max(abs(f) for f in every)
+    return bool(max(every) - min(every) <= tolerance * largest)

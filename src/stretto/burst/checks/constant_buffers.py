@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from stretto.burst.tracing.layers import LayerGraph
     from stretto.runtime.agreement import Ranks
 
-_MOST_READ = 1 << 13
+_MAX_READ = 1 << 13
 """Bytes of the largest buffers of which one is read in each forward, for writes
 through ``.data``, which do not change the version."""
 
@@ -94,7 +94,7 @@ class ConstantBuffers:
             if id(tensor) not in self._changed:
                 found.setdefault(id(tensor), _Buffer(name, tensor))
         self._rows = list(found.values())
-        self._small = [row for row in self._rows if row.tensor.nbytes <= _MOST_READ]
+        self._small = [row for row in self._rows if row.tensor.nbytes <= _MAX_READ]
         self._digest = 0
 
     def require_equal(self, rows: Sequence[Sequence[int]]) -> None:

@@ -325,9 +325,9 @@ class HookUse:
 
     def _refusal(self, what: str, key: str, numbers: Sequence[int]) -> RankDisagreement:
         """Return the error of a hook, by its number on each rank."""
-        most = max(numbers)
-        have = [rank for rank, number in enumerate(numbers) if number == most]
-        lack = [rank for rank, number in enumerate(numbers) if number < most]
+        largest = max(numbers)
+        have = [rank for rank, number in enumerate(numbers) if number == largest]
+        lack = [rank for rank, number in enumerate(numbers) if number < largest]
         name_all = self._ranks.name_all
         where = f"{key} is on {name_all(have)} and missing on {name_all(lack)}"
         if what == "changed":

@@ -108,5 +108,5 @@ def _is_same(graph: LayerGraph, found: Any, wanted: Any) -> bool:
         return torch.equal(found, wanted)
     limit = tolerance_of(graph.precision_of(wanted.dtype))
     usual = wanted[wanted.isfinite()]
-    most = float(usual.abs().max()) if usual.numel() else 0.0
-    return torch.allclose(found, wanted, rtol=0.0, atol=limit * most, equal_nan=True)
+    largest = float(usual.abs().max()) if usual.numel() else 0.0
+    return torch.allclose(found, wanted, rtol=0.0, atol=limit * largest, equal_nan=True)

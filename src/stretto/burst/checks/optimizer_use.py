@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from stretto.runtime.agreement import Ranks
 
-_MOST = 3
+_MAX_OPTIMIZERS = 3
 """Number of optimizers whose gradients are compared."""
 
 _BACKWARDS = 9
@@ -196,10 +196,10 @@ class OptimizerUse:
         for use in self._uses.values():
             use.is_in_step = False
 
-    def clips(self, most: float) -> None:
+    def clips(self, limit: float) -> None:
         """Record that gradients are clipped, by the norm or by value."""
         if self._is_on:
-            self._clips.append(float(most))
+            self._clips.append(float(limit))
 
     # The exchange between ranks.
 
@@ -207,7 +207,7 @@ class OptimizerUse:
         """Return `num_values` numbers to exchange."""
         clips, self._clips = self._clips, []
         self._clips_compared = clips
-        clipped = sum((i + 1) * logarithm(most) for i, most in enumerate(clips))
+        clipped = sum((i + 1) * logarithm(limit) for i, limit in enumerate(clips))
         return [*self._next_steps(), as_int(clipped)]
 
     def _next_steps(self) -> list[int]:
@@ -228,7 +228,7 @@ class OptimizerUse:
         ]
         words, total = self._digest.of(options)
         flags = 0
-        for number, (_, use, _) in enumerate(rows[:_MOST]):
+        for number, (_, use, _) in enumerate(rows[:_MAX_OPTIMIZERS]):
             flags |= use.flags() << (_BITS * number)
         self._stepped = [use for _, use, _ in rows]
         self._steps = [use.text() for _, use, _ in rows]
@@ -255,7 +255,7 @@ class OptimizerUse:
                 if rows[rank][1] != first[1] or not apart <= TOLERANCE:
                     raise self._other_options(members[0], rank)
             flags = {rank: rows[rank][3] for rank in members}
-            for number in range(_MOST):
+            for number in range(_MAX_OPTIMIZERS):
                 self._require_same_use(names, number, flags)
         self._compared = []
 

@@ -125,18 +125,18 @@ _ROUNDS = (
     *(_not_finite(math.inf, half, (1e-5, 1.0)) for half in (0, 1)),
 )
 
-_MOST_STEPS = 48
+_MAX_STEPS = 48
 """Number of steps after which a trial that has changed nothing ends."""
 
 _OF_A_KIND = 4
 """Number of parameters to try of each group and number of dimensions."""
 
-_MOST_PARAMETERS = 48
+_MAX_PARAMETERS = 48
 
-_RARE_OF_A_KIND, _MOST_RARE = 2, 24
+_RARE_OF_A_KIND, _MAX_RARE = 2, 24
 """The same for the rounds with rare values."""
 
-_LEAST_RATE = 1e-3
+_MIN_RATE = 1e-3
 """Replaces a learning rate of 0, as at the start of a warm-up."""
 
 _LOSSES = (1.0, 7.0, 0.1, 30.0)
@@ -202,7 +202,7 @@ def _tried(
         whole = usual.first()
         if _is_same(whole[-1], usual.values):
             return (
-                f"{name} changed none of some copied parameters in {_MOST_STEPS} "
+                f"{name} changed none of some copied parameters in {_MAX_STEPS} "
                 "steps, so it is unknown whether it reads gradients of several layers "
                 "together"
             )
@@ -215,7 +215,7 @@ def _tried(
             return None
         is_equal = usual.are_halves_equal(_ORDINARY, whole)
         if is_equal:
-            few = _chosen(optimizer, _RARE_OF_A_KIND, _MOST_RARE)
+            few = _chosen(optimizer, _RARE_OF_A_KIND, _MAX_RARE)
             rare = _Values(optimizer, few, args, kwargs, is_thin=usual.is_thin)
             is_equal = all(
                 rare.are_halves_equal(each, rare.run(each, range(len(few))))
@@ -388,7 +388,7 @@ class _Trial:
         """Return all values after each step, up to one that raises for rare values."""
         found: list[list[Tensor]] = []
         is_ordinary = each is _ORDINARY
-        for number in range(_MOST_STEPS if is_ordinary else len(each.steps)):
+        for number in range(_MAX_STEPS if is_ordinary else len(each.steps)):
             if number >= len(each.steps) and not _is_same(found[-1], self._starts):
                 break
             self._step = each.steps[number % len(each.steps)]
@@ -431,11 +431,11 @@ def _set_rates(optimizer: Optimizer, largest: float | None) -> None:
     ]
     for group in groups:
         if not group["lr"]:
-            group["lr"] = group["lr"] + _LEAST_RATE
+            group["lr"] = group["lr"] + _MIN_RATE
     if largest is not None:
-        most = max((float(group["lr"]) for group in groups), default=largest)
+        highest = max((float(group["lr"]) for group in groups), default=largest)
         for group in groups:
-            group["lr"] = group["lr"] * (largest / most)
+            group["lr"] = group["lr"] * (largest / highest)
 
 
 class _NoMessages(TorchDispatchMode):
@@ -462,11 +462,11 @@ def _scaled(grad: Tensor, number: int, step: _Step) -> Tensor:
 
 def _multiplied(values: Tensor, factor: float) -> Tensor:
     """Return finite values for a finite factor, also in a type of 16 bits."""
-    most = torch.finfo(values.dtype).max
+    maximum = torch.finfo(values.dtype).max
     found = values * factor
-    if not math.isfinite(factor) or most > _RATIO**2:
+    if not math.isfinite(factor) or maximum > _RATIO**2:
         return found
-    return found.clamp(-most / 4, most / 4)
+    return found.clamp(-maximum / 4, maximum / 4)
 
 
 def _is_same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -482,7 +482,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _chosen(
-    optimizer: Optimizer, of_a_kind: int = _OF_A_KIND, most: int = _MOST_PARAMETERS
+    optimizer: Optimizer, of_a_kind: int = _OF_A_KIND, count: int = _MAX_PARAMETERS
 ) -> list[Tensor]:
     """Return the smallest trained parameters of each group and number of dimensions."""
     rows = []
@@ -496,7 +496,7 @@ def _chosen(
             rows += [(i, number, kind, p) for i, p in enumerate(some[:of_a_kind])]
     # If there are many groups, the first of each come first.
     rows.sort(key=lambda row: row[0])
-    rows = sorted(rows[:most], key=lambda row: row[1:3] + row[:1])
+    rows = sorted(rows[:count], key=lambda row: row[1:3] + row[:1])
     return [row[3] for row in rows]
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SEEDS = (1, 2)
 """A step is wrong only if it exceeds both: rounding may flip a unit in one of them."""
 
-_LEAST = 1e-2
+_MIN_RATIO = 1e-2
 """Relative to the model's largest gradient; smaller gradients may be mere rounding."""
 
 
@@ -178,7 +178,7 @@ class Trial:
         if differs > limit:
             return f"the output differs by {differs:.2g} of its largest value"
         grads = [t.grad for t in self._twins.values() if t.grad is not None]
-        least = _LEAST * max((largest_of(grad) for grad in grads), default=0.0)
+        floor = _MIN_RATIO * max((largest_of(grad) for grad in grads), default=0.0)
         for node in self._own:
             for name, parameter in node.module.named_parameters():
                 truth = self._twins[id(parameter)].grad
@@ -188,7 +188,7 @@ class Trial:
                 if truth is None or found is None:
                     which = "no gradient" if found is None else "a gradient"
                     return f"{name!r} of layer {node.name!r} has {which}"
-                differs = _differs(found, truth, max(least, largest_of(truth)))
+                differs = _differs(found, truth, max(floor, largest_of(truth)))
                 if differs > self._limit(found):
                     return (
                         f"the gradient of {name!r} in layer {node.name!r} differs by "

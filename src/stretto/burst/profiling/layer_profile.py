@@ -38,11 +38,11 @@ WITHIN_RATIO = 0.10
 """Allowed difference between the layers' sum and the whole step; beyond it, layer times
 are scaled."""
 
-MOST_REPEATS = 8
+MAX_REPEATS = 8
 """On a busy machine, rounds are repeated up to this many times, and those that agree
 best are used."""
 
-LEAST_LAYER_S = 50e-6
+MIN_LAYER_S = 50e-6
 """A layer that takes less for the most samples is joined with a neighbor: calling it
 takes about as long as its work."""
 
@@ -60,7 +60,7 @@ def profile(
     name: str | None = None,
     repetitions: int = 10,
     warmup: int = 2,
-    least_layer_s: float = LEAST_LAYER_S,
+    least_layer_s: float = MIN_LAYER_S,
     max_spread_ratio: float = 0.35,
     cuda_graphs: bool = True,
 ) -> LayerProfile:
@@ -129,7 +129,7 @@ def profile(
             for count in counts:
                 rounds.run(count, rows[count], keep=False)
         every = rounds
-        for _ in range(MOST_REPEATS):
+        for _ in range(MAX_REPEATS):
             for _ in range(repetitions):
                 for count in counts:
                     every.run(count, rows[count], keep=True)
@@ -399,7 +399,7 @@ def _profile_of(
     if spreads[worst] > max_spread_ratio:
         raise NoisyProfile(
             f"steps of {worst} samples differ by {spreads[worst]:.0%} of their median "
-            f"(quartiles) in the best of {MOST_REPEATS} times as many rounds; at most "
+            f"(quartiles) in the best of {MAX_REPEATS} times as many rounds; at most "
             f"{max_spread_ratio:.0%} are allowed: stop other programs on this machine, "
             "increase the repetitions, or allow a larger spread"
         )

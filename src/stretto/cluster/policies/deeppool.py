@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from stretto.cluster.devices import Device, DeviceMap
     from stretto.cluster.views import ClusterView, JobsView, JobView, Speed
 
-LEAST_RATE = 0.05
+MIN_RATE = 0.05
 """A background is not beside a rank where it would have a lower rate, by default."""
 
 
@@ -57,7 +57,7 @@ class DeepPoolPolicy(AbstractPolicy):
     def __init__(
         self,
         *,
-        least_rate: float = LEAST_RATE,
+        least_rate: float = MIN_RATE,
         patience_s: float = PATIENCE_S,
         settle_s: float = SETTLE_S,
     ) -> None:

@@ -79,7 +79,7 @@ _FUTEX_NUMBERS = {
 
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _ALL = 2**31 - 1
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 2e-3
+_MIN_PAUSE_S, _MAX_PAUSE_S = 50e-6, 2e-3
 
 
 class _Timespec(ctypes.Structure):
@@ -230,7 +230,7 @@ class Segment:
 
     def _sleep(self, rank: int, word: int, step: int) -> None:
         deadline = time.perf_counter() + self._ranks.timeout_s
-        look_s, pause_s = time.perf_counter() + TICK_S, _SHORTEST_PAUSE_S
+        look_s, pause_s = time.perf_counter() + TICK_S, _MIN_PAUSE_S
         while not _reached(seen := self._words[word], step):
             if self._error is not None:
                 raise LaneFailure(self._error)
@@ -247,7 +247,7 @@ class Segment:
                 look_s = now_s + TICK_S
             if not _number:
                 time.sleep(pause_s)
-                pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+                pause_s = min(1.5 * pause_s, _MAX_PAUSE_S)
             else:
                 limit_s = max(0.0, min(TICK_S, deadline - now_s))
                 timeout = _Timespec(0, int(limit_s * 1e9))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from stretto.runtime.ranks import Ranks
 
-_LONGEST_S = 0.02
+_MAX_WAIT_S = 0.02
 _SHARE = 0.25
 
 
@@ -59,7 +59,7 @@ class Pace:
         if news or not self._barren:
             return due_s
         waited_s = self._began_s - self._progress_s
-        return max(due_s, self._began_s + min(_LONGEST_S, _SHARE * waited_s))
+        return max(due_s, self._began_s + min(_MAX_WAIT_S, _SHARE * waited_s))
 
 
 _MAX_NAMES = 1000
