@@ -71,5 +71,5 @@ def _write(msg: object, args: tuple[object, ...], exc: Exception) -> None:
     try:
         line = str(msg) % args if args else str(msg)
         sys.stderr.write(f"stretto: {line} (logging raised {exc!r})\n")
-    except Exception:  # noqa: BLE001 - there is no one left to tell
+    except Exception:  # noqa: BLE001 - stderr is closed
         pass

@@ -184,7 +184,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
 
     @without_dynamo
     def _before_forward(self) -> None:
-        """Note an evaluation, or record a step; other ranks do not take part."""
+        """Count an evaluation, or record a step; other ranks do not take part."""
         auto, keeper = self._auto, self._keeper
         if auto is not None and not torch.is_grad_enabled():
             auto.evaluated()

@@ -162,11 +162,11 @@ class ForegroundView:
         )
 
     def task_began(self, time_s: float) -> None:
-        """Note that a task of the background has been started."""
+        """Record that a task of the background has been started."""
         self._open.append(_Ran(self._step, time_s, time_s))
 
     def task_ended(self, time_s: float) -> None:
-        """Note that the oldest task has ended."""
+        """Record that the oldest task has ended."""
         if not self._open:
             return
         task = self._open.popleft()

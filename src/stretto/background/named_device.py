@@ -22,7 +22,7 @@ def open_named() -> None:
     Also count the process's steps for a cluster, if the environment says so.
 
     ``{rank}`` and ``{local_rank}`` in the name stand for this process's. If the device
-    cannot be had, one line says why, and training goes on without a background.
+    is not available, one line says why, and training continues without a background.
     """
     global _is_opened
     if os.environ.get(step_counts.VARIABLE):

@@ -1,4 +1,8 @@
-"""Count the optimizer's steps where a cluster's supervisor reads them."""
+"""Count the optimizer's steps where a cluster's supervisor reads them.
+
+Called in each rank, by `named_device` for a model and by `stretto.script` for a script.
+`stretto.cluster.step_reports` is the supervisor's side.
+"""
 
 from __future__ import annotations
 

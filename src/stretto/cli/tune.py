@@ -29,7 +29,7 @@ _NUMBER = click.IntRange(1, 2**63 - 1)
 
 @click.group(name="tune")
 def command() -> None:
-    """Show or forget plans that earlier runs kept: equal jobs start from them."""
+    """Show or delete plans that earlier runs kept: equal jobs start from them."""
 
 
 @command.command(name="list")

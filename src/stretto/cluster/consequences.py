@@ -69,7 +69,7 @@ def _stop_of(
 def _unusable_host(attempt: Attempt, state: State) -> str | None:
     """Return why an attempt must leave its hosts, if it must.
 
-    One whose hosts are all silent goes on if they return before its watchdogs fire:
+    One whose hosts are all silent continues if they return before its watchdogs fire:
     stopping it would free no device earlier.
     """
     hosts = [state.cluster.hosts[part.host] for part in attempt.live_parts()]

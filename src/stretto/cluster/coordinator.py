@@ -61,7 +61,7 @@ class Coordinator:
     """Keeps events before it commands what follows. Not thread-safe.
 
     While the store is unavailable, submissions are refused, events of agents are taken
-    in but not acknowledged, and hosts get no new command; running jobs go on.
+    in but not acknowledged, and hosts get no new command; running jobs continue.
     """
 
     def __init__(

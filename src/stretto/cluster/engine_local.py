@@ -70,7 +70,7 @@ class Keeper:
 
 
 def stages(folders: Folders, settings: Settings) -> list[list[Role]]:
-    """Return the processes of a cluster on this host, those that end first first."""
+    """Return the processes of a cluster on this host, in the order of their end."""
     root, ray = str(folders.root), settings.ray
     coordinator = Role(
         "stretto.cluster.server",

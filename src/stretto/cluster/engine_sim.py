@@ -71,7 +71,7 @@ class _Run:
     held_s: float = 0.0
     """Devices times time, of devices that it had for itself as its role."""
     beside_s: float = 0.0
-    """Its devices' worth of time beside a foreground."""
+    """Work done beside a foreground, in seconds that it takes one device alone."""
     loss_s: float = 0.0
     waited_s: float = 0.0
     wait_since_s: float = 0.0
@@ -262,7 +262,7 @@ class _Simulation:
     # Rates.
 
     def _mark(self, run: _Run) -> None:
-        """Note that the rates of a job, and of those on its devices, change."""
+        """Record that the rates of a job, and of those on its devices, change."""
         self._changed[run.view.id] = run
         self._mark_others(run)
 

@@ -141,7 +141,7 @@ class Folders:
         return self.host(host) / "agent.lock"
 
     def mark_down(self, drained: Sequence[str]) -> None:
-        """Note that the cluster is to be down, and which hosts that has drained."""
+        """Record that the cluster is to be down, and which hosts that has drained."""
         write_json(self.down, list(drained))
 
     def take_down_mark(self) -> list[str]:

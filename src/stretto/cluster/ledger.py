@@ -18,7 +18,7 @@ that. `offer` returns nothing for a duplicate, a gap or a report that no longer 
 Every returned event is applied already. `apply` is a pure fold: the state is what the
 events say, and commands are computed from the state. A command stays outstanding until
 an event shows its effect, so engines may send all outstanding commands with every
-answer to a heartbeat, and a restarted coordinator goes on by sending them again.
+answer to a heartbeat, and a restarted coordinator sends them again.
 
 `heard` records a heartbeat. It is no event; after a restart a host counts as heard at
 that time, which only lengthens a fence.

@@ -153,7 +153,7 @@ class Loop:
         self._is_stopped = True
 
     def close_in_child(self) -> None:
-        """Release everything in a forked child, whose parent goes on with it."""
+        """Release everything in a forked child, whose parent keeps it."""
         signal.set_wakeup_fd(-1)
         self._selector.close()  # a copy: the parent's set of descriptors stays
         self._timers.clear()

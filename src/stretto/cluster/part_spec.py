@@ -63,7 +63,7 @@ class PartSpec:
     signal: str = "TERM"
     grace_s: float = 30.0
     peers_grace_s: float = 5.0
-    """How long other ranks may go on after one has failed, to report what they saw."""
+    """How long other ranks may run after one has failed, to report what they saw."""
 
     watchdog_s: float = 60.0
     first_watchdog_until_s: float | None = None

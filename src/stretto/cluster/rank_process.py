@@ -86,7 +86,7 @@ class RankProcess:
         return None if self._process is None else self._process.pid
 
     def ended(self, wait_status: int) -> None:
-        """Note that it was waited for."""
+        """Record that it was waited for."""
         self.code = os.waitstatus_to_exitcode(wait_status)
         if self._process is not None:
             self._process.returncode = self.code

@@ -216,7 +216,7 @@ class HostActor:
         self._signal_agent()
 
     async def stop(self) -> None:
-        """Stop serving; the agent goes on. Ray does so by ending the process."""
+        """Stop serving; the agent keeps running. Ray does so by ending the process."""
         self._drop()
         for task in self._tasks:
             task.cancel()

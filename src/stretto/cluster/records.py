@@ -41,7 +41,7 @@ class Part:
     """The devices that it uses by its last report; ``None``: not known."""
 
     is_released: bool = False
-    """All its devices were taken away, so it ends and the attempt goes on."""
+    """All its devices were taken away, so it ends and the attempt continues."""
 
     has_ended: bool = False
 
@@ -132,7 +132,7 @@ class Record:
     not_before_s: float = 0.0
 
     stop_requested: str = ""
-    """By whom; empty if not requested."""
+    """Who requested it; empty if not requested."""
 
     profile: str = ""
     """Path of its layer profile; empty if it has no profile."""

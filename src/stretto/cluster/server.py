@@ -237,7 +237,7 @@ class Server:
     def _new_commands(
         self, host: str, commands: Iterable[Command]
     ) -> list[dict[str, Any]]:
-        """Return the commands that this connection of a host has not got."""
+        """Return the commands that were not yet sent on this connection of a host."""
         found, sent = [], self._sent[host]
         for command in commands:
             if isinstance(command, MakePlan):

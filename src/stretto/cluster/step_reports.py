@@ -1,4 +1,7 @@
-"""What a supervisor reports of an attempt's steps."""
+"""What a supervisor reports of an attempt's steps, for `supervisor`.
+
+`stretto.background.step_reports` writes the counts, in each rank.
+"""
 
 from __future__ import annotations
 

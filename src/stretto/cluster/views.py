@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 DATA_PARALLEL, WEAK, BATCH_OPTIMAL, BURST = "strong", "weak", "batch-optimal", "burst"
 WAYS = (DATA_PARALLEL, WEAK, BATCH_OPTIMAL, BURST)
-"""How a job uses more devices, see `planners.burst.scaling`."""
+"""Ways of scaling, by which a job uses more devices; see `planners.burst.scaling`. A
+field ``way`` is one of these."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """How fast a job runs in one way on a number of devices."""
+    """How fast a job runs on a number of devices, under one way of scaling."""
 
     gpus: int
 
@@ -47,7 +48,7 @@ class Speed:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """A job's speeds by way, each by ascending number of devices."""
+    """A job's speeds by way of scaling, each by ascending number of devices."""
 
     ways: Mapping[str, Sequence[Speed]]
 

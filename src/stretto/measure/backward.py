@@ -321,7 +321,7 @@ class StepObserver:
         return first_used
 
     def _returned(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        """Note the last module that returned before backward."""
+        """Record the last module that returned before backward."""
         if (
             self._begin is not None
             and not self._ready_order

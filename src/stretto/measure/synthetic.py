@@ -1,4 +1,4 @@
-"""A kernel that uses a device as a collective would, for a device without peers.
+"""A kernel that uses a device as a collective would, for `stretto probe --synthetic`.
 
 Not yet run on a GPU. $k$ blocks with as many threads as NCCL's stay on the device and
 move memory at a set rate until they are stopped. In each round a block reads two arrays

@@ -1,4 +1,7 @@
-"""A DDP that shares an agreement, lanes and a table of parameters with its ranks."""
+"""The base of stretto's DDP: agreement, lanes and a table of parameters.
+
+`ddp_reducer` derives from it, and `ddp` from that.
+"""
 
 from __future__ import annotations
 

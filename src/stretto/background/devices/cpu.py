@@ -32,13 +32,13 @@ class CpuDevice(AbstractDevice):
         return isolation.works
 
     def start_task(self, label: str, *, waits: bool, depth: int) -> bool:
-        """Note the start of a task."""
+        """Record the start of a task."""
         del waits, depth
         self._running = label, perf_counter()
         return True
 
     def end_task(self) -> None:
-        """Note the end of a task."""
+        """Record the end of a task."""
         if self._running is not None:
             label, begin_s = self._running
             now_s = perf_counter()

@@ -220,7 +220,7 @@ class ExclusiveDevice(AbstractDevice):
             self._give_back(self._tickets.popleft())
 
     def close(self) -> None:
-        """Give all tickets back."""
+        """Return all tickets."""
         if self._descriptor < 0:
             return
         if self._pid == os.getpid():

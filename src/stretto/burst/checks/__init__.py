@@ -1,11 +1,12 @@
 """Check that ranks train the model that one process would train.
 
 Ranks compare numbers that travel with each forward (`burst.forward_exchange`), and with
-each refresh. Unless a line says otherwise, `burst.executor` owns what a file defines.
+each refresh. Unless a line says otherwise, `burst.parts` constructs what a file
+defines.
 
 The module and the program:
 
-- `structure`: notice replaced modules and parameters.
+- `structure`: notice replaced modules and parameters (for `plan_follower`).
 - `input_classes`: classes of input tensors change no result.
 - `backward_use`: the same backward passes end, and their gradients have known weights.
 - `hook_use`: hooks that change something are on all ranks.

@@ -54,7 +54,7 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """Take devices from a live background job, which goes on with the others."""
+    """Take devices from a live background job, which keeps the others."""
 
     job: str
     devices: tuple[Device, ...]

@@ -135,7 +135,7 @@ class DeepPoolPolicy(AbstractPolicy):
         cluster: ClusterView,
         leaving: dict[str, set[Device]],
     ) -> bool:
-        """Note the backgrounds that leave a foreground's devices.
+        """Record the backgrounds that leave a foreground's devices.
 
         Returns whether the foreground has to wait for them.
         """

@@ -28,7 +28,7 @@ class ExclusivePolicy(AbstractPolicy):
     # Note [Backfill without starvation]
     Jobs start in the order of priority, then submission. If the first does not fit,
     later ones that fit may pass it. How long jobs will run is not known, so this could
-    go on for ever. When the first has waited for ``patience_s``, devices that become
+    go on forever. When the first has waited for ``patience_s``, devices that become
     free are kept for it, and no job passes it anymore.
 
     # Note [Backgrounds give way]
@@ -42,7 +42,7 @@ class ExclusivePolicy(AbstractPolicy):
         self.patience_s = at_least_zero("patience_s", patience_s)
 
     def size(self, job: JobView, free: int) -> tuple[int, str, int | None]:
-        """Return how many of ``free`` devices a job gets, the way and the batch."""
+        """Return how many of ``free`` devices a job gets, its scaling and its batch."""
         return min(job.maximum, free), DATA_PARALLEL, None
 
     def decide(
