@@ -6,6 +6,8 @@
   `libra_m`, `aiacc`, `dear`, `joint`, `exhaustive`: one method each; `joint` is the
   default and `exhaustive` an oracle for tests.
 - `_coarse` and `_orders`: smaller workloads, and orders of tensors (for searches).
+- `_joint` and `_libra`: the searches of these planners; `burst`: plans of the GPUs of
+  each layer.
 """
 
 from stretto.planners.base import AbstractPlanner, Draft, dtype_starts, finish

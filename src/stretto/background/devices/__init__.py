@@ -1,4 +1,8 @@
-"""Devices that a foreground and a background share: one contract, one module each."""
+"""Devices that a foreground and a background share: one contract, one module each.
+
+- `base`: the contract, for `lease` and `foreground`.
+- `cpu`: processors, with `priority`; `cuda`: GPUs; `exclusive`: an emulated device.
+"""
 
 from __future__ import annotations
 
