@@ -1,4 +1,4 @@
-"""Start Gloo ranks on loopback for a benchmark, with a time-out."""
+"""Start Gloo ranks on loopback for a benchmark, with a timeout."""
 
 from __future__ import annotations
 

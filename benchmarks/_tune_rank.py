@@ -153,7 +153,7 @@ def whole_run(trainee: Trainee, steps: int) -> dict:
 
 
 def tuned_run(job: Job, options: TuneOptions, steps: int) -> dict:
-    """Run with tuning. The model is dropped afterwards: the threads of idle lanes wake
+    """Run with tuning. The model is dropped afterward: the threads of idle lanes wake
     a hundred times a second, and those of many models slow everything that follows.
     """
     trainee, settled = job.tuned(options)

@@ -4,7 +4,7 @@
 
 20 steps of random plans with even, uneven and one-sided shares of the samples: the
 largest relative difference of loss, of gradients at every step, and of the state
-afterwards. Target for losses and gradients: 1e-5 in float32, 1e-10 in float64. *grad*
+afterward. Target for losses and gradients: 1e-5 in float32, 1e-10 in float64. *grad*
 is relative to the largest value of the whole gradient. *tensor_grad*, a stricter
 measure, is relative to the largest of the same tensor. It leaves out tensors whose
 gradient is below 1000 roundings of the whole one's largest value: it may be zero within

@@ -5,7 +5,7 @@ SIGTERM, SIGSTOP, an exception, a MemoryError, ``os._exit``. Moments: seconds af
 start or after the model is built, a place in a step, or a call inside stretto (a
 meeting, the opening of a lane, a probe, a change of plan). Jobs: ``plan="auto"`` on the
 forced and on the usual schedule, an explicit plan, a negotiated order, the Horovod
-interface, a burst plan; 2 or 3 ranks; group time-outs of 5, 30 and 1800 s.
+interface, a burst plan; 2 or 3 ranks; group timeouts of 5, 30 and 1800 s.
 
 The oracle: every survivor ends within the bound with status 1 and one CommTimeout that
 names the victim and no other rank, and nothing aborts; if the victim had nothing left
@@ -53,7 +53,7 @@ CALLS_WITHOUT_TUNING = ("the opening of a lane", "an agreement")
 PLACES = ("between steps", "forward", "backward", "after the last step")
 
 DEAD_S = 12.0
-"""Time within which survivors of a dead rank have ended, whatever the time-out,
+"""Time within which survivors of a dead rank have ended, whatever the timeout,
 including a roll call and Python's own end.
 """
 
@@ -77,7 +77,7 @@ class Fault:
 
     def __str__(self) -> str:
         return (
-            f"seed {self.seed}: {self.job}, {self.size} ranks, time-out "
+            f"seed {self.seed}: {self.job}, {self.size} ranks, timeout "
             f"{self.timeout_s:g} s: {self.kind} of rank {self.victim} in {self.place} "
             f"{self.when:.3g}"
         )
@@ -105,7 +105,7 @@ def draw(seed: int) -> Fault:
     if place in ("start", "run") and kind not in SIGNALS:
         kind = rng.choice(SIGNALS)
     # A stopped rank, and one that is lost before it has identified itself, are detected
-    # only at the time-out.
+    # only at the timeout.
     short = kind == "SIGSTOP" or place == "start"
     timeout_s = 5.0 if short else rng.choice((5.0, 30.0, 1800.0))
     return Fault(seed, job, size, timeout_s, kind, rng.randrange(size), place, when)

@@ -136,7 +136,7 @@ def store(kept: dict) -> None:
 
 
 def judge(kept: dict) -> dict:
-    """Count the searches whose plan is near the best measured afterwards."""
+    """Count the searches whose plan is near the best measured afterward."""
     right, rows = 0, []
     for name, case in kept["networks"].items():
         for number, found in enumerate(case["searches"]):

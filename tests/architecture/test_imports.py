@@ -52,7 +52,7 @@ def python(*args):
 
 
 def loads_torch(code):
-    """Whether a fresh interpreter that runs the code has torch afterwards."""
+    """Whether a fresh interpreter that runs the code has torch afterward."""
     done = python("-c", f"{code}\nimport sys\nprint('torch' in sys.modules)")
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1] == "True"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give tests of ranks the time to start besides their own time-outs."""
+    """Give tests of ranks the time to start besides their own timeouts."""
     for item in items:
         mark = item.get_closest_marker("timeout")
         if (

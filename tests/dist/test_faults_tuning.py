@@ -1,6 +1,6 @@
 """Ranks that are lost while ``plan="auto"`` tunes: named, in bounded time, by all.
 
-The forced schedule puts every phase of tuning into the first ten steps. Time-outs are
+The forced schedule puts every phase of tuning into the first ten steps. Timeouts are
 long, so that only the look for a rank's process can end a wait in time; where the rank
 is stopped rather than gone, they are short.
 """

@@ -84,7 +84,7 @@ def test_ranks_that_all_leave_their_claims_early_get_one_error(ranks: Any) -> No
     (text,) = {text for text, _ in found}
     assert "step 0 of a gang: every rank left its loop over claims() early" in text
     assert f"and {COUNT} of {COUNT} micro-batches have no gradient" in text
-    assert all(seconds < 60.0 for _, seconds in found)  # not by the time-out
+    assert all(seconds < 60.0 for _, seconds in found)  # not by the timeout
 
 
 def rank_replays(rank: int, size: int) -> bool:

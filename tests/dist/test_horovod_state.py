@@ -110,7 +110,7 @@ def _state(rank: int, size: int) -> list[str]:
     assert torch.equal(model.weight.grad, torch.zeros(2, 2))
     assert model.bias.grad is None
 
-    # A scheduler of the optimizer that was wrapped afterwards.
+    # A scheduler of the optimizer that was wrapped afterward.
     sgd = torch.optim.SGD(model.parameters(), lr=1.0 + rank)
     scheduler = torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5)
     wrapped = hvd.DistributedOptimizer(sgd, model.named_parameters())

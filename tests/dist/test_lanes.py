@@ -150,7 +150,7 @@ def test_an_aborted_lane_ends_its_collectives_at_once_on_all_connections(
     ranks: Any,
 ) -> None:
     waited, _ = ranks(rank_loses_a_peer, 2)
-    assert waited < 3  # its time-out is 20
+    assert waited < 3  # its timeout is 20
 
 
 def rank_interrupted_while_it_waits(rank: int, size: int) -> list[str]:

@@ -4,7 +4,7 @@ NCCL refuses two ranks of one host on one device. A host id of its own per rank
 (``NCCL_HOSTID``) makes them hosts that reach each other by sockets, which serves for
 correctness in every version; ranks' processes take turns on the device, so times say
 nothing. NCCL 2.30 and newer have ``NCCL_MULTI_RANK_GPU_ENABLE`` too. A rank whose peer
-is gone spins for ever, so every rank has a time limit and is killed at it.
+is gone spins forever, so every rank has a time limit and is killed at it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 GROUP_S = 60.0
-"""The time-out of a group's collectives."""
+"""The timeout of a group's collectives."""
 
 SHARED_DEVICE = {
     "NCCL_P2P_DISABLE": "1",

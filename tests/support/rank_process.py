@@ -51,7 +51,7 @@ def run(
 
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Importing torch may take a minute on a busy machine: not within a time-out.
+    # Importing torch may take a minute on a busy machine: not within a timeout.
     mine = Path(out)
     outs = [
         mine.with_name(f"{mine.name.removesuffix(str(rank))}{r}") for r in range(size)

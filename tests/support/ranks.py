@@ -2,7 +2,7 @@
 
 A test passes a function of its own module; every rank loads that file anew, joins a
 process group and calls it. Ranks are forked from servers that have imported torch
-(`rank_process.py`). Time-outs count from when all ranks have started.
+(`rank_process.py`). Timeouts count from when all ranks have started.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ START_S = 300.0
 """Ranks have all started within this, however busy the machine is."""
 
 BUSY = 2.0
-"""A test's own time-outs are for a quiet machine; they only bound hangs."""
+"""A test's own timeouts are for a quiet machine; they only bound hangs."""
 
 
 @dataclass

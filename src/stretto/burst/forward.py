@@ -299,7 +299,7 @@ class Forward:
         """Replace batch norms and dropouts as the layers' ranks need, for one forward.
 
         The replacement is an attribute of the module, which takes precedence over its
-        class's ``forward``; the user's module is restored afterwards.
+        class's ``forward``; the user's module is restored afterward.
         """
         stands = self._stands_for[graph]
         for module, stand in stands.items():

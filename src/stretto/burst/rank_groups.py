@@ -52,7 +52,7 @@ class GroupLanes:
         self.norms = pool.lane(lanes)
 
     def release(self) -> None:
-        """Drop the lanes; nothing may be sent afterwards."""
+        """Drop the lanes; nothing may be sent afterward."""
         self.lanes = ()
         self.norms = None
 

@@ -49,7 +49,7 @@ def run_lab(
 
     The status is 0 when every rank ended with 0. Otherwise it is that of the first rank
     that failed (128 + signal if a signal killed it), or 124 when the time limit ended
-    the run. Nothing of the lab remains afterwards, also when an exception leaves this
+    the run. Nothing of the lab remains afterward, also when an exception leaves this
     function or this process is killed.
 
     Args:

@@ -95,7 +95,7 @@ def probe_network(
         agreement_group: Used by the probe itself to agree, from the CPU; ``group`` by
             default.
         lane_group: Returns lane ``i``'s process group, the same on every rank. By
-            default new groups are made, and destroyed afterwards.
+            default new groups are made, and destroyed afterward.
         sizes_bytes: Messages.
         lanes: Numbers of simultaneous all-reduces.
         points: Pairs of size and number of lanes instead of all of them, most

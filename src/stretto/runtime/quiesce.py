@@ -2,7 +2,7 @@
 
 # Note [Exit while Gloo's threads still work]
 A Gloo worker thread reports a collective as finished and drops its own reference to it
-afterwards. If that is the last reference and a tensor of the collective has a Python
+afterward. If that is the last reference and a tensor of the collective has a Python
 object, the thread needs the interpreter's lock. A finalizing interpreter ends such a
 thread with ``pthread_exit``, whose unwinding meets a noexcept destructor: the process
 aborts ("terminate called without an active exception") instead of returning its exit

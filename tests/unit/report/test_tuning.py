@@ -163,7 +163,7 @@ def test_a_plan_that_could_not_be_run_is_a_cross() -> None:
 
 
 def test_where_no_plan_could_be_run_there_are_crosses_alone() -> None:
-    # The incumbent is then a plan that takes for ever.
+    # The incumbent is then a plan that takes forever.
     lost = story(tried(1, "planner", None, won=False, incumbent_s=math.inf, credits={}))
     drawing = drawn(lost)
     assert dots(drawing) == []

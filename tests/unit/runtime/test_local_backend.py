@@ -426,7 +426,7 @@ def test_a_rank_without_memory_is_an_error_on_every_rank_at_once(
     monkeypatch.setattr(local_lanes, function, fail)
     began_s = time.perf_counter()
     found = together(2, lambda _, lanes: lane(lanes))
-    assert time.perf_counter() - began_s < 10.0  # the time-out is 20
+    assert time.perf_counter() - began_s < 10.0  # the timeout is 20
     for each in found:
         assert isinstance(each, PlanMismatch)
         assert f"rank {10 + rank} can't open local lane 0" in str(each)

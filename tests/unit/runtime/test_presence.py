@@ -125,7 +125,7 @@ def test_who_runs_is_late_or_stuck_rather_than_gone(
     text = str(failures.report("the all-reduce of bucket 0", RuntimeError("Timed out")))
     assert "rank 10 is late or stuck" in text
     assert "still runs" in text
-    # A quarter of a short time-out, where a long one would have 5 s.
+    # A quarter of a short timeout, where a long one would have 5 s.
     assert time.perf_counter() - began_s < 3.0
 
 

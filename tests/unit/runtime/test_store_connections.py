@@ -58,5 +58,5 @@ def test_a_store_that_is_gone_is_not_connected_to_again() -> None:
     del server
     began = perf_counter()
     assert own_connection(ranks_over(client)) is client
-    # A clone would retry for longer than the store's time-out.
+    # A clone would retry for longer than the store's timeout.
     assert perf_counter() - began < 15

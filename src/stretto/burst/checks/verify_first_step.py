@@ -4,7 +4,7 @@ Every rank computes a few random rows with the module itself, then all compute t
 the captured layers on the layers' ranks. Outputs, the gradients of the layers that a
 rank runs, and these layers' buffers after the step must be the same except for
 rounding. Meanwhile parameters are perturbed and random draws are constants, as in
-`stretto.burst.tracing.trial`; everything is restored afterwards.
+`stretto.burst.tracing.trial`; everything is restored afterward.
 """
 
 from __future__ import annotations

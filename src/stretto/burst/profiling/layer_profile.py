@@ -66,7 +66,7 @@ def profile(
 ) -> LayerProfile:
     """Return each layer's times for the samples that a GPU gets of ``batch``, by width.
 
-    The module's parameters, buffers and gradients are unchanged afterwards.
+    The module's parameters, buffers and gradients are unchanged afterward.
 
     Args:
         module: on the device to measure, in ``train`` mode.
@@ -164,7 +164,7 @@ def steps_of(
 ) -> Iterator[tuple[Callable[[int], None], tuple[int, ...]]]:
     """Yield a function that computes as one rank of a width, and the widths.
 
-    Takes the arguments of `profile`. The module is unchanged afterwards.
+    Takes the arguments of `profile`. The module is unchanged afterward.
     """
     numbers = widths_of(widths, gpus, batch)
     arguments = Arguments(tuple(example_inputs), dict(kwargs or {}), module.forward)

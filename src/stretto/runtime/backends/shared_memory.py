@@ -149,7 +149,7 @@ class Segment:
         """Map the memory.
 
         Args:
-            descriptor: Of the memory; may be closed afterwards.
+            descriptor: Of the memory; may be closed afterward.
             ranks: The lane's ranks.
             processes: Their processes, by rank.
             label: The lane's name in messages.
@@ -258,7 +258,7 @@ class Segment:
             self._futex(word, _FUTEX_WAKE, _ALL, None)
 
     def _futex(self, word: int, operation: int, value: int, timeout: Any) -> None:
-        # Its errors (the value has changed, a time-out, a signal) are found by the next
+        # Its errors (the value has changed, a timeout, a signal) are found by the next
         # look at the value.
         _system.syscall(
             ctypes.c_long(_number),
