@@ -1,4 +1,4 @@
-"""Tell steps that a validation has lengthened from a program's usual steps."""
+"""Distinguish steps that a validation has lengthened from usual ones."""
 
 from __future__ import annotations
 
