@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
-    from torch.utils.hooks import RemovableHandle
 
 queue_callback: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
@@ -28,8 +28,11 @@ def on_accumulated(
 
     PyTorch accepts it only while the parameter requires a gradient. A parameter that is
     frozen now keeps the hook for later: programs that train parts of a model in turn
-    freeze the others meanwhile.
+    freeze the others meanwhile. A parameter that was converted to whole numbers while
+    frozen can't have a gradient and gets no hook.
     """
+    if not (parameter.is_floating_point() or parameter.is_complex()):
+        return RemovableHandle({})
     frozen = not parameter.requires_grad
     if frozen:
         parameter.requires_grad_(True)  # noqa: FBT003 - as PyTorch's

@@ -67,6 +67,22 @@ def moved(net: Net) -> None:
     net.first = first
 
 
+def frozen_as_integers(net: Net) -> None:
+    net.aside.requires_grad_(requires_grad=False)
+    for parameter in net.aside.parameters():
+        parameter.data = (50 * parameter.data).round().to(torch.int8)
+    weight, bias = net.aside.weight, net.aside.bias
+    net.aside.forward = lambda x: x @ (weight / 50).t() + bias / 50  # type: ignore[method-assign]
+
+
+def frozen_and_emptied(net: Net) -> None:
+    """Free the memory of a module that is not used any more."""
+    net.aside.requires_grad_(requires_grad=False)
+    for parameter in net.aside.parameters():
+        parameter.data = torch.empty(0)
+    net.aside.forward = lambda x: x[:, :4]  # type: ignore[method-assign]
+
+
 CHANGES: list[tuple[Callable[[Net], None], bool]] = [
     (renamed_by_pruning, False),
     (pruned_and_back, True),
@@ -74,6 +90,8 @@ CHANGES: list[tuple[Callable[[Net], None], bool]] = [
     (reordered, False),
     (added, False),
     (moved, False),
+    (frozen_as_integers, True),
+    (frozen_and_emptied, True),
 ]
 
 

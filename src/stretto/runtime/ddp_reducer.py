@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,12 @@ from stretto.runtime.ddp_group import WatchedGroup
 from stretto.runtime.ddp_ranks import RankedDDP
 from stretto.runtime.planned_group import PlannedGroup
 from stretto.runtime.read_only import shown_value
-from stretto.runtime.recording.step import StepWatch
+from stretto.runtime.recording.step import StepWatch, require_observer
 from stretto.runtime.static_graph import GradientCounts
 from stretto.runtime.torch_compat import build_reducer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -34,11 +34,25 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 
+class _Form(NamedTuple):
+    """What a Reducer takes from a parameter when it is built."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
+def _form(parameter: torch.Tensor) -> _Form:
+    strides = parameter.stride() if parameter.layout is torch.strided else ()
+    return _Form(parameter.dtype, parameter.shape, strides)
+
+
 class ReplaceableReducerDDP(RankedDDP):
     """Gives DDP's Reducer a plan's buckets and process group, and another one later."""
 
     _error_feedback: bool
     _built: Any = None
+    _built_forms: Sequence[_Form] = ()
     _plan: Plan | None = None
     _waiting_plan: Plan | None = None
     _planned: PlannedGroup | None = None
@@ -67,7 +81,11 @@ class ReplaceableReducerDDP(RankedDDP):
         """Report every step to ``observer`` from now on; ``None`` stops it.
 
         Without an observer no hook is installed, so there is no cost.
+
+        Raises:
+            SpecError: ``observer`` is not an observer.
         """
+        require_observer(observer)
         self._observe(observer)
 
     # A subclass may use the public names for methods of its own.
@@ -118,6 +136,7 @@ class ReplaceableReducerDDP(RankedDDP):
     def _ddp_init_helper(self, *arguments: Any) -> None:
         if self._built is None:
             self._built = arguments[:3]
+            self._built_forms = [_form(p) for p in arguments[0]]
         if self._numerics is not None:
             self._numerics.renewed(views=self.gradient_as_bucket_view)
         parent: Any = super()
@@ -292,19 +311,32 @@ class ReplaceableReducerDDP(RankedDDP):
 
     @contextlib.contextmanager
     def _as_constructed(self) -> Iterator[None]:
-        """Make parameters require gradients as when the model was built.
+        """Make parameters what they were when the model was built.
 
-        DDP's Reducer keeps the parameters that it was built with, even if some are
-        frozen or unfrozen later; a new Reducer must keep the same ones.
+        DDP's Reducer keeps the parameters that it was built with, with their types and
+        shapes, even if some are frozen, unfrozen, emptied or converted later; a new
+        Reducer must keep the same ones.
         """
-        frozen = [p for _, p in self._table(self.module) if not p.requires_grad]
+        parameters = self._built[0]
+        changed = [
+            (p, p.data, form)
+            for p, form in zip(parameters, self._built_forms, strict=True)
+            if _form(p) != form
+        ]
+        frozen = [p for p in parameters if not p.requires_grad]
         try:
+            for p, _, form in changed:
+                p.data = torch.empty_strided(
+                    form.shape, form.strides, dtype=form.dtype, device=p.device
+                )
             for p in frozen:
                 p.requires_grad_(True)  # noqa: FBT003 - as PyTorch's
             yield
         finally:
             for p in frozen:
                 p.requires_grad_(False)  # noqa: FBT003 - as PyTorch's
+            for p, data, _ in changed:
+                p.data = data
 
     def _adopt_reducer(self, old: Any, old_logger: Any) -> None:
         """Use the new Reducer from now on, with the settings of the old one."""
