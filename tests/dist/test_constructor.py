@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Any
 
 import pytest
@@ -82,6 +83,8 @@ INVALID: tuple[dict[str, Any], ...] = (
     {"nan": "warn", "nan_patience": "1"},
     {"timeout_s": 0},
     {"timeout_s": "5"},
+    {"record": "steps.json"},
+    {"on_settled": "print"},
     {"lane_backend": "pigeon"},
 )
 
@@ -105,10 +108,30 @@ def test_an_option_that_is_invalid_on_one_rank_is_an_error_on_all(ranks: Any) ->
     assert mine == ["SpecError"] * (len(INVALID) - 1) + ["PlanMismatch"]
 
 
+def one_rank_tunes_on_another_schedule(rank: int, size: int) -> list[tuple[str, str]]:
+    found = []
+    for first, other in (("forced", ""), ("", "forcd")):
+        os.environ["STRETTO_TUNE_SCHEDULE"] = other if rank else first
+        try:
+            stretto.DDP(nn.Linear(2, 2))
+        except Exception as exc:  # noqa: BLE001 - errors are compared
+            found.append((type(exc).__name__, str(exc)))
+        else:
+            found.append(("none", ""))
+    return found
+
+
+def test_schedules_that_differ_or_do_not_exist_are_errors_on_all(ranks: Any) -> None:
+    others, mine = ranks(one_rank_tunes_on_another_schedule, 2, group_s=100.0)
+    assert others[0] == mine[0]
+    assert "rank 0 reported 'forced'; rank 1 reported ''" in mine[0][1]
+    assert [others[1][0], mine[1][0]] == ["RankDisagreement", "SpecError"]
+
+
 def test_variables_that_are_empty_count_as_not_set(
     ranks: Any, monkeypatch: Any
 ) -> None:
-    for name in ("PLAN", "OVERLAP", "LANE_BACKEND"):
+    for name in ("PLAN", "OVERLAP", "LANE_BACKEND", "TUNE_SCHEDULE"):
         monkeypatch.setenv(f"STRETTO_{name}", "")
     assert ranks(builds, 2) == ["gloo"] * 2
 

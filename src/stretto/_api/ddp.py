@@ -20,6 +20,7 @@ from stretto.runtime.weak_call import weakly
 from stretto.schema import NARROWER, Plan
 from stretto.tune import AutoPlan, TuneOptions
 from stretto.tune.artifacts import RunArtifacts, title_of
+from stretto.tune.forced import SCHEDULE_VARIABLE, schedule
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,7 +99,9 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             plan = DDP_RULE if negotiates else os.environ.get(PLAN_VARIABLE) or AUTO
         # A rank that cannot continue still meets the others, so that none of them
         # waits.
-        self._trouble: StrettoError | None = _invalid(plan, tune, wire_dtype)
+        self._trouble: StrettoError | None = _invalid(
+            plan, tune, wire_dtype, on_settled
+        )
         if self._trouble is not None:
             plan = tune = wire_dtype = None
         automatic = plan == AUTO
@@ -113,6 +116,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         self._compared["overlap"] = repr(overlap)
         if automatic:
             self._compared["tune"] = repr(options)
+            self._compared[SCHEDULE_VARIABLE] = repr(schedule())
         if wire_dtype is not None and not automatic:
             self._trouble = SpecError(
                 f"wire_dtype={wire_dtype!r} needs plan='auto': a plan's buckets have "
@@ -251,7 +255,9 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
 _WIRE_DTYPES = tuple(sorted({dtype for found in NARROWER.values() for dtype in found}))
 
 
-def _invalid(plan: object, tune: object, wire_dtype: object) -> SpecError | None:
+def _invalid(
+    plan: object, tune: object, wire_dtype: object, on_settled: object
+) -> SpecError | None:
     """Return the error if an argument has no meaning for any model."""
     if not isinstance(plan, Plan | str | Path | None):
         return SpecError(
@@ -263,6 +269,13 @@ def _invalid(plan: object, tune: object, wire_dtype: object) -> SpecError | None
     if wire_dtype not in (None, *_WIRE_DTYPES):
         names = " or ".join(map(repr, _WIRE_DTYPES))
         return SpecError(f"wire_dtype must be {names}, got {wire_dtype!r}")
+    if on_settled is not None and not callable(on_settled):
+        return SpecError(f"on_settled must be callable, got {on_settled!r}")
+    if plan == AUTO:
+        try:
+            schedule()
+        except SpecError as exc:
+            return exc
     return None
 
 

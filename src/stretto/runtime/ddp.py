@@ -31,6 +31,7 @@ from stretto.runtime.negotiated.reducer import (
 )
 from stretto.runtime.plan_binding import ignored_names, why_unplannable
 from stretto.runtime.read_only import shown_value
+from stretto.runtime.recording.step import require_observer
 from stretto.runtime.static_graph import unsupported
 from stretto.runtime.torch_compat import (
     arguments_of,
@@ -55,6 +56,7 @@ _log = get_logger(__name__)
 _NOT_COPIED = (
     "_agreement",
     "_built",
+    "_built_forms",
     "_failures",
     "_gradient_counts",
     "_gradients_come_once",
@@ -116,8 +118,9 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             runtime does not support.
         RankDisagreement: ranks have different plans, models or versions.
         CommTimeout: a rank did not arrive.
-        SpecError: ``order``, ``lanes``, ``unit_bytes``, ``nan``, ``nan_patience`` or
-            ``timeout_s`` is invalid. Ranks where it is not raise `RankDisagreement`.
+        SpecError: ``record``, ``order``, ``lanes``, ``unit_bytes``, ``nan``,
+            ``nan_patience`` or ``timeout_s`` is invalid. Ranks where it is not raise
+            `RankDisagreement`.
     """
 
     _comm_ready = False
@@ -169,6 +172,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             _check_count("unit_bytes", unit_bytes)
             check_options(nan, nan_patience)
             _check_timeout(timeout_s)
+            require_observer(record)
         except StrettoError as exc:
             # It still meets the other ranks, so that none of them waits.
             trouble = trouble or exc

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Final, final
 
-from stretto.errors import NoisyProfile
+from stretto.errors import NoisyProfile, SpecError
 from stretto.planners import get as planner_named
 from stretto.planners.base import with_prediction
 from stretto.schema import Bucket, Cluster, Plan, TensorSpec, Workload
@@ -55,9 +55,24 @@ _SHAPES: Final = ((3, 3, 2), (2, 2, 1))
 """For each plan: tensors per bucket, lanes, slices."""
 
 
+def schedule() -> str:
+    """Return the schedule that this process asks for; empty means none.
+
+    Raises:
+        SpecError: there is no such schedule.
+    """
+    found = os.environ.get(SCHEDULE_VARIABLE, "")
+    if found not in ("", FORCED, FORCED_FORWARD):
+        raise SpecError(
+            f"{SCHEDULE_VARIABLE} must be {FORCED!r} or {FORCED_FORWARD!r}, got "
+            f"{found!r}"
+        )
+    return found
+
+
 def is_forced() -> bool:
-    """Return whether this process tunes on the fixed schedule."""
-    return os.environ.get(SCHEDULE_VARIABLE) in (FORCED, FORCED_FORWARD)
+    """Return whether this process tunes on a fixed schedule."""
+    return bool(schedule())
 
 
 @final
@@ -184,7 +199,7 @@ def _plan(
         for (dtype, _), names in groups.items()
         for i in range(0, len(names), tensors)
     ]
-    forward = os.environ.get(SCHEDULE_VARIABLE) == FORCED_FORWARD
+    forward = schedule() == FORCED_FORWARD
     # The first gradients that are ready, then those that forward needs first.
     launch = (0, *range(len(buckets) - 1, 0, -1)) if forward else ()
     return Plan(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 import torch
 
 from stretto.autograd_engine import on_accumulated, queue_callback
+from stretto.errors import SpecError
 from stretto.runtime.torch_compat import without_dynamo
 from stretto.runtime.weak_call import weakly
 from stretto.schema import Span, Timeline
@@ -291,6 +292,19 @@ class AbstractStepObserver(abc.ABC):
     @abc.abstractmethod
     def backward_ended(self, now_s: float) -> None:
         """Record that all gradients are reduced and in place, as backward() ends."""
+
+
+def require_observer(observer: object) -> None:
+    """Require an observer, or None.
+
+    Raises:
+        SpecError: it is something else.
+    """
+    if not isinstance(observer, AbstractStepObserver | None):
+        raise SpecError(
+            "an observer of steps must be a stretto.runtime.AbstractStepObserver, for "
+            f"instance a Recorder(), got {observer!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
