@@ -1,8 +1,8 @@
 """Report to a background on this process's device when steps begin and when they wait.
 
 `DistributedDataParallel`, `BurstParallel` and Horovod's `DistributedOptimizer` call
-`StepMarker`, which passes the calls to the process's `ForegroundMarks`: those of a
-`stretto.Foreground`, or `NO_MARKS`.
+`StepMarker`, which passes the calls to the process's `ForegroundMarks`: those of each
+open `stretto.Foreground`, or `NO_MARKS`.
 """
 
 from __future__ import annotations
@@ -60,9 +60,62 @@ def current() -> ForegroundMarks:
 
 
 def set_current(marks: ForegroundMarks) -> None:
-    """Send all later marks of this process to ``marks``."""
+    """Send all later marks of this process to ``marks`` alone."""
     global _marks
     _marks = marks
+
+
+def add(marks: ForegroundMarks) -> None:
+    """Send all later marks of this process to ``marks`` too.
+
+    A process that uses several devices leaves all of them idle while it waits.
+    """
+    set_current(_joined((*_receivers(), marks)))
+
+
+def remove(marks: ForegroundMarks) -> None:
+    """Send ``marks`` nothing more."""
+    set_current(_joined(tuple(one for one in _receivers() if one is not marks)))
+
+
+def _receivers() -> tuple[ForegroundMarks, ...]:
+    if isinstance(_marks, _SeveralMarks):
+        return _marks.receivers
+    return () if _marks is NO_MARKS else (_marks,)
+
+
+def _joined(receivers: tuple[ForegroundMarks, ...]) -> ForegroundMarks:
+    if len(receivers) > 1:
+        return _SeveralMarks(receivers)
+    return receivers[0] if receivers else NO_MARKS
+
+
+@final
+class _SeveralMarks:
+    """Passes marks on to several receivers."""
+
+    def __init__(self, receivers: tuple[ForegroundMarks, ...]) -> None:
+        self.receivers = receivers
+
+    def step(self, source: object = None) -> None:
+        """Mark the start of a step."""
+        for one in self.receivers:
+            one.step(source)
+
+    def begin_wait(self, what: str, *, uses_device: bool = False) -> None:
+        """Mark the start of a wait."""
+        for one in self.receivers:
+            one.begin_wait(what, uses_device=uses_device)
+
+    def end_wait(self) -> None:
+        """Mark its end."""
+        for one in self.receivers:
+            one.end_wait()
+
+    def predict(self, source: object, windows: Sequence[Any]) -> None:
+        """Set the windows that are predicted for a model's steps."""
+        for one in self.receivers:
+            one.predict(source, windows)
 
 
 if hasattr(os, "register_at_fork"):

@@ -36,6 +36,7 @@ import struct
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -76,6 +77,12 @@ _MARK = struct.Struct("=QQdQQQ")  # number, step, time, state, kind, number
 _MARK_END = (_MARK.size - 8) // 8
 
 _SIZE = _RING_AT + _MARK_BYTES * _MARKS
+
+_LOCK_S = 10.0
+"""How long a process that opens a board waits for another that changes it."""
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 5e-5, 1e-3
+"""Between two tries to lock a file."""
 
 
 @final
@@ -208,6 +215,24 @@ def as_background_error(path: Path) -> Iterator[None]:
         ) from exc
 
 
+def lock_within(descriptor: int, patience_s: float) -> bool:
+    """Lock an open file; return ``False`` if another process keeps it locked so long.
+
+    Locks are held for microseconds, but a process may be stopped while it holds one.
+    """
+    begin_s, pause_s = perf_counter(), _SHORTEST_PAUSE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if perf_counter() - begin_s >= patience_s:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        else:
+            return True
+
+
 def is_running(pid: int, started: int) -> bool:
     """Return whether the process with an id and a start time still runs."""
     if not pid:
@@ -279,7 +304,7 @@ class Board:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        _lock(self._descriptor, self.path)
         try:
             yield
         finally:
@@ -294,9 +319,7 @@ class Board:
         held = self.words[role], self.words[role + 1]
         if not held[0] or is_running(*held):
             return False
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_within(self._descriptor, 0.0):
             return False
         try:
             has_ended = held == (self.words[role], self.words[role + 1])
@@ -532,6 +555,11 @@ class Board:
 
     def _require_free(self, role: int, name: str) -> None:
         pid, started = self.words[role], self.words[role + 1]
+        if pid == os.getpid() and started == own_start():
+            raise BackgroundError(
+                f"device {self.device} has a {name} already, process {pid}, which is "
+                "this one: use the one that it has opened, or name another device"
+            )
         if is_running(pid, started):
             raise BackgroundError(
                 f"device {self.device} has a {name} already, process {pid}: end it, or "
@@ -552,7 +580,7 @@ def _opened(path: Path) -> int:
                 f"set {FOLDER_VARIABLE} to another folder"
             ) from exc
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _lock(descriptor, path)
             if _is_current(descriptor, path) and _is_ready(descriptor, path):
                 _set_lock(descriptor, fcntl.F_RDLCK)
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -561,6 +589,20 @@ def _opened(path: Path) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    """Lock a board.
+
+    Raises:
+        BackgroundError: another process keeps it locked.
+    """
+    if not lock_within(descriptor, _LOCK_S):
+        raise BackgroundError(
+            f"the board {path} is locked by another process, which may be stopped: "
+            f"continue or end it (`fuser {path}` shows which), or set "
+            f"{FOLDER_VARIABLE} to another folder"
+        )
 
 
 def _is_current(descriptor: int, path: Path) -> bool:

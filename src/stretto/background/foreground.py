@@ -26,7 +26,7 @@ from stretto.background.board import (
 )
 from stretto.background.devices import open_device
 from stretto.errors import SpecError
-from stretto.foreground_marks import NO_MARKS, StepMarker
+from stretto.foreground_marks import StepMarker
 from stretto.logs import get_logger
 
 if TYPE_CHECKING:
@@ -65,7 +65,9 @@ class Foreground:
 
     While it is open, `stretto.DistributedDataParallel`, `stretto.BurstParallel` and
     Horovod's `DistributedOptimizer` mark their steps and waits by themselves, so the
-    loop only has to mark what else it waits for. Marks are written only while a
+    loop only has to mark what else it waits for. If a process has several open, for
+    several devices, they mark on all: each is idle while the process waits. Marks are
+    written only while a
     background reads them. A background that holds a device much longer than usual,
     which the foreground can't take from it, is reported, and ended after
     ``stop_after_s``.
@@ -120,8 +122,13 @@ class Foreground:
         if hasattr(os, "register_at_fork"):
             own = weakref.ref(self)
             os.register_at_fork(after_in_child=lambda: _leave_to_parent(own()))
-        if foreground_marks.current() is NO_MARKS:
-            foreground_marks.set_current(self)
+        foreground_marks.add(self)
+        _opened.add(self)
+
+    @property
+    def device_name(self) -> str:
+        """The name of its device."""
+        return self._device.name
 
     def set_windows(self, windows: Sequence[Window]) -> None:
         """Set the windows that a prediction gives each step from now on."""
@@ -290,8 +297,8 @@ class Foreground:
         if self._is_closed:
             return
         self._is_closed = True
-        if foreground_marks.current() is self:
-            foreground_marks.set_current(NO_MARKS)
+        foreground_marks.remove(self)
+        _opened.discard(self)
         self._ignore_marks()
         self._device.close()
         self._board.release_foreground()
@@ -308,6 +315,7 @@ class Foreground:
         The device's queue knows the parent's launches only.
         """
         self._is_closed = True
+        _opened.discard(self)
         self._ignore_marks()
 
     def __enter__(self) -> Foreground:
@@ -322,6 +330,14 @@ class Foreground:
     ) -> None:
         """Leave the device to a background."""
         self.close()
+
+
+_opened: weakref.WeakSet[Foreground] = weakref.WeakSet()
+
+
+def is_opened(device: str) -> bool:
+    """Return whether this process is a device's foreground."""
+    return any(one.device_name == device for one in _opened)
 
 
 def _leave_to_parent(foreground: Foreground | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from stretto import foreground_marks, step_counts
+from stretto import step_counts
 from stretto.errors import StrettoError
 from stretto.logs import get_logger
 
@@ -32,12 +32,13 @@ def open_named() -> None:
     if _is_opened or not os.environ.get(VARIABLE):
         return
     _is_opened = True
-    if foreground_marks.current() is not foreground_marks.NO_MARKS:
-        return
-    from stretto.background.foreground import Foreground
+    from stretto.background.foreground import Foreground, is_opened
 
+    device = device_name(os.environ[VARIABLE])
+    if is_opened(device):
+        return
     try:
-        Foreground(device_name(os.environ[VARIABLE]))
+        Foreground(device)
     except (StrettoError, OSError) as exc:
         _log.warning("no background can run beside this process: %s", exc)
 

@@ -11,9 +11,8 @@
   ranks are found and named. `after_backward`, `weak_call`, `time_limit`, `sockets` and
   `quiesce` serve them.
 - `regroup` makes the groups of a new membership (`stretto.members`).
-- `backends` open lanes
-- `backends` open lanes, `negotiated` is the engine for any order, and `recording` the
-  recorder of steps.
+- `backends` open lanes, `negotiated` is the engine for any order, `forward` overlaps
+  communication with the next forward, and `recording` records steps.
 """
 
 # Import first, so that its exit handler runs last.

@@ -432,6 +432,18 @@ def test_a_role_is_left_while_another_process_holds_the_lock(boards, other):
     assert not board.is_read
 
 
+@pytest.mark.parametrize("act", ["open", "claim"])
+def test_a_board_that_stays_locked_is_refused(boards, monkeypatch, act):
+    monkeypatch.setattr(board_module, "_LOCK_S", 0.01)
+    board = boards()
+    with (
+        boards()._locked(),  # it may have been stopped within
+        pytest.raises(BackgroundError, match="is locked by another process"),
+    ):
+        boards() if act == "open" else board.claim_foreground()
+    board.claim_foreground()
+
+
 def test_a_board_of_another_version_is_replaced_unless_it_is_used(boards, other):
     living, ended = other
     board = boards()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import sys
 import threading
@@ -124,6 +125,46 @@ def test_a_full_queue_never_stops_the_foreground(queues, monkeypatch):
     background.end_task()
     background.withdraw()
     assert foreground.take()
+
+
+@pytest.fixture
+def stopped():
+    """Lock a file as a process does that is stopped while it changes it."""
+
+    @contextlib.contextmanager
+    def lock(path):
+        descriptor = os.open(path, os.O_RDWR)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    return lock
+
+
+def test_the_foreground_gives_up_a_device_whose_queue_stays_locked(queues, stopped):
+    foreground = queues()
+    with stopped(foreground._path):
+        assert not foreground.take(patience_s=0.01)
+    assert foreground.take(patience_s=10.0)
+
+
+def test_a_ticket_given_back_while_the_queue_is_locked_is_skipped(queues, stopped):
+    foreground, background = queues(), queues()
+    assert foreground.take()
+    with stopped(foreground._path):
+        foreground.release()
+    assert background.start_task("a", waits=True, depth=1)
+
+
+def test_a_queue_that_stays_locked_is_not_opened(queues, stopped, monkeypatch):
+    monkeypatch.setattr(exclusive_module, "_OPEN_S", 0.01)
+    with (
+        stopped(queues()._path),
+        pytest.raises(BackgroundError, match="locked by another process, which may be"),
+    ):
+        queues()
 
 
 def test_a_file_that_is_no_queue_is_refused():

@@ -13,13 +13,16 @@ from pathlib import Path
 import pytest
 
 import stretto
+from stretto import foreground_marks
+from stretto.background import foreground as foreground_module
+from stretto.background import named_device
 from stretto.background.board import COMMUNICATING, COMPUTING, WAITING, Mark
 from stretto.background.devices.base import EndedTask
 from stretto.background.foreground_view import ForegroundView
 from stretto.background.pacing import Policy, Reason, StepRecord
 from stretto.background.windows import KNOWN_AFTER, Window
 from stretto.errors import BackgroundError, SpecError
-from stretto.foreground_marks import NO_MARKS
+from stretto.foreground_marks import NO_MARKS, StepMarker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 DEVICE = "cpu:7"
@@ -228,8 +231,55 @@ def test_no_marks_accept_everything():
 
 
 def test_a_device_has_one_foreground(foreground):
-    with pytest.raises(BackgroundError, match=f"already, process {os.getpid()}"):
+    with pytest.raises(BackgroundError, match=f"{os.getpid()}, which is this one: use"):
         stretto.Foreground(DEVICE)
+
+
+def test_models_mark_on_every_foreground_of_the_process(foreground):
+    marker = StepMarker()
+    with (
+        stretto.Foreground("cpu:8") as other,
+        background(),
+        stretto.Background("cpu:8", isolates=False),
+    ):
+        for _ in range(3):
+            marker.begin_step()
+            marker.wait("all-reduce", lambda: None)
+            marker.end_step()
+        marks = [
+            one._board.marks_after(one._board.last_number - 9)
+            for one in (foreground, other)
+        ]
+        seen = [[(m.step, m.state, m.kind) for m in each] for each in marks]
+    assert seen[0] == seen[1]
+    assert seen[0][-2:] == [(3, WAITING, "all-reduce"), (3, COMPUTING, "other")]
+
+
+def test_a_foreground_that_closes_within_a_wait_leaves_the_others_their_marks(
+    foreground,
+):
+    marker, other = StepMarker(), stretto.Foreground("cpu:8")
+    marker.wait("all-reduce", other.close)
+    assert foreground_marks.current() is foreground
+    assert foreground._waits == 0
+
+
+def test_the_named_device_is_opened_beside_one_of_the_script(foreground, monkeypatch):
+    monkeypatch.setenv(named_device.VARIABLE, "cpu:8")
+    monkeypatch.setattr(named_device, "_is_opened", False)
+    named_device.open_named()
+    (opened,) = [one for one in foreground_module._opened if one is not foreground]
+    with opened:
+        assert opened.device_name == "cpu:8"
+
+
+def test_a_named_device_that_the_script_has_opened_is_its_own(
+    foreground, monkeypatch, caplog
+):
+    monkeypatch.setenv(named_device.VARIABLE, DEVICE)
+    monkeypatch.setattr(named_device, "_is_opened", False)
+    named_device.open_named()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

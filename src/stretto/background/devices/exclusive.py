@@ -5,7 +5,9 @@ served in order. Processes hold the served ticket while they compute. So the cos
 launches that wait in the queue can be measured on any machine.
 
 The queue is a small file that all processes map. It changes under a lock on the file
-only. A waiting process skips tickets of processes that have ended.
+only, except that a process may withdraw its own tickets at any time. A waiting process
+skips tickets that were withdrawn and those of processes that have ended. A process may
+be stopped while it holds the lock, so the foreground waits for it with patience.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from collections import deque
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar, final
 
-from stretto.background.board import as_background_error, file_of, is_running, own_start
+from stretto.background.board import (
+    as_background_error,
+    file_of,
+    is_running,
+    lock_within,
+    own_start,
+)
 from stretto.background.devices.base import AbstractDevice, EndedTask
 from stretto.background.priority import Isolation
 from stretto.errors import BackgroundError
@@ -37,6 +45,10 @@ _TICKETS_AT, _TICKETS = 8, 250
 
 _POLL_S = 5e-5
 _LOOK_EVERY_S = 0.1
+_OPEN_S = 10.0
+"""How long a process that opens the queue waits for another that changes it."""
+
+_GIVE_BACK_S = 0.01
 
 
 @final
@@ -65,8 +77,8 @@ class ExclusiveDevice(AbstractDevice):
         self._lock = threading.Lock()
         self._pid, self._started = os.getpid(), own_start()
         try:
-            with as_background_error(self._path), self._flock():
-                self._words = self._mapped()
+            with as_background_error(self._path), self._locked(_OPEN_S) as is_locked:
+                self._words = self._mapped(is_locked=is_locked)
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -75,7 +87,12 @@ class ExclusiveDevice(AbstractDevice):
         self._look_at_s = 0.0
         self._ended: list[EndedTask] = []
 
-    def _mapped(self) -> memoryview[int]:
+    def _mapped(self, *, is_locked: bool) -> memoryview[int]:
+        if not is_locked:
+            raise BackgroundError(
+                f"the queue {self._path} is locked by another process, which may be "
+                f"stopped: continue or end it (`fuser {self._path}` shows which)"
+            )
         size = os.fstat(self._descriptor).st_size
         magic = int.from_bytes(os.pread(self._descriptor, 8, 0), sys.byteorder)
         if size not in (0, _SIZE) or magic not in (0, _MAGIC):
@@ -101,17 +118,27 @@ class ExclusiveDevice(AbstractDevice):
     # the queue
 
     @contextlib.contextmanager
-    def _flock(self) -> Iterator[None]:
+    def _locked(self, patience_s: float) -> Iterator[bool]:
+        """Lock the queue; ``False`` if another process keeps it locked so long."""
         with self._lock:  # threads share the lock on the file
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            is_locked = lock_within(self._descriptor, patience_s)
             try:
-                yield
+                yield is_locked
             finally:
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+                if is_locked:
+                    fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
-    def _reserve(self, *, only_free: bool = False) -> bool:
-        """Take a ticket; if asked to, only one that is served at once."""
-        with self._flock():
+    def _reserve(
+        self, *, only_free: bool = False, patience_s: float = float("inf")
+    ) -> bool:
+        """Take a ticket; if asked to, only one that is served at once.
+
+        Returns:
+            ``False`` without a ticket: it is not served at once, or patience has ended.
+        """
+        with self._locked(patience_s) as is_locked:
+            if not is_locked:
+                return False
             self._skip_withdrawn()
             number = self._words[_NEXT]
             served = self._words[_SERVED]
@@ -151,16 +178,19 @@ class ExclusiveDevice(AbstractDevice):
         if now_s < self._look_at_s:
             return
         self._look_at_s = now_s + _LOOK_EVERY_S
-        with self._flock():
+        with self._locked(0.0) as is_locked:
+            if not is_locked:
+                return
             at = _TICKETS_AT + 2 * (self._words[_SERVED] % _TICKETS)
             if not is_running(self._words[at], self._words[at + 1]):
                 self._words[at] = 0
             self._skip_withdrawn()
 
     def _give_back(self, number: int) -> None:
-        with self._flock():
-            self._words[_TICKETS_AT + 2 * (number % _TICKETS)] = 0
-            self._skip_withdrawn()
+        self._words[_TICKETS_AT + 2 * (number % _TICKETS)] = 0
+        with self._locked(_GIVE_BACK_S) as is_locked:
+            if is_locked:  # else whoever waits for the device skips the ticket
+                self._skip_withdrawn()
 
     # the background's side
 
@@ -206,8 +236,8 @@ class ExclusiveDevice(AbstractDevice):
     def take(self, *, patience_s: float = float("inf")) -> bool:
         """Get the device after what was launched before."""
         try:
-            if not self._tickets:
-                self._reserve()
+            if not self._tickets and not self._reserve(patience_s=patience_s):
+                return False
         except BackgroundError:  # the foreground trains on whatever others do
             self._look()
             time.sleep(min(patience_s, _LOOK_EVERY_S))
