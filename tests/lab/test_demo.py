@@ -85,8 +85,6 @@ def test_the_demo_of_background_jobs_compares_four_arrangements(tmp_path):
     sizes = ("--width", 16, "--batch", 4, "--steps", 6)
     out = tmp_path / "out"
     done = demo("background", *network, *sizes, "--out", out, "--json")
-    if done.returncode and "got no processor time, even alone" in done.stderr:
-        pytest.skip("other programs take all processor time, before any background")
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     assert results == json.loads((out / "background.json").read_text())
@@ -98,11 +96,14 @@ def test_the_demo_of_background_jobs_compares_four_arrangements(tmp_path):
         "together",
     ]
     assert rows["foreground alone"]["foreground"] == 1.0
+    page = (out / "background.html").read_text()
+    assert all(name in page for name in rows)
+    assert "<svg" in page
+    if rows["background alone"]["background"] is None:
+        assert any("got no processor time" in note for note in results["notes"])
+        return  # other programs take all processor time, before any background
     assert rows["background alone"]["background"] == 1.0
     for name in ("static partition", "together"):
         row = rows[name]
         assert row["foreground"] > 0.0
         assert row["least_total"] <= row["total"] <= row["most_total"]
-    page = (out / "background.html").read_text()
-    assert all(name in page for name in rows)
-    assert "<svg" in page

@@ -38,6 +38,9 @@ _QUICK_STEPS = 6
 ALONE_S = 2.0
 """How long the background jobs are measured without a foreground."""
 
+_ALONE_MOST_S = 5 * ALONE_S
+"""The same where other work leaves them no processor time."""
+
 
 class _Foreground:
     """The foreground on some of the hosts."""
@@ -92,10 +95,14 @@ class _Arrangements:
         sleep(0.5)
         dist.barrier()
         before = self.job.progress()
-        sleep(ALONE_S)
-        rate = _rate(before, self.job.progress())
+        begin_s, found = perf_counter(), Measured(foreground=0.0, background=0.0)
+        while not found.background and _agreed(
+            perf_counter() - begin_s < _ALONE_MOST_S
+        ):
+            sleep(ALONE_S)
+            found = _gathered(0.0, _rate(before, self.job.progress()))
         self.job.stop()
-        return _gathered(0.0, rate)
+        return found
 
     def partition(self) -> Measured:
         """The foreground on all hosts but the last, which is the background's."""

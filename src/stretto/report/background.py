@@ -26,12 +26,14 @@ class Arrangement:
     name: str
     description: str
     foreground: float
-    background: float
-    total: float
+    background: float | None
+    """``None`` if the background's rate alone is unknown, as in the totals."""
+
+    total: float | None
     """The sum of both."""
 
-    least_total: float
-    most_total: float
+    least_total: float | None
+    most_total: float | None
 
 
 def arrangements_table(rows: Sequence[Arrangement]) -> str:
@@ -51,8 +53,16 @@ def save_background(
     Raises:
         SpecError: the file cannot be written.
     """
-    best = max(rows, key=lambda row: row.total)
-    cells = [([row.name, *_figures(row)], row.description, row is best) for row in rows]
+    known = [row.total for row in rows if row.total is not None]
+    best = max(known, default=None)
+    cells = [
+        (
+            [row.name, *_figures(row)],
+            row.description,
+            best is not None and row.total == best,
+        )
+        for row in rows
+    ]
     body = (
         f"<h1>{escape(title)}</h1>"
         + section(
@@ -68,7 +78,7 @@ def save_background(
 
 def totals_svg(rows: Sequence[Arrangement]) -> str:
     """Draw both jobs' rates as one bar per arrangement."""
-    reach = max(*(row.foreground + row.background for row in rows), 1.0)
+    reach = max(*(row.foreground + (row.background or 0.0) for row in rows), 1.0)
     scale = (_RIGHT - _LEFT) / reach
     bottom = 4 + _ROW * len(rows)
     parts = []
@@ -95,16 +105,21 @@ def totals_svg(rows: Sequence[Arrangement]) -> str:
                     )
                 )
                 begin += scale * rate
-        parts.append(_text(begin + 8, y + 15, f"{row.total:.2f}", class_="figure"))
+        parts.append(_text(begin + 8, y + 15, _number(row.total), class_="figure"))
     return _svg(parts, bottom + 26, "Throughput of both jobs by arrangement")
 
 
 def _figures(row: Arrangement) -> list[str]:
     loss = f"{1.0 - row.foreground:.1%}" if row.foreground else "-"
+    reach = f"{_number(row.least_total)} to {_number(row.most_total)}"
     return [
         f"{row.foreground:.2f}",
         loss,
-        f"{row.background:.2f}",
-        f"{row.total:.2f}",
-        f"{row.least_total:.2f} to {row.most_total:.2f}",
+        _number(row.background),
+        _number(row.total),
+        "-" if row.total is None else reach,
     ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

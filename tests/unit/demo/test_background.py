@@ -11,10 +11,11 @@ from stretto.demo.background import (
     TOGETHER,
     BackgroundOutcome,
     Measured,
+    _unmeasured_note,
     arrangements,
 )
 from stretto.demo.background_worker import fits
-from stretto.report.background import arrangements_table, totals_svg
+from stretto.report.background import arrangements_table, save_background, totals_svg
 
 
 def cycle(speed: float, together: float) -> dict[str, Measured]:
@@ -59,3 +60,36 @@ def test_the_table_and_the_drawing_show_every_arrangement():
 )
 def test_a_busy_machine_measures_fewer_cycles(elapsed_s, cycles, fit):
     assert fits(elapsed_s, cycles) is fit
+
+
+def starved() -> dict[str, Measured]:
+    return cycle(1.0, 240.0) | {BACKGROUND: Measured(foreground=0.0, background=0.0)}
+
+
+def test_a_cycle_in_which_background_jobs_got_no_time_counts_for_the_foreground_only():
+    rows = rows_of(cycle(1.0, 240.0), starved(), starved())
+    assert rows[TOGETHER].foreground == pytest.approx(0.95)
+    assert rows[TOGETHER].background == pytest.approx(0.6)
+    assert rows[TOGETHER].most_total == pytest.approx(1.55)
+
+
+def test_without_any_rate_of_the_background_alone_its_figures_are_missing(tmp_path):
+    rows = list(rows_of(starved()).values())
+    assert arrangements_table(rows).splitlines()[-1].split()[-3:] == ["-", "-", "-"]
+    page = tmp_path / "page.html"
+    save_background(page, title="title", rows=rows, notes=())
+    assert page.exists()
+
+
+@pytest.mark.parametrize(
+    ("cycles", "words"),
+    [
+        ([cycle(1.0, 240.0)], None),
+        ([cycle(1.0, 240.0), starved()], "in 1 of the 2 cycles"),
+        ([starved(), starved()], "in any of the 2 cycles"),
+    ],
+)
+def test_a_note_says_which_cycles_say_nothing_of_the_background(cycles, words):
+    outcome = BackgroundOutcome(cycles=cycles, isolation="none", final_loss=1.0)
+    note = _unmeasured_note(outcome)
+    assert note is None if words is None else words in note
