@@ -129,8 +129,9 @@ class ScriptLeases:
     def _after_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
         if not self._applies() or self._top is None:
             return
-        trains = isinstance(output, Tensor) and output.requires_grad
-        if self._by_layer and trains and self._layer and _is_layer(module):
+        # A leaf, such as a parameter that a layer returns, would keep every step's hook.
+        has_backward = isinstance(output, Tensor) and output.grad_fn is not None
+        if self._by_layer and has_backward and self._layer and _is_layer(module):
             label = f"{_label(self._top)} {self._layer} backward"
             output.register_hook(lambda _grad: self._in_backward(label))
         if module is self._top:

@@ -105,6 +105,31 @@ def test_a_layer_is_a_lease_in_forward_and_in_backward(leases, words):
     assert words[-1] == "end"
 
 
+class Token(nn.Module):
+    """A layer whose output is its parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        del x
+        return self.weight
+
+
+def test_a_layer_that_returns_a_parameter_takes_no_more_leases_in_each_step(
+    leases, words
+):
+    leases("layer")
+    model = nn.Sequential(Token(), nn.Linear(5, 3))
+    counts = []
+    for _ in range(3):
+        words.clear()
+        model(torch.ones(2, 4)).sum().backward()
+        counts.append(sum(word != "end" for word in words))
+    assert len(set(counts)) == 1
+
+
 @pytest.mark.parametrize("segments", ["micro-batch", "layer"])
 def test_training_is_equal_bit_for_bit(leases, segments):
     plain, optimizer = model_and_optimizer()
