@@ -13,6 +13,7 @@ from torch import nn
 
 import stretto
 from stretto.errors import RankDisagreement, SpecError
+from stretto.gang import gang as gang_module
 from support.gangs import COUNT, difference, loss_of, model_of, train
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -64,6 +65,47 @@ def test_a_claim_that_is_late_is_computed_by_another_and_counts_once(
     assert sum(one["done"] for one in found) == COUNT
     assert max(one["worst"] for one in found) < 1e-12
     assert found[1]["own"] == 0 or found[1]["done"] < found[1]["own"]
+
+
+class LateDevice:
+    """A background that gets its device after more time than a rank waits for others.
+
+    It is a clock too, so no time passes.
+    """
+
+    def __init__(self) -> None:
+        self.now_s, self.left_s = 0.0, 200.0
+        self.sleep = time.sleep
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def wait(self, label: str, *, timeout_s: float) -> bool:
+        del label, timeout_s
+        self.now_s, self.left_s = self.now_s + 20.0, self.left_s - 20.0
+        return self.left_s <= 0.0
+
+    def end_task(self) -> None:
+        """Do nothing."""
+
+
+def rank_without_its_device(rank: int, size: int) -> float:
+    torch.set_default_dtype(torch.float64)
+    model, device = model_of(), LateDevice()
+    background: Any = device
+    gang = stretto.Gang(
+        model, micro_batches=COUNT, seed=3, background=background, timeout_s=60.0
+    )
+    gang_module.time = background
+    try:
+        train(gang, model, 1)
+    finally:
+        gang_module.time = time
+    return difference(model, 1)
+
+
+def test_a_gang_waits_for_its_devices_however_long(ranks: Any) -> None:
+    assert ranks(rank_without_its_device, 1)[0] < 1e-12
 
 
 def rank_leaves_early(rank: int, size: int) -> tuple[str, float]:

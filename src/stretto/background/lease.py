@@ -293,6 +293,7 @@ class Background:
         lengths_s = self._lengths_s[task.label]
         lengths_s.append(task.length_s)
         usual_s = sorted(lengths_s)[3 * len(lengths_s) // 4]
+        before_s = self._usual_s.get(task.label, 0.0)
         self._usual_s[task.label] = usual_s
         if self._foreground:
             self._view.task_ended(task.end_s)
@@ -304,7 +305,10 @@ class Background:
             depth=1 + self._device.outstanding,
         )
         status = self._status
-        status.usual_s = max(status.usual_s, usual_s)
+        if usual_s >= status.usual_s:
+            status.usual_s = usual_s
+        elif before_s >= status.usual_s:  # the first task was longer than all others
+            status.usual_s = max(self._usual_s.values())
         status.tasks += 1
         status.running_s += task.length_s
 

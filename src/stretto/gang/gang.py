@@ -91,7 +91,8 @@ class Gang:
             background: leases this rank's device for each micro-batch.
             seed: of the random numbers of all steps.
             process_group: the ranks; the default group if ``None``.
-            timeout_s: how long a rank waits for another; the group's if ``None``.
+            timeout_s: how long a rank waits for another; the group's if ``None``. A
+                rank waits for its own device without limit.
 
         Raises:
             SpecError: an argument is invalid.
@@ -209,11 +210,14 @@ class Gang:
         finished, pause_s = -1, _PAUSE_S
         while True:
             self._look(claims)
-            if computes and not claims.all_claimed and self._has_device():
-                index = claims.claim()
-                if index is not None:
-                    return index
-                self._leave_device()
+            if computes and not claims.all_claimed:
+                if self._has_device():
+                    index = claims.claim()
+                    if index is not None:
+                        return index
+                    self._leave_device()
+                else:  # it waits for its own foreground, which may take any time
+                    waited_since_s = time.perf_counter()
             index = self._take_over(claims) if computes else None
             if index is not None:
                 return index

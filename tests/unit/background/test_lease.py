@@ -90,6 +90,14 @@ def test_a_task_that_was_held_up_does_not_change_the_usual_length():
     assert usual_s(0.5, *[0.002] * 8) == 0.002
 
 
+def test_a_first_task_that_was_longest_is_not_published_as_usual_for_ever():
+    with background() as job:
+        for length_s in (60.0, *[0.002] * 8):
+            job._add_ended(EndedTask("", length_s, 0.0))
+        job._add_ended(EndedTask("other", 0.001, 0.0))
+        assert job._status.usual_s == 0.002
+
+
 def test_idle_time_that_no_task_used_is_counted_by_reason(foreground):
     with background() as job:  # its first step is a control step
         for _ in range(3):
