@@ -189,7 +189,7 @@ class ExclusiveDevice(AbstractDevice):
     def _give_back(self, number: int) -> None:
         self._words[_TICKETS_AT + 2 * (number % _TICKETS)] = 0
         with self._locked(_GIVE_BACK_S) as is_locked:
-            if is_locked:  # else whoever waits for the device skips the ticket
+            if is_locked:  # else a process that waits for the device skips it
                 self._skip_withdrawn()
 
     # the background's side
