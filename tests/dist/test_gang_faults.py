@@ -280,7 +280,7 @@ def test_a_member_that_is_stopped_for_too_long_is_given_up(ranks: Any) -> None:
     for rank in (0, 2):
         assert found[rank]["worst"] < 1e-12
         assert found[rank]["members"] == (0, 2)
-    assert "rank 1: the gang has given this rank up" in found[1]["error"]
+    assert "rank 1: the gang has removed this rank" in found[1]["error"]
     assert "stopped by a signal" in found[1]["error"]
 
 

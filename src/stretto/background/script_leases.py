@@ -129,7 +129,7 @@ class ScriptLeases:
     def _after_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
         if not self._applies() or self._top is None:
             return
-        # A leaf, such as a parameter that a layer returns, keeps its hooks for ever.
+        # A leaf, such as a parameter that a layer returns, keeps its hooks forever.
         has_backward = isinstance(output, Tensor) and output.grad_fn is not None
         if self._by_layer and has_backward and self._layer and _is_layer(module):
             label = f"{_label(self._top)} {self._layer} backward"

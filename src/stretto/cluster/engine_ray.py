@@ -157,7 +157,7 @@ def joined_ray(address: str, *, is_insecure: bool) -> RaySettings:
             )
         raise ClusterError(
             f"the Ray at {address} asks for no token: any process that reaches it can "
-            "run code as its user. Start it with RAY_AUTH_MODE=token, or insist with "
+            "run code as its user. Start it with RAY_AUTH_MODE=token, or pass "
             "--insecure"
         )
     if answer != "refused":

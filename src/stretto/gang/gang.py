@@ -167,7 +167,7 @@ class Gang:
         Raises:
             SpecError: a batch norm would use statistics that differ between ranks, or
                 the last step has not ended with `reduce`.
-            CommTimeout: the store is lost, or the others have given this rank up.
+            CommTimeout: the store is lost, or the others have removed this rank.
         """
         self._require_no_statistics()
         self._membership.require_open()
@@ -356,7 +356,7 @@ class Gang:
         Raises:
             SpecError: `claims` has not been called for this step, or every rank left
                 its loop early.
-            CommTimeout: the store is lost, or the others have given this rank up.
+            CommTimeout: the store is lost, or the others have removed this rank.
         """
         claims = self._claims
         if claims is None:

@@ -320,7 +320,7 @@ class Membership:
         ranks = self._ranks
         how = "; ".join(lost.values())
         if ranks.rank in lost:
-            self._end(f"the gang has given this rank up: {how}")
+            self._end(f"the gang has removed this rank: {how}")
         self.members = tuple(m for m in self.members if m not in lost)
         self.lost_in_step |= lost.keys()
         who = ranks.name_all(list(lost))

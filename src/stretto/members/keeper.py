@@ -49,7 +49,7 @@ _END_S = 10.0
 """Ranks have this long to end after SIGTERM."""
 
 _MOST_REPLACEMENTS = 16
-"""A rank that always fails must not be started for ever."""
+"""A rank that always fails must not be started forever."""
 
 _KEEPER = 0
 _ADDRESS = "127.0.0.1"

@@ -1,7 +1,7 @@
 """The default process group of one membership after another, in one process.
 
 # Note [What a lost rank leaves behind]
-Gloo reports a lost rank only to its neighbors; everyone else waits for the time-out.
+Gloo reports a lost rank only to its neighbors; everyone else waits for the timeout.
 So when a membership ends, every rank shuts down the sockets of its lanes and of its
 default group, and what waits on them fails. Sockets are those that were opened while
 the group or a lane was made.

@@ -120,13 +120,13 @@ def test_a_silent_member_that_lives_has_the_timeout_and_learns_that_it_is_lost()
     assert found == {0: False, 1: False}
     assert gang.members[0].members == gang.members[1].members == (0, 1)
     found = gang.all_do(lambda one: one.meet("open"), [2])
-    assert "rank 2: the gang has given this rank up: no answer in" in found[2]
+    assert "rank 2: the gang has removed this rank: no answer in" in found[2]
     assert "process of rank 2" in found[2]
     found = gang.all_do(lambda one: one.end_step(""), [0, 1])
     assert found == {0: True, 1: True}
     assert gang.all_do(lambda one: one.end_step(""), [0, 1]) == found
     late = gang.member(2, 3, 1.0)
-    with pytest.raises(CommTimeout, match="given this rank up"):
+    with pytest.raises(CommTimeout, match="removed this rank"):
         late.look()
 
 
