@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ def on_accumulated(
     frozen can't have a gradient and gets no hook.
     """
     if not (parameter.is_floating_point() or parameter.is_complex()):
-        return RemovableHandle({})
+        return RemovableHandle(OrderedDict())
     frozen = not parameter.requires_grad
     if frozen:
         parameter.requires_grad_(True)  # noqa: FBT003 - as PyTorch's

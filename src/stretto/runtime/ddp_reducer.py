@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from stretto.runtime.bucket_schedule import BucketSchedule
     from stretto.runtime.recording.step import AbstractStepObserver, BucketRow
     from stretto.schema import Plan
 
@@ -317,7 +318,7 @@ class ReplaceableReducerDDP(RankedDDP):
         shapes, even if some are frozen, unfrozen, emptied or converted later; a new
         Reducer must keep the same ones.
         """
-        parameters = self._built[0]
+        parameters = () if self._built is None else self._built[0]
         changed = [
             (p, p.data, form)
             for p, form in zip(parameters, self._built_forms, strict=True)
@@ -337,6 +338,10 @@ class ReplaceableReducerDDP(RankedDDP):
                 p.requires_grad_(False)  # noqa: FBT003 - as PyTorch's
             for p, data, _ in changed:
                 p.data = data
+
+    def _schedules(self, module: nn.Module, plan: Plan) -> list[BucketSchedule]:
+        with self._as_constructed():
+            return super()._schedules(module, plan)
 
     def _adopt_reducer(self, old: Any, old_logger: Any) -> None:
         """Use the new Reducer from now on, with the settings of the old one."""

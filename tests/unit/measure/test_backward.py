@@ -337,3 +337,15 @@ def test_parameters_trained_in_turn_are_observed_when_they_are_unfrozen(aside):
             model(torch.ones(3, 4)).sum().backward()
             observer.end_step()
     assert len(observer.steps) == 4
+
+
+def test_a_parameter_frozen_as_whole_numbers_does_not_end_the_observation():
+    model = nn.Linear(3, 2)
+    model.table = nn.Parameter(torch.ones(2))
+    parameters = list(model.named_parameters())
+    model.table.requires_grad_(False)
+    model.table.data = torch.zeros(2, dtype=torch.int8)
+    with StepObserver(model, parameters=parameters, unused=True) as observer:
+        model(torch.ones(2, 3)).sum().backward()
+        observer.end_step()
+    assert len(observer.steps) == 1
