@@ -222,7 +222,10 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         self._stop_tuning("a plan was applied by hand")
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Register a communication hook as DDP does; automatic planning ends."""
+        """Register a communication hook as DDP does; automatic planning ends.
+
+        Every rank must call it after the same step.
+        """
         check: Any = self._check_comm_hook
         check(hook)  # DDP's own check, before anything changes
         self._stop_tuning_for_hook()
