@@ -246,3 +246,42 @@ def test_a_loss_with_what_a_hook_kept_of_the_capture_is_refused(ranks: Any) -> N
     )
     for _, text in found:
         assert "a tensor that has no values" in text
+
+
+class Nearest(nn.Module):
+    """Reads a place of each sample that is computed from its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.last = (nn.Linear(6, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        far = (0.1 * torch.tanh(self.two(x)[:, 0]) + 1e-3 * x[:, 0]).abs().long()
+        h = self.one(x)[torch.arange(len(x)) - far]
+        return self.last(torch.cat([h, h[:, :2]], 1))
+
+
+def another_sample_s_row(rank: int, size: int) -> tuple[str, str]:
+    """The second step's last sample reads the row before its own."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    module = Nearest()
+    example = torch.zeros(2, 6)
+    plan = plan_of(module, example, lambda i: [(0, 1), (1, 1), (0, 2)][i % 3], size)
+    model = BurstParallel(module, plan, example_inputs=(example,))
+    x = torch.zeros(4, 6)
+    try:
+        for step in range(2):
+            x[3, 0] = 1500.0 * step
+            model(x[2 * rank : 2 * rank + 2]).square().mean().backward()
+    except Exception as exc:  # noqa: BLE001
+        return f"step {step}", str(exc)
+    return "", ""
+
+
+def test_an_index_that_leaves_its_sample_on_one_rank_ends_the_step_on_all(
+    ranks: Any,
+) -> None:
+    for step, text in ranks(another_sample_s_row, 2, timeout_s=60, group_s=30):
+        assert step == "step 1"
+        assert "an index into the rows of the batch is computed" in text
