@@ -285,3 +285,62 @@ def test_an_index_that_leaves_its_sample_on_one_rank_ends_the_step_on_all(
     for step, text in ranks(another_sample_s_row, 2, timeout_s=60, group_s=30):
         assert step == "step 1"
         assert "an index into the rows of the batch is computed" in text
+
+
+class Shared(nn.Module):
+    """Gives an activation, a part of it, and its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = torch.tanh(self.body(x))
+        y = self.head(h)
+        return y, y[:, :2], x
+
+
+def writing(rank: int, size: int) -> tuple[float, list[bool]]:
+    """Write into outputs in place, in training and in evaluation."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    ours, theirs = Shared(), Shared()
+    theirs.load_state_dict(ours.state_dict())
+    example = torch.zeros(2, 6)
+    plan = plan_of(ours, example, lambda i: [(0, 2), (1, 1)][i % 2], size)
+    model = BurstParallel(ours, plan, example_inputs=(example,))
+    apart, own = 0.0, []
+    for step in range(3):
+        draw = torch.Generator().manual_seed(step)
+        x = torch.randn(5, 6, generator=draw)
+        found = []
+        for one, rows in ((model, slice(3 * rank, 3 + 2 * rank)), (theirs, slice(5))):
+            one.train(step < 2)
+            given = x[rows].clone()
+            with torch.set_grad_enabled(step < 2):
+                whole, some, same = one(given)
+                some.mul_(3).sin_()
+                whole.mul_(2)
+                loss = (whole.sum(1) + some.square().sum(1) + same.sum(1)).mean()
+            own.append(given.data_ptr() == same.data_ptr())
+            if step < 2:
+                loss.backward()
+            found.append(whole.detach())
+        apart = max(apart, float((found[0] - found[1][rows_of(rank)]).abs().max()))
+        with torch.no_grad():
+            for mine, wanted in zip(
+                ours.parameters(), theirs.parameters(), strict=True
+            ):
+                if step < 2 and mine.grad is not None:
+                    apart = max(apart, float((mine.grad - wanted.grad).abs().max()))
+    return apart, own
+
+
+def rows_of(rank: int) -> slice:
+    return slice(3 * rank, 3 + 2 * rank)
+
+
+def test_outputs_that_share_memory_train_as_in_one_process(ranks: Any) -> None:
+    for apart, own in ranks(writing, 2, timeout_s=60, group_s=30):
+        assert apart < 1e-12
+        assert all(own)

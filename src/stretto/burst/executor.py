@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from stretto.background.named_device import open_named
 from stretto.burst import hooks, torch_calls
-from stretto.burst.boundary import in_checkpoint, mark_input, mark_output
+from stretto.burst.boundary import in_checkpoint, mark_input, mark_output, plain
 from stretto.burst.captures import training
 from stretto.burst.checks.joined_calls import CLIP
 from stretto.burst.checks.numbers import number_of
@@ -267,7 +267,11 @@ class BurstParallel(nn.Module):
         if results.behind is not None:
             watch = parts.backward.reached.watch(results)
             hook_of = watch if results.differs else None
-        found = results.unpack(output, hook_of)
+        inputs: list[Tensor] = []
+        if results.shows_inputs:
+            tensors = execution.graph.arguments.tensors(args, kwargs)
+            inputs = [plain(rows) for rows in tensors]
+        found = results.unpack(output, hook_of, inputs)
         with parts.hooks.observed():
             return hooks.after(self.module, args, kwargs, found)
 

@@ -17,6 +17,7 @@ A recording:
 - `watching`: compare that state before each step (for `reads`).
 - `freezing`: copies of plain state that can be compared later (for `watching`).
 - `packing`: several inputs or outputs in one tensor.
+- `output_memory`: outputs that are views of other ones or of inputs (for `packing`).
 - `caches`: find and undo what forward keeps outside of the call (for `recordings`).
 - `cached_values`: compare what is cached later with what layers compute.
 

@@ -25,6 +25,7 @@ from stretto.burst.tracing.cached_values import CachedValues
 from stretto.burst.tracing.classify import Traced, classify, packed_shape
 from stretto.burst.tracing.comparing import BATCHES, Counts, compare
 from stretto.burst.tracing.ordering import Order
+from stretto.burst.tracing.output_memory import views_among
 from stretto.burst.tracing.overlap import shared_with
 from stretto.burst.tracing.packing import Arguments, Results
 from stretto.burst.tracing.patching import note_inputs
@@ -69,8 +70,9 @@ def trace(
     found: dict[int, Results] = {}
 
     def run(packed: Tensor) -> Any:
-        output = _call(module, arguments, packed)
-        results = Results(output, line_of_forward(module) + type(module).__name__)
+        output, given = _call(module, arguments, packed)
+        place = line_of_forward(module) + type(module).__name__
+        results = Results(output, place, given)
         tensor = results.packed(output, packed.shape[0])
         found[packed.shape[0]] = results
         return tensor
@@ -125,17 +127,33 @@ def trace(
     traced.results.behind = behind_outputs(
         traced.root, traced.results, build.shapes, module
     )
+    views = views_among(results.tensors, results.inputs)
+    if isinstance(views, int):
+        place = other.source_line_of(results.tensors[views])
+        line = f"{place}: " if place else line_of_forward(module)
+        raise SpecError(
+            f"{line}an output of {type(module).__name__} overlaps in "
+            "memory with another one: a program that writes into one in place would "
+            "not change the other, as layers pass copies. Return a copy (clone()) of "
+            "one of them"
+        )
+    results.share_memory(views)
     return traced
 
 
-def _call(module: nn.Module, arguments: Arguments, packed: Tensor) -> Any:
-    """Call forward; reject one that changes the containers that it is given."""
+def _call(
+    module: nn.Module, arguments: Arguments, packed: Tensor
+) -> tuple[Any, list[Tensor]]:
+    """Call forward; reject one that changes the containers that it is given.
+
+    Return its output, and the tensors that it was given.
+    """
     args, named = arguments.unpack(packed)
     note_inputs((args, named))
     before = pytree.tree_flatten((args, named))
     output = module.forward(*args, **named)
     if _are_same(before, pytree.tree_flatten((args, named))):
-        return output
+        return output, arguments.tensors(args, named)
     args, named = arguments.unpack(packed)
     before = pytree.tree_flatten((args, named))
     place = line_where(

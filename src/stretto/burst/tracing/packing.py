@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import inspect
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +19,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from stretto.burst.memory import in_memory
-from stretto.errors import SpecError
+from stretto.errors import SpecError, StrettoError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from stretto.burst.tracing.output_memory import View
 
 _EXACT_BITS = {
     torch.float64: 53,
@@ -339,7 +342,7 @@ def _same(one: list[Any], two: list[Any]) -> bool:
 class Results:
     """A model's result: which of its leaves are tensors with rows."""
 
-    def __init__(self, output: Any, place: str) -> None:
+    def __init__(self, output: Any, place: str, inputs: Sequence[Tensor]) -> None:
         leaves, self._rebuild = _taken_apart(output)
         self._places = [i for i, v in enumerate(leaves) if isinstance(v, Tensor)]
         self.others = [None if isinstance(v, Tensor) else v for v in leaves]
@@ -356,6 +359,12 @@ class Results:
         ids = [id(tensor) for tensor in self.tensors]
         self._same_as = [ids.index(one) for one in ids]
         """For each tensor, the first that is the same object."""
+
+        self.inputs = inputs
+        """The tensors with which the model was called."""
+
+        self.views: list[View | None] = [None] * len(ids)
+        """For each tensor, how it shares memory, see `output_memory`."""
 
         self.packing: Packing | None = None
         self.behind: tuple[frozenset[str], ...] | None = None
@@ -377,6 +386,24 @@ class Results:
             behind = (frozenset(names),) * len(self.tensors)
         self.behind = tuple(some - never for some in behind)
 
+    @property
+    def shows_inputs(self) -> bool:
+        """Whether a tensor is an input, or a part of one."""
+        return any(view is not None and view.of_input for view in self.views)
+
+    def share_memory(self, views: list[View | None]) -> None:
+        """Make tensors as views of others from now on.
+
+        A gradient of a view arrives as one of what it is a view of.
+        """
+        self.views = views
+        if self.behind is not None:
+            behind = list(self.behind)
+            for view, own in zip(views, self.behind, strict=True):
+                if view is not None and not (view.of_input or view.is_detached):
+                    behind[view.number] |= own
+            self.behind = tuple(behind)
+
     def packed(self, output: Any, rows: int) -> Tensor:
         """Return the result's tensors as one; the first call records their shapes."""
         tensors = tensors_in(output)
@@ -392,14 +419,21 @@ class Results:
         self,
         packed: Tensor,
         hook_of: Callable[[int], Callable[[Tensor], None]] | None = None,
+        inputs: Sequence[Tensor] = (),
     ) -> Any:
         """Return the result as the model gives it.
 
-        ``hook_of`` gives a hook for the gradient of each of several tensors.
+        ``hook_of`` gives a hook for the gradient of each of several tensors; ``inputs``
+        are the tensors of the call.
         """
         assert self.packing is not None  # noqa: S101
         leaves = list(self.others)
         found = self.packing.unpack(packed, hook_of)
+        for i, view in enumerate(self.views):
+            if view is None:
+                continue
+            base = (inputs if view.of_input else found)[view.number]
+            found[i] = view.made(base, found[i])
         for i, first in zip(self._places, self._same_as, strict=True):
             leaves[i] = found[first]  # programs write in place into outputs
         return self._rebuild(leaves)
@@ -424,13 +458,75 @@ def _taken_apart(output: Any) -> tuple[list[Any], Any]:
         return _taken_apart_by_key(
             inner, lambda values: pytree.tree_unflatten(values.values(), spec)
         )
-    # Other objects, such as a cache, are meant for a caller that continues with them.
-    kept = [v if v is None or isinstance(v, _KEPT) else None for v in leaves]
+    kept = [
+        v if v is None or isinstance(v, (*_KEPT, Withheld)) else Withheld(v)
+        for v in leaves
+    ]
     return kept, lambda some: pytree.tree_unflatten(some, spec)
 
 
-_KEPT = (Tensor, int, float, str, torch.Size, torch.dtype, torch.device)
+_KEPT = (
+    *(Tensor, int, float, complex, str, bytes, enum.Enum, type),
+    *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 """What a caller gets from a model's output."""
+
+
+@final
+class WithheldError(StrettoError, AttributeError):
+    """Something uses an output that a burst model does not give.
+
+    It is an ``AttributeError`` too, so that ``hasattr`` answers no.
+    """
+
+
+@final
+class Withheld:
+    """Is in an output in place of an object of another kind, such as a cache.
+
+    A program may pass it on. Using it raises an error, because layers on other ranks do
+    not fill the object.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._kind: str = type(value).__name__
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Withheld and other._kind == self._kind
+
+    def __hash__(self) -> int:
+        return hash(self._kind)
+
+    def __repr__(self) -> str:
+        return f"<{self._kind} that a burst model does not give>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_kind":  # such as copy.copy asks for
+            raise AttributeError(name)
+        raise self._error()
+
+    def __len__(self) -> int:
+        raise self._error()
+
+    def __iter__(self) -> Any:
+        raise self._error()
+
+    def __getitem__(self, key: Any) -> Any:
+        raise self._error()
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Raise an error: the object is not here."""
+        raise self._error()
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _error(self) -> WithheldError:
+        return WithheldError(
+            f"the burst model's output has an object of {self._kind} here, which "
+            "holds nothing on this rank, as layers ran on others: return its tensors, "
+            "or call the model without it (such as use_cache=False)"
+        )
 
 
 def _taken_apart_by_key(
