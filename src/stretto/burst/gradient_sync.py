@@ -283,6 +283,7 @@ class GradientSync:
 
     # When backward has ended.
 
+    @torch.no_grad()
     def finish(self, unreached: Container[int] = ()) -> None:
         """Send the rest, wait for everything and add the sums to ``.grad``.
 
@@ -312,7 +313,6 @@ class GradientSync:
                 self._deliver(slot.parameter, self._shadows.grad(slot.parameter))
         self._reset_buckets()
 
-    @torch.no_grad()
     def _deliver_sum(self, slot: _Slot) -> None:
         own = self._shadows.grad(slot.parameter)
         if own is None and not bool(slot.mark.item() > 0):
@@ -320,7 +320,6 @@ class GradientSync:
         own = slot.view.clone() if own is None else own.copy_(slot.view)
         self._deliver(slot.parameter, own)
 
-    @torch.no_grad()
     def _deliver(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
         """Add a complete gradient to ``.grad``, through the parameter's own hooks.
 

@@ -83,12 +83,14 @@ class Shadows:
         shadow.register_post_accumulate_grad_hook(arrived)
         return shadow
 
-    @torch.no_grad()
     def _arrived(self, parameter: nn.Parameter, shadow: Tensor) -> None:
         grad, shadow.grad = shadow.grad, None
         if grad is not None:  # a function's backward may return None
             held = self._grads.get(id(parameter))
-            self._grads[id(parameter)] = grad if held is None else held + grad
+            if held is not None:
+                with torch.no_grad():
+                    grad = held + grad
+            self._grads[id(parameter)] = grad
         self._ready(parameter)
 
     def grad(self, parameter: nn.Parameter) -> Tensor | None:

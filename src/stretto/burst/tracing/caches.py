@@ -505,6 +505,8 @@ def _restore_contents(container: Any, content: Sequence[Any]) -> None:
 
 
 def _plain_kind(container: Any) -> Any:
+    if type(container) in _CONTAINERS:
+        return type(container)
     return next(kind for kind in _CONTAINERS if isinstance(container, kind))
 
 

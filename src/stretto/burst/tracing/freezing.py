@@ -281,7 +281,13 @@ def _is_by_identity(value: Any, known: Collection[int]) -> bool:
 
 def may_read_users(name: object) -> bool:
     """Return whether functions of a module, by its name, may read the user's state."""
-    return str(name or "").partition(".")[0] not in NOT_USERS
+    # Asked at each attribute that forward reads; a program may set any object.
+    return _is_users_name(name if type(name) is str else str(name or ""))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _is_users_name(name: str) -> bool:
+    return name.partition(".")[0] not in NOT_USERS
 
 
 def is_users(space: Any) -> bool:

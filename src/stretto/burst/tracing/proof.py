@@ -420,15 +420,20 @@ class _Check:
     ) -> SpecError | None:
         """Return where an operation inside a layer gives other rows for some."""
         many = self._many_rows(node, values, output, _MOST_ROWS)
-        op = self._first_mixing(node, values, (_SOME, many))
-        op = op or self._first_mixing_others(node, values)
+        full, some = (trace_layer(node, values, rows) for rows in (_EVERY, _SOME))
+        op = self._first_other(full, some, _SOME)
+        op = op or self._first_other(full, trace_layer(node, values, many), many)
+        op = op or self._first_mixing_others(node, values, full, some)
         return None if op is None else _mixing(f"{source_line_of(op)}: {op.name!r}")
 
     def _first_mixing_others(
-        self, node: LayerNode, values: dict[str, Tensor]
+        self,
+        node: LayerNode,
+        values: dict[str, Tensor],
+        full: dict[fx.Node, Any],
+        some: dict[fx.Node, Any],
     ) -> fx.Node | None:
         """Return the first operation that mixes rows of other values; see the note."""
-        full, some = (trace_layer(node, values, rows) for rows in (_EVERY, _SOME))
         for others in other_values(node, full, self._numbers):
             op = self._first_other(
                 others.traces(values, full, _EVERY),

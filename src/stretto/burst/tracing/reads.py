@@ -129,12 +129,16 @@ class Reads:
             number = id(module)
             if number not in known or name in _INTERNAL:
                 return read(module, name)
-            caller = sys._getframe(1)  # noqa: SLF001 - also of getattr() and vars()
-            is_users = may_read_users(caller.f_globals.get("__name__"))
-            if name[:2] != "__":
-                found[number, name] = is_users or found.get((number, name), False)
-            elif name == "__dict__" and is_users:
-                found.update(((number, key), True) for key in vars_of(module))
+            is_own = name[:2] != "__"
+            if is_own and found.get((number, name)):
+                return read(module, name)  # already recorded as the user's
+            if is_own or name == "__dict__":  # not __class__, which isinstance() reads
+                caller = sys._getframe(1)  # noqa: SLF001 - also of getattr() and vars()
+                is_users = may_read_users(caller.f_globals.get("__name__"))
+                if is_own:
+                    found[number, name] = is_users
+                elif is_users:
+                    found.update(((number, key), True) for key in vars_of(module))
             return read(module, name)
 
         def vars_of(module: nn.Module) -> list[str]:
