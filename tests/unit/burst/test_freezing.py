@@ -20,7 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from stretto.burst.graph import capture
-from stretto.burst.tracing.freezing import MOST_BYTES, MOST_ITEMS, Freezer
+from stretto.burst.tracing.freezing import (
+    MOST_BYTES,
+    MOST_ITEMS,
+    Freezer,
+    may_read_users,
+)
 from stretto.burst.tracing.reads import Reads
 from stretto.errors import SpecError
 
@@ -263,3 +268,7 @@ def test_a_state_behind_many_values_stays_equal_to_itself(make, left):
     value = [[[] for _ in range(MOST_ITEMS - left)], make()]
     freeze = Freezer(None, ())
     assert freeze(value) == freeze(value)
+
+
+def test_a_module_name_may_be_any_object():
+    assert may_read_users(["torch"])

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from stretto.burst.graph import capture
+from stretto.burst.tracing import layer_runs, proof
 from stretto.errors import SpecError
 
 
@@ -237,3 +238,15 @@ class CountsGradients(nn.Module):
 def test_a_forward_that_reads_whether_there_is_a_gradient_is_refused():
     with pytest.raises(SpecError, match=r"reads \.grad of a tensor in forward"):
         capture(CountsGradients(), (torch.randn(6, 4),))
+
+
+def test_usual_values_of_a_layer_run_once_for_each_set_of_rows(monkeypatch):
+    ran = []
+
+    def counted(node, values, rows):
+        ran.append((node.name, tuple(rows)))
+        return layer_runs.trace_layer(node, values, rows)
+
+    monkeypatch.setattr(proof, "trace_layer", counted)
+    capture(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), (torch.randn(6, 4),))
+    assert len(ran) == len(set(ran))
