@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 SAMPLES, BATCH = 205, 24
 KILLED_AT = 3
 
+RELEASED_AFTER = 6
+"""A membership's groups and lanes are released in fewer steps than this."""
+
 SCRIPT = f"""
-import json, os, signal, sys
+import collections, gc, json, os, signal, sys
 import torch
 import torch.distributed as dist
 import stretto
@@ -34,6 +37,7 @@ net = torch.nn.Sequential(
 ).double()
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
 model = stretto.DistributedDataParallel(net, plan="ddp", broadcast_buffers=False)
+gc.disable()
 generator = torch.Generator().manual_seed(1)
 data = [
     (torch.randn(16, generator=generator).double(), i % 5) for i in range({SAMPLES})
@@ -48,7 +52,11 @@ def die(_):
 
 net[2].weight.register_post_accumulate_grad_hook(die)
 is_trained = False
-while not (is_trained and run.generation >= 3):
+while not (
+    is_trained
+    and run.generation >= 3
+    and run.steps >= run.history[-1].first_step + {RELEASED_AFTER}
+):
     is_trained = False
     for inputs, targets in run.batches(data):
         step = run.steps
@@ -59,7 +67,10 @@ while not (is_trained and run.generation >= 3):
         if run.steps > step:
             losses[step] = loss.item()
         is_trained = True
+tasks = os.listdir("/proc/self/task")
+names = [open("/proc/self/task/" + task + "/comm").read().strip() for task in tasks]
 record = {{
+    "threads": collections.Counter(name for name in names if "gloo" in name),
     "history": [[m.generation, m.first_step, m.ids] for m in run.history],
     "losses": losses,
     "steps": run.steps,
@@ -116,6 +127,12 @@ def test_losses_are_those_of_the_memberships_in_one_process(
     for member, record in job.items():
         for step, loss in record["losses"].items():
             assert loss == pytest.approx(wanted[int(step)][member], abs=1e-6)
+
+
+def test_past_memberships_leave_no_thread(job: dict[int, Any]) -> None:
+    knew_only_the_last = job[3]["threads"]
+    assert knew_only_the_last
+    assert job[1]["threads"] == job[2]["threads"] == knew_only_the_last
 
 
 def _replayed(history: list[Any], steps: int) -> list[dict[int, float]]:

@@ -17,6 +17,7 @@ from stretto._api.elastic_batches import BatchSize, ShareSampler, Stamp, order_o
 from stretto.errors import CommTimeout, SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.members.client import MemberClient
+from stretto.runtime.failure import forget_frames
 from stretto.runtime.presence import is_communication_error
 from stretto.runtime.regroup import MemberGroup
 
@@ -373,8 +374,11 @@ class Elastic:
                 f"collectives failed {self._failures} times without a step between "
                 "them: the network between ranks failed, or ranks make different calls"
             ) from cause
+        if self._group is not None:
+            self._group.end(self._group.generation)
         self._report()
         self._follow()
+        forget_frames(cause)
 
     def _follow(self) -> None:
         """Enter the newest membership; again, if ranks are lost meanwhile."""
@@ -390,6 +394,7 @@ class Elastic:
                     raise
                 _log.info("membership %d was lost: %s", view.generation, error)
                 self._report()
+                forget_frames(error)
             else:
                 return
             finally:

@@ -22,6 +22,7 @@ from stretto.logs import get_logger
 from stretto.runtime import backends
 from stretto.runtime.agreement import require_plan_applied
 from stretto.runtime.ddp_reducer import ReplaceableReducerDDP
+from stretto.runtime.failure import forget_frames
 from stretto.runtime.nan_check import check_options
 from stretto.runtime.negotiated.reducer import (
     NEGOTIATED,
@@ -315,6 +316,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         their release waits. `_join_ranks` must follow.
         """
         old = [self.reducer, self._planned, self._watched, self._lane_pool]
+        forget_frames(self._failures.error)
         self.reducer._remove_autograd_hooks()  # noqa: SLF001
         self._waiting_plan = self._own_plan
         self._plan = self._planned = self._watched = self._lane_pool = None

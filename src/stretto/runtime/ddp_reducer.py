@@ -290,6 +290,7 @@ class ReplaceableReducerDDP(RankedDDP):
             self._planned, self._plan, self._watched, self.reducer, self.logger = before
             if planned is not None:
                 planned.release()
+            trouble = None  # its traceback has this frame, in a cycle
             raise
         self._adopt_reducer(before[3], before[4])
 

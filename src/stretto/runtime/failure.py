@@ -246,6 +246,21 @@ class FailureReporter:
         )
 
 
+def forget_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks of an error that was handled, and of its causes.
+
+    Their frames refer to works, lanes and groups, and often to the error itself. Such a
+    cycle would keep threads and connections until garbage collection.
+    """
+    left, seen = [error], set()
+    while left:
+        now = left.pop()
+        if now is not None and id(now) not in seen:
+            seen.add(id(now))
+            now.__traceback__ = None
+            left += [now.__cause__, now.__context__]
+
+
 def _first_line(cause: BaseException) -> str:
     line = (str(cause) or type(cause).__name__).splitlines()[0]
     return line.partition(" This is typically caused by")[0]

@@ -260,7 +260,7 @@ def call_aside(
             ended.wait(_END_S)
             return False, None
     if failed:
-        raise failed[0]
+        raise failed.pop()  # in no cycle with this frame, which its traceback has
     return True, found[0]
 
 

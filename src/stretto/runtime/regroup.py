@@ -12,7 +12,10 @@ If it comes while that generation is being built, it is repeated until the build
 failed, because more sockets may open in between.
 
 Old groups and lanes are kept and released one by one, because a release takes 10 to
-60 ms. Nothing here collects garbage, which would stop training for longer.
+60 ms. Only those of one generation are kept: if memberships follow each other faster
+than steps, the next one releases the rest. Nothing here collects garbage, which would
+stop training for longer, so nothing may refer to a group in a cycle. Errors do, by the
+frames of their tracebacks: `forget_frames` ends that once an error is handled.
 """
 
 from __future__ import annotations
@@ -195,7 +198,8 @@ class MemberGroup:
             self._parked.pop(0)
 
     def _park(self, parts: list[Any]) -> None:
-        self._parked += [part for part in parts if part is not None]
+        """Keep the parts of the last generation, and release those of earlier ones."""
+        self._parked = [part for part in parts if part is not None]
 
     def _require_current(self) -> None:
         if self._ended >= self.generation:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from stretto.errors import CommTimeout
-from stretto.runtime.failure import FailureReporter
+from stretto.runtime.failure import FailureReporter, forget_frames
 from stretto.runtime.ranks import Ranks
 
 
@@ -50,3 +52,19 @@ def test_a_collective_that_fails_just_after_a_look_is_reported_with_its_error() 
     ):
         failures.wait(EndsAfterALook("Connection reset by peer"), "an all-reduce")
     assert failures.error is not None
+
+
+def test_an_error_keeps_its_frames_no_longer_than_it_is_handled() -> None:
+    failures = reporter()
+    gc.disable()
+    try:
+        work = EndsAfterALook("Connection reset by peer")
+        with pytest.raises(CommTimeout) as caught:
+            failures.wait(work, "an all-reduce")
+        del caught
+        freed = weakref.ref(work)
+        forget_frames(failures.error)
+        del work
+        assert freed() is None
+    finally:
+        gc.enable()
