@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +22,7 @@ from stretto.process_identity import Identity, State, own_identity, state_of
 from stretto.runtime import presence as presence_module
 from stretto.runtime.agreement import Agreement
 from stretto.runtime.failure import FailureReporter
-from stretto.runtime.presence import Presence
+from stretto.runtime.presence import Presence, call_aside
 from stretto.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -205,3 +209,26 @@ def test_a_rank_that_was_started_again_is_not_lost(
     assert mine.ended([11]) == {}
     processes.kill(2)
     assert set(mine.ended([11])) == {11}
+
+
+class Resource:
+    """Something that a call refers to."""
+
+    def open(self) -> None:
+        raise RuntimeError("refused")
+
+
+def test_a_call_aside_that_failed_is_freed_with_its_error() -> None:
+    gc.disable()
+    try:
+        resource = Resource()
+        freed = weakref.ref(resource)
+        with contextlib.suppress(RuntimeError):
+            call_aside(resource.open, name="test-opening", look=lambda: False)
+        del resource
+        for thread in threading.enumerate():
+            if thread.name == "test-opening":
+                thread.join()
+        assert freed() is None
+    finally:
+        gc.enable()
