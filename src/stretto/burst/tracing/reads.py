@@ -34,7 +34,7 @@ from stretto.burst.tracing.freezing import (
     SPACES,
     may_read_users,
 )
-from stretto.burst.tracing.freezing import is_users as is_own
+from stretto.burst.tracing.freezing import is_users as is_public
 from stretto.burst.tracing.watching import MISSING, Cell, Rows, Watch
 
 if TYPE_CHECKING:
@@ -129,13 +129,13 @@ class Reads:
             number = id(module)
             if number not in known or name in _INTERNAL:
                 return read(module, name)
-            is_own = name[:2] != "__"
-            if is_own and found.get((number, name)):
+            is_public = name[:2] != "__"
+            if is_public and found.get((number, name)):
                 return read(module, name)  # already recorded as the user's
-            if is_own or name == "__dict__":  # not __class__, which isinstance() reads
+            if is_public or name == "__dict__":  # not __class__ of isinstance()
                 caller = sys._getframe(1)  # noqa: SLF001 - also of getattr() and vars()
                 is_users = may_read_users(caller.f_globals.get("__name__"))
-                if is_own:
+                if is_public:
                     found[number, name] = is_users
                 elif is_users:
                     found.update(((number, key), True) for key in vars_of(module))
@@ -378,7 +378,7 @@ def _imported(code: types.CodeType, held: dict[str, Any]) -> list[types.ModuleTy
     package = str(held.get("__package__") or "")
     names = [n for key in code.co_names for n in (key, f"{package}.{key}")]
     found = [sys.modules.get(name) for name in names]
-    return [m for m in found if isinstance(m, types.ModuleType) and is_own(m)]
+    return [m for m in found if isinstance(m, types.ModuleType) and is_public(m)]
 
 
 def _place_of(space: Any) -> str:
