@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -86,7 +87,10 @@ def test_a_rank_that_dies_while_tuning_is_named(
     for rank in {0, 1, 2} - {victim}:
         kind, text, took_s = found[rank]
         assert kind == "CommTimeout", text
-        assert f"rank {victim} is gone (process " in text
+        # Another survivor may have ended by then.
+        assert re.search(
+            rf"ranks? [\d, ]*\b{victim}\b[\d, ]* (is|are) gone \(process ", text
+        )
         assert took_s < 20.0
 
 

@@ -114,9 +114,9 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         }
         overlap = overlap or os.environ.get(OVERLAP_VARIABLE) or BACKWARD
         self._compared["overlap"] = repr(overlap)
+        self._compared[SCHEDULE_VARIABLE] = repr(os.environ.get(SCHEDULE_VARIABLE, ""))
         if automatic:
             self._compared["tune"] = repr(options)
-            self._compared[SCHEDULE_VARIABLE] = repr(schedule())
         if wire_dtype is not None and not automatic:
             self._trouble = SpecError(
                 f"wire_dtype={wire_dtype!r} needs plan='auto': a plan's buckets have "

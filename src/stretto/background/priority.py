@@ -68,9 +68,9 @@ _LIMITS = {
 }
 """Limits of a cgroup, of both versions, and how the missing limit is written."""
 
-_LOOP = "read line; echo ready; while :; do :; done"
+_LOOP = "read line || exit; echo ready; while kill -0 $PPID; do :; done 2>/dev/null"
 """For a shell, which starts in a millisecond; a background may have to wait long for
-more processor time."""
+more processor time. It ends once the process that started it has ended."""
 
 _log = get_logger(__name__)
 

@@ -334,3 +334,26 @@ def test_a_probe_leaves_this_process_as_it_is():
     found = priority.probe()
     assert found.method in priority.METHODS
     assert (priority.own_cgroup(), os.sched_getscheduler(0)) == before
+
+
+def test_a_busy_loop_ends_with_the_process_that_started_it():
+    code = (
+        "import os\n"
+        "from stretto.background.priority import _Loop\n"
+        "loop = _Loop(new_session=True)\n"
+        "loop.start()\n"
+        "print(loop._process.pid, flush=True)\n"
+        "os._exit(0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        check=True,
+    )
+    pid = int(done.stdout)
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()

@@ -71,7 +71,7 @@ def test_more_hosts_never_make_a_ring_on_one_lane_faster(work):
 
 
 def test_ranks_double_within_a_host_and_then_hosts_do():
-    assert doubling_ranks(cluster(ranks_per_host=4), most=50) == (
+    assert doubling_ranks(cluster(ranks_per_host=4), max_ranks=50) == (
         1,
         2,
         4,
@@ -80,8 +80,8 @@ def test_ranks_double_within_a_host_and_then_hosts_do():
         32,
         48,
     )
-    assert doubling_ranks(cluster(), most=8) == (1, 2, 4, 8)
-    assert doubling_ranks(cluster(ranks_per_host=6), most=12) == (1, 2, 4, 6, 12)
+    assert doubling_ranks(cluster(), max_ranks=8) == (1, 2, 4, 8)
+    assert doubling_ranks(cluster(ranks_per_host=6), max_ranks=12) == (1, 2, 4, 6, 12)
     assert doubling_ranks(cluster())[-1] == 100_000
 
 
