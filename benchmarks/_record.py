@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +31,18 @@ def machine() -> dict:
         "stretto": version("stretto"),
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
     }
+
+
+def commit_of(folder: Path) -> str:
+    """Return the abbreviated commit that a folder's working tree is at."""
+    return subprocess.check_output(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=folder, text=True
+    ).strip()
+
+
+def in_turn(sources: dict[str, Path], number: int) -> list[str]:
+    """Return the names of two versions, in the other order than in the last round."""
+    return list(sources) if number % 2 else list(sources)[::-1]
 
 
 def spread(values: list[float]) -> dict:

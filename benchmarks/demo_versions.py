@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from _record import spread, store
+from _record import commit_of, in_turn, spread, store
 
 HERE = Path(__file__).parents[1] / "src"
 
@@ -50,8 +50,7 @@ def main() -> None:
     found: dict[str, list[dict[str, float]]] = {which: [] for which in sources}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(options.rounds):
-            order = list(sources) if number % 2 else list(sources)[::-1]
-            for which in order:
+            for which in in_turn(sources, number):
                 found[which].append(steps_s(sources[which], Path(folder)))
     methods = [m for m in found["before"][0] if m in found["after"][0]]
     rows = {}
@@ -62,9 +61,7 @@ def main() -> None:
             **{f"{w}_s": statistics.median(t) for w, t in times.items()},
             "after_over_before": spread([a / b for a, b in pairs]),
         }
-    commit = subprocess.check_output(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=options.before, text=True
-    ).strip()
+    commit = commit_of(options.before)
     store(
         "demo_versions",
         {

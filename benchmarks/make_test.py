@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from _record import RESULTS, machine
+from _record import RESULTS, commit_of, machine
 
 ROOT = Path(__file__).parents[1]
 RESULT = RESULTS / "make_test.json"
@@ -33,9 +33,7 @@ def run_once(*, busy: bool) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder) / "clone"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
-        commit = subprocess.check_output(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=clone, text=True
-        ).strip()
+        commit = commit_of(clone)
         load = os.getloadavg()[0]
         loops = [
             subprocess.Popen([sys.executable, "-c", "while True: pass"])

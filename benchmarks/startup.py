@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from _record import spread, store
+from _record import commit_of, in_turn, spread, store
 
 HERE = Path(__file__).parents[1] / "src"
 FILES = [
@@ -69,8 +69,7 @@ def main() -> None:
         for case, arguments in CASES.items():
             rows: dict[str, list[float]] = {which: [] for which in sources}
             for number in range(-1, options.rounds):
-                order = list(sources) if number % 2 else list(sources)[::-1]
-                for which in order:
+                for which in in_turn(sources, number):
                     took_s = cpu_s(sources[which], folders[which], arguments)
                     if number >= 0:  # the first run fills the cache
                         rows[which].append(took_s)
@@ -80,9 +79,7 @@ def main() -> None:
                 **{f"least_{which}_s": min(times) for which, times in rows.items()},
                 "after_over_before": spread([a / b for a, b in pairs]),
             }
-    commit = subprocess.check_output(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=options.before, text=True
-    ).strip()
+    commit = commit_of(options.before)
     store(
         "startup",
         {

@@ -16,7 +16,7 @@ import pytest
 
 from stretto.cluster import engine_local, engine_ray, processes, roles
 from stretto.cluster.folders import Folders, Settings
-from stretto.cluster.part_spec import ATTEMPT_VARIABLE
+from stretto.cluster.part_spec import ATTEMPT_VARIABLE, PartSpec
 from stretto.cluster.ray_head import MARK
 from stretto.schema import codec
 from stretto.schema.job import BackgroundRules, GpuRange, Job, RestartRules
@@ -202,6 +202,30 @@ def job(
 
 WAITS = "while [ ! -e go ]; do sleep 0.02; done"
 """A script that waits for a file."""
+
+
+def part_spec_of(folder: Path, *command: str, **fields: Any) -> PartSpec:
+    """Return a host's part of an attempt that runs a command in a folder."""
+    devices = fields.pop("devices", ("cpu:0",))
+    base = PartSpec(
+        job="j1",
+        attempt=1,
+        role="foreground",
+        launch="direct",
+        command=command,
+        directory=str(folder),
+        environment={},
+        devices=devices,
+        first_rank=0,
+        world_size=len(devices),
+        master_address="127.0.0.1",
+        master_port=29500,
+        files=str(folder / "files"),
+        logs=str(folder / "logs"),
+        boards=str(folder / "boards"),
+        peers_grace_s=0.1,
+    )
+    return dataclasses.replace(base, **fields)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ import pytest
 from stretto.cluster import engine_local, engine_ray, ray_actor, ray_gateway, roles
 from stretto.cluster.channel import connected, listening
 from stretto.cluster.folders import Folders, RaySettings, Settings, settings_of
-from stretto.cluster.part_spec import PartSpec
 from stretto.cluster.processes import lock, start_detached
 from stretto.cluster.ray_actor import HostActor
 from stretto.cluster.ray_gateway import Gateway
@@ -552,24 +551,7 @@ def test_an_agent_that_no_actor_serves_ends_when_nothing_runs(tmp_path: Path) ->
     # An attempt that has ended, which no coordinator has acknowledged.
     part = folders.attempts("a") / "job-1.1"
     part.mkdir(parents=True)
-    spec = PartSpec(
-        job="job-1",
-        attempt=1,
-        role="foreground",
-        launch="direct",
-        command=("true",),
-        directory="/",
-        environment={},
-        devices=("cpu:0",),
-        first_rank=0,
-        world_size=1,
-        master_address="127.0.0.1",
-        master_port=1,
-        files="",
-        logs="",
-        boards="",
-    )
-    spec.save(part)
+    clusters.part_spec_of(tmp_path, "true", job="job-1").save(part)
     command = [sys.executable, "-m", "stretto.cluster.agent", str(tmp_path), "a"]
     assert subprocess.run(command, timeout=LIMIT_S, check=False).returncode == 0
     assert part.is_dir()

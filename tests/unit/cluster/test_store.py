@@ -14,13 +14,13 @@ from stretto.cluster import store as stores
 from stretto.cluster.coordinator import Clock
 from stretto.cluster.folders import Folders
 from stretto.cluster.ledger import Ledger
-from stretto.cluster.part_spec import PartSpec, base_environment, rank_commands
+from stretto.cluster.part_spec import base_environment, rank_commands
 from stretto.cluster.policies import registry
 from stretto.cluster.store import Store, read_events, read_only, read_spec, read_table
 from stretto.cluster.tables import TABLES, all_rows
 from stretto.errors import ClusterError, SpecError, StoreUnavailable
 from support.cluster_world import LIMITS, World
-from support.clusters import job
+from support.clusters import job, part_spec_of
 
 
 @pytest.fixture
@@ -159,23 +159,8 @@ def test_a_clock_of_an_earlier_start_of_the_host_is_not_used(tmp_path, monkeypat
 
 
 def test_no_variable_that_a_rank_gets_from_the_cluster_can_be_set(tmp_path):
-    part = PartSpec(
-        job="j",
-        attempt=1,
-        role="background",
-        launch="direct",
-        command=("true",),
-        directory="/",
-        environment={},
-        devices=("cuda:0",),
-        first_rank=0,
-        world_size=1,
-        master_address="127.0.0.1",
-        master_port=1,
-        files="",
-        logs="",
-        boards="",
-    )
+    devices = ("cuda:0",)
+    part = part_spec_of(tmp_path, "true", role="background", devices=devices)
     both = [part, dataclasses.replace(part, role="foreground")]
     ranks = [rank_commands(each, tmp_path)[0] for each in both]
     usual = {*base_environment(), "OMP_NUM_THREADS"}

@@ -18,35 +18,13 @@ from stretto.cluster import processes, supervisor_start
 from stretto.cluster.channel import connected, encoded
 from stretto.cluster.loop import now_s
 from stretto.cluster.part_spec import ATTEMPT_VARIABLE, LOCK_FILE, SOCKET_FILE, PartSpec
+from support.clusters import part_spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 LIMIT_S = 60.0
-
-
-def part_spec_of(folder: Path, *command: str, **fields: Any) -> PartSpec:
-    devices = fields.pop("devices", ("cpu:0",))
-    base = PartSpec(
-        job="j1",
-        attempt=1,
-        role="foreground",
-        launch="direct",
-        command=command,
-        directory=str(folder),
-        environment={},
-        devices=devices,
-        first_rank=0,
-        world_size=len(devices),
-        master_address="127.0.0.1",
-        master_port=29500,
-        files=str(folder / "files"),
-        logs=str(folder / "logs"),
-        boards=str(folder / "boards"),
-        peers_grace_s=0.1,
-    )
-    return dataclasses.replace(base, **fields)
 
 
 AGENTS: list[Agent] = []
