@@ -14,6 +14,7 @@ from stretto import runtime
 from stretto.errors import SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.runtime import backends
+from stretto.runtime.ddp import UNSETTLED
 from stretto.runtime.negotiated.reducer import NEGOTIATED
 from stretto.runtime.torch_compat import with_arguments_of, without_dynamo
 from stretto.runtime.weak_call import weakly
@@ -42,8 +43,6 @@ OVERLAPS = (BACKWARD, "forward")
 _COMPARED = ("order", "lanes", "unit_bytes", "nan", "nan_patience", "error_feedback")
 """Options of the runtime that must be equal on all ranks."""
 
-_RUNS = "runs"
-"""Tuning that has not settled, in what ranks tell each other."""
 
 _log = get_logger(__name__)
 
@@ -165,11 +164,11 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
     def _tuning_note(self) -> str:
         if self._auto is None:
             return ""
-        return "settled" if self._auto.settled else _RUNS
+        return "settled" if self._auto.settled else UNSETTLED
 
     def _ranks_changed(self, tuning: str) -> None:
         self._stop_tuning("the ranks have changed")
-        if tuning == _RUNS and self._can_plan():
+        if tuning == UNSETTLED and self._can_plan():
             self._auto = self._new_tuning()
 
     def _can_plan(self) -> bool:

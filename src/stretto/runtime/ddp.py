@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
+UNSETTLED = "runs"
+"""What ranks tell each other of tuning that has not settled."""
+
 _NOT_COPIED = (
     "_agreement",
     "_built",
@@ -356,7 +359,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         self._rule_buckets = next((r["buckets"] for r in rows if r["buckets"]), None)
         self._waiting_plan = None
         # A plan under trial is not one to keep.
-        plan = None if rows[0]["tuning"] == "runs" else rows[0]["plan"]
+        plan = None if rows[0]["tuning"] == UNSETTLED else rows[0]["plan"]
         decoded = None if plan is None else codec.decode(plan.encode(), Plan)
         self._meet(self.module, decoded, "regroup")
         self._take_up(decoded)
@@ -365,7 +368,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         return [row["note"] for row in rows]
 
     def _tuning_note(self) -> str:
-        """Return what new ranks must know of tuning: ``"runs"`` until it settles."""
+        """Return what new ranks must know of tuning: `UNSETTLED` until it settles."""
         return ""
 
     def _ranks_changed(self, tuning: str) -> None:

@@ -34,7 +34,7 @@ from stretto.burst.tracing.freezing import (
     SPACES,
     may_read_users,
 )
-from stretto.burst.tracing.freezing import is_users as is_public
+from stretto.burst.tracing.freezing import is_users as is_own
 from stretto.burst.tracing.watching import MISSING, Cell, Rows, Watch
 
 if TYPE_CHECKING:
@@ -378,7 +378,7 @@ def _imported(code: types.CodeType, held: dict[str, Any]) -> list[types.ModuleTy
     package = str(held.get("__package__") or "")
     names = [n for key in code.co_names for n in (key, f"{package}.{key}")]
     found = [sys.modules.get(name) for name in names]
-    return [m for m in found if isinstance(m, types.ModuleType) and is_public(m)]
+    return [m for m in found if isinstance(m, types.ModuleType) and is_own(m)]
 
 
 def _place_of(space: Any) -> str:
