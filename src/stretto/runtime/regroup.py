@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch.distributed as dist
@@ -39,10 +40,18 @@ from stretto.runtime.sockets import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from stretto.runtime.ddp import DistributedDataParallel
 
 _PROBE_S = 2.0
 _AGAIN_S = 0.02
+
+_CONNECT_S = 1.0
+"""How long one attempt to connect to a store may take."""
+
+_STORE_S = 30.0
+"""How long all attempts may take, while connections are not refused."""
 
 
 def why_fixed(model: DistributedDataParallel) -> str | None:
@@ -61,6 +70,51 @@ def why_fixed(model: DistributedDataParallel) -> str | None:
     if model.process_group is not dist.distributed_c10d._get_default_group():  # noqa: SLF001
         return "its process group is not the default group"
     return None
+
+
+def connect_store(
+    address: str, *, timeout: Any, require_current: Callable[[], None]
+) -> Any:
+    """Return a store whose server is a rank that may end meanwhile.
+
+    The constructor of a TCPStore retries until its timeout, whatever happens to the
+    membership, so each attempt is short. An attempt that is accepted and never answered
+    has no timeout: shutting its connection down ends it.
+
+    Args:
+        address: ``host:port`` of the server.
+        timeout: the store's own, for requests.
+        require_current: raises if the membership has ended; called before each attempt.
+
+    Raises:
+        CommTimeout: the server's process has ended.
+        RuntimeError: it accepts connections and does not serve them.
+    """
+    host, _, port = address.rpartition(":")
+    deadline_s = time.perf_counter() + _STORE_S
+    while True:
+        require_current()
+        try:
+            # A refused connection is known at once; a TCPStore would retry.
+            socket.create_connection((host, int(port)), _PROBE_S).close()
+        except OSError as error:
+            raise CommTimeout(
+                f"the store of the membership at {address} does not answer: {error}"
+            ) from error
+        try:
+            store = cast("Any", dist).TCPStore(
+                host,
+                int(port),
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timeout_of(_CONNECT_S),
+            )
+        except dist.DistError:
+            if time.perf_counter() >= deadline_s:
+                raise
+        else:
+            store.set_timeout(timeout)
+            return store
 
 
 @final
@@ -100,7 +154,7 @@ class MemberGroup:
         self._is_built = threading.Event()
         self._is_built.set()
         self._before: set[Socket] = set()
-        self._client: Any = None
+        self._port = 0
         self._sockets: set[Socket] = set()
         self._parked: list[Any] = []
 
@@ -119,23 +173,11 @@ class MemberGroup:
         """
         with self._lock:
             self.generation = generation
-            self._before, self._sockets, self._client = open_sockets(), set(), None
+            self._before, self._sockets = open_sockets(), set()
+            self._port = int(address.rpartition(":")[2])
             self._is_built.clear()
-        host, _, port = address.rpartition(":")
-        try:
-            # A refused connection is known at once; a TCPStore would retry for long.
-            socket.create_connection((host, int(port)), _PROBE_S).close()
-        except OSError as error:
-            raise CommTimeout(
-                f"the store of membership {generation} at {address} does not answer: "
-                f"{error}"
-            ) from error
-        store = self._client = cast("Any", dist).TCPStore(
-            host,
-            int(port),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=self._timeout,
+        store = connect_store(
+            address, timeout=self._timeout, require_current=self._require_current
         )
         self._require_current()
         self._park([self._model.process_group, *self._model._leave_ranks()])  # noqa: SLF001
@@ -149,7 +191,7 @@ class MemberGroup:
             timeout=self._timeout,
         )
         with self._lock:
-            self._sockets |= connections_among(open_sockets() - self._before, store)
+            self._sockets |= self._new_sockets()
 
     def join(self, note: str) -> list[str]:
         """Let the model train with the ranks of the group; return each rank's note.
@@ -206,10 +248,8 @@ class MemberGroup:
             raise CommTimeout(f"membership {self.generation} has ended")
 
     def _new_sockets(self) -> set[Socket]:
+        """Return the sockets of the generation that is being built."""
         new = open_sockets() - self._before
-        store = self._client
-        if store is None:
-            return set()
         with contextlib.suppress(OSError):
-            return connections_among(new, store) | connections_to(new, store)
+            return connections_among(new, self._port) | connections_to(new, self._port)
         return set()

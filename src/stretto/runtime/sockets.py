@@ -36,13 +36,17 @@ def open_sockets() -> set[Socket]:
     return found
 
 
-def connections_among(new: set[Socket], store: Store) -> set[Socket]:
+def connections_among(new: set[Socket], store: Store | int) -> set[Socket]:
     """Return those of ``new`` that belong to a lane.
 
     While a lane opens, other sockets may appear: connections of other ranks to a store
     that this process serves, or to any server of the user's. Such a connection was
     accepted by an older listener. A connection to ``store``'s own port does not belong
     to a lane either.
+
+    Args:
+        new: sockets that were opened while the lane was made.
+        store: the lane's store, or the port of its server.
     """
     port = _port_of(store)
     mine: dict[int, bool] = {}
@@ -64,8 +68,8 @@ def connections_among(new: set[Socket], store: Store) -> set[Socket]:
     }
 
 
-def connections_to(new: set[Socket], store: Store) -> set[Socket]:
-    """Return those of ``new`` that connect to a store's server."""
+def connections_to(new: set[Socket], store: Store | int) -> set[Socket]:
+    """Return those of ``new`` that connect to a store's server, or to its port."""
     port = _port_of(store)
     found = set()
     for row in new:
@@ -122,7 +126,9 @@ def _opened(row: Socket) -> Iterator[socket.socket | None]:
 
 
 def _port_of(store: Any) -> int | None:
-    """Return the port of the server below a store, or ``None``."""
+    """Return the port of the server below a store, or ``None``; a port as it is."""
+    if isinstance(store, int):
+        return store
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     port = getattr(store, "port", None)
