@@ -27,7 +27,7 @@ class Overlap(Protocol):
     def warn(self, why: str) -> None:
         """Say once why a step does not overlap with forward."""
 
-    def land_finished(self) -> None:
+    def settle_finished(self) -> None:
         """Settle the buckets whose communication has ended."""
 
     def defer(self, update: DeferredUpdate, members: Iterable[Member]) -> None:

@@ -71,7 +71,7 @@ class ForwardOverlap:
         self,
         root: nn.Module,
         table: Sequence[tuple[str, nn.Parameter]],
-        routes: Sequence[BucketSchedule],
+        schedules: Sequence[BucketSchedule],
         *,
         views: bool,
         sender: BucketSender,
@@ -83,13 +83,13 @@ class ForwardOverlap:
         Args:
             root: The model that DDP wraps.
             table: Names and parameters in the order of DDP's list.
-            routes: The plan's buckets.
+            schedules: The plan's buckets.
             views: Whether gradients are views of the buckets.
             sender: Waits for launched buckets.
             marker: Marks waits for a background.
             speaks: Whether this rank logs.
         """
-        self._routes = tuple(routes)
+        self._schedules = tuple(schedules)
         self._views = views
         self._sender = sender
         self._marker = marker
@@ -116,7 +116,7 @@ class ForwardOverlap:
         """Members that are guarded without an update."""
 
         self._members: tuple[tuple[Member, ...], ...] = tuple(
-            self._members_of(route, table) for route in routes
+            self._members_of(schedule, table) for schedule in schedules
         )
         self._unseen = {m: None for row in self._members for m in row}
         self._readers = Readers(self, root)
@@ -133,12 +133,12 @@ class ForwardOverlap:
         steps.attach(self)
 
     def _members_of(
-        self, route: BucketSchedule, table: Sequence[tuple[str, nn.Parameter]]
+        self, schedule: BucketSchedule, table: Sequence[tuple[str, nn.Parameter]]
     ) -> tuple[Member, ...]:
         found, offset = [], 0
-        for place, position in enumerate(route.parameters):
+        for place, position in enumerate(schedule.parameters):
             name, parameter = table[position]
-            found.append(Member(self, name, parameter, route.index, place, offset))
+            found.append(Member(self, name, parameter, schedule.index, place, offset))
             offset += parameter.numel()
         return tuple(found)
 
@@ -177,7 +177,7 @@ class ForwardOverlap:
         """Finish the buckets that have arrived, just before the Reducer ends."""
         if not self._poisons:
             for index in self._arrived():
-                self._sender.wait(self._routes[index])
+                self._sender.wait(self._schedules[index])
                 del self._unfinished[index]
 
     def after_reducer(self) -> None:
@@ -219,11 +219,11 @@ class ForwardOverlap:
 
     def _arrived(self) -> list[int]:
         finished = self._sender.is_finished
-        return [i for i in self._unfinished if finished(self._routes[i])]
+        return [i for i in self._unfinished if finished(self._schedules[i])]
 
     # Between backward and forward.
 
-    def land_finished(self) -> None:
+    def settle_finished(self) -> None:
         """Settle the buckets whose communication has ended."""
         if not self._poisons:
             with self._lock:
@@ -307,7 +307,7 @@ class ForwardOverlap:
                 for index in indices:
                     if index in self._unfinished:
                         self._use_the_wait(index)
-                        self._land(index)
+                        self._receive(index)
             except BaseException:
                 self._give_up()
                 raise
@@ -319,20 +319,20 @@ class ForwardOverlap:
 
     def _use_the_wait(self, index: int) -> None:
         """Execute steps of other buckets while one is under way."""
-        if self._poisons or self._sender.is_finished(self._routes[index]):
+        if self._poisons or self._sender.is_finished(self._schedules[index]):
             return
         for other in self._arrived():
             if other in self._unfinished and other != index:
-                self._land(other)
+                self._receive(other)
                 self._execute([m for m in self._members[other] if m.update is not None])
 
-    def _land(self, index: int) -> None:
+    def _receive(self, index: int) -> None:
         """Wait for a bucket and put its gradients back."""
-        route = self._routes[index]
-        if self._sender.is_finished(route):
-            self._sender.wait(route)
+        schedule = self._schedules[index]
+        if self._sender.is_finished(schedule):
+            self._sender.wait(schedule)
         else:
-            self._marker.wait("all-reduce", lambda: self._sender.wait(route))
+            self._marker.wait("all-reduce", lambda: self._sender.wait(schedule))
         sent = self._unfinished.pop(index)
         bucket = self._poisoned.pop(index, None)
         members = [m for m in self._members[index] if m.gradient is not None]
@@ -487,7 +487,7 @@ class ForwardOverlap:
         """Wait for what is under way, without any step."""
         with contextlib.suppress(Exception):  # a lost rank; nothing is left to do
             for index in list(self._unfinished):
-                self._sender.wait(self._routes[index])
+                self._sender.wait(self._schedules[index])
 
     def release(self) -> None:
         """End this; whatever is pending is settled first."""

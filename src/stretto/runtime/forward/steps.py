@@ -255,7 +255,7 @@ def _decide(optimizer: Any) -> None:
     if not members and not owners:
         return
     for owner in owners:
-        owner.land_finished()
+        owner.settle_finished()
     if any(member.gradient is None for member in members):
         owners, members, others = _sorted_out(optimizer)
     why = _why_not(optimizer, members)
