@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd import functional, graph
 from torch.utils import checkpoint
 
-from stretto.runtime.forward import entrances
+from stretto.runtime.forward import raw_access
 from stretto.runtime.forward.lazy import METADATA
 from stretto.runtime.forward.member import Member
 from stretto.runtime.forward.pending import PendingParameter, guard, unguard
@@ -42,7 +42,7 @@ class Owner:
         self.member = Member(overlap, "weight", self.parameter, 0, 0, 0)
         self.settled = False
         assert guard(self.member, [])
-        entrances.watch(self)
+        raw_access.watch(self)
 
     def touch(self, _member: Member) -> None:
         unguard(self.member)
@@ -58,7 +58,7 @@ class Owner:
         self.touch(self.member)
 
     def close(self) -> None:
-        entrances.release(self)
+        raw_access.release(self)
         unguard(self.member)
 
 

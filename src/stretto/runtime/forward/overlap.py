@@ -34,11 +34,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from stretto.logs import get_logger
-from stretto.runtime.forward import entrances, steps
+from stretto.runtime.forward import raw_access, steps
 from stretto.runtime.forward.lazy import is_held, is_shared, uses_of, wrap
 from stretto.runtime.forward.member import Member
+from stretto.runtime.forward.module_hooks import ModuleHooks
 from stretto.runtime.forward.pending import exchange_back, guard, plainly, unguard
-from stretto.runtime.forward.readers import Readers
 from stretto.runtime.forward.undisturbed import undisturbed
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class ForwardOverlap:
             self._members_of(schedule, table) for schedule in schedules
         )
         self._unseen = {m: None for row in self._members for m in row}
-        self._readers = Readers(self, root)
+        self._module_hooks = ModuleHooks(self, root)
         self._aliased = False
         self._in_forward = False
         self._step = 0
@@ -185,7 +185,7 @@ class ForwardOverlap:
         self._step += 1
         why = None
         if self._unfinished:
-            entrances.watch(self)
+            raw_access.watch(self)
         with plainly():
             for index in self._unfinished:
                 for member in self._members[index]:
@@ -246,10 +246,10 @@ class ForwardOverlap:
                 self._pending[member] = None
                 if not guard(member, states):
                     weakly.append(member)
-            if self._readers.changed():
-                self._readers.remove()
-                self._readers.build(m for row in self._members for m in row)
-            self._readers.install()
+            if self._module_hooks.changed():
+                self._module_hooks.remove()
+                self._module_hooks.build(m for row in self._members for m in row)
+            self._module_hooks.install()
             for member in weakly:
                 self.warn(
                     f"PyTorch refers weakly to parameter {member.name!r}, whose "
@@ -284,7 +284,7 @@ class ForwardOverlap:
                 left = {m.bucket: None for m in self._pending}
                 self._settle(tuple({**self._unfinished, **left}))
             if not keep_hooks and not self._watched:
-                self._readers.remove()
+                self._module_hooks.remove()
 
     def settle_to_compile(self) -> None:
         """Settle all, so that code is compiled for the parameters' usual class.
@@ -315,7 +315,7 @@ class ForwardOverlap:
                 [m for i in indices for m in self._members[i] if m.update is not None]
             )
         if not self._unfinished and not self._pending:
-            entrances.release(self)
+            raw_access.release(self)
 
     def _use_the_wait(self, index: int) -> None:
         """Execute steps of other buckets while one is under way."""
@@ -428,7 +428,7 @@ class ForwardOverlap:
                 self._end(member)
         self._unfinished.clear()
         self._poisoned.clear()
-        entrances.release(self)
+        raw_access.release(self)
 
     # Forward.
 
@@ -441,7 +441,7 @@ class ForwardOverlap:
         if not torch.is_grad_enabled():
             self.settle_all()
             return
-        self._readers.install()
+        self._module_hooks.install()
         self.enter()
 
     def enter(self) -> None:
@@ -451,12 +451,12 @@ class ForwardOverlap:
         with self._lock:
             unseen = [m for m in self._pending if m in self._unseen]
             buckets = dict.fromkeys(m.bucket for m in unseen)
-            for member in self._readers.at_entry:
+            for member in self._module_hooks.at_entry:
                 if member.update is not None:
                     buckets[member.bucket] = None
             if buckets:
                 self._settle(tuple(buckets))
-                at_entry = set(self._readers.at_entry)
+                at_entry = set(self._module_hooks.at_entry)
                 for member in unseen:
                     if member not in at_entry:
                         self._watch(member)
@@ -472,7 +472,7 @@ class ForwardOverlap:
             for member in left:
                 self._unseen[member] = None
                 self._watch(member)
-            self._readers.remove()
+            self._module_hooks.remove()
 
     def _watch(self, member: Member) -> None:
         if guard(member, []):
@@ -500,7 +500,7 @@ class ForwardOverlap:
             _log.exception("an optimizer's step on a released model was not executed")
         for member in list(self._watched):
             self._unwatch(member)
-        self._readers.remove()
+        self._module_hooks.remove()
         _live.discard(self)
         steps.detach(self)
         # Break the cycles, so that parameters and lanes are freed at once.
@@ -510,7 +510,7 @@ class ForwardOverlap:
         self._members = ()
         self._unseen.clear()
         self._parts.clear()
-        self._readers.clear()
+        self._module_hooks.clear()
         del self._sender
 
 

@@ -1,6 +1,6 @@
 """Functions of PyTorch that read a tensor's memory without asking its class.
 
-# Note [Entrances that ask only while something is pending]
+# Note [Guards only while something is pending]
 These functions read addresses, or keep a tensor's implementation, where neither
 ``__torch_function__`` nor ``__torch_dispatch__`` is asked. From a backward until all of
 its buckets are settled, each is replaced by one that first settles what is among its

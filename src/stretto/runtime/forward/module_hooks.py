@@ -28,7 +28,7 @@ _INERT = contextlib.nullcontext().__exit__
 
 
 @final
-class _Reader:
+class _SettlingHook:
     """The pre-hook of one module."""
 
     __slots__ = ("_below", "_is_root", "_overlap", "_own")
@@ -67,7 +67,7 @@ class _Reader:
 
 
 @final
-class Readers:
+class ModuleHooks:
     """The hooks of a model's modules."""
 
     def __init__(self, overlap: Overlap, root: nn.Module) -> None:
@@ -75,7 +75,7 @@ class Readers:
         self._root = root
         self._installed = False
         self._compiled: tuple[nn.Module, ...] = ()
-        self._rows: list[tuple[nn.Module, _Reader]] = []
+        self._rows: list[tuple[nn.Module, _SettlingHook]] = []
         self.at_entry: tuple[Member, ...] = ()
         """Members inside compiled modules, whose hooks would be compiled, too."""
 
@@ -95,7 +95,7 @@ class Readers:
         self._rows = [
             (
                 module,
-                _Reader(
+                _SettlingHook(
                     self._overlap,
                     _members(module.parameters(recurse=False), of),
                     _members(module.parameters(), of),
