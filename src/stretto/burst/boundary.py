@@ -215,5 +215,5 @@ def _origins(rows: Tensor) -> tuple[set[float], bool]:
             shares.add(node.share)
             continue
         has_parameter |= isinstance(getattr(node, "variable", None), nn.Parameter)
-        left += [behind for behind, _ in node.next_functions]
+        left += [source for source, _ in node.next_functions]
     return shares, has_parameter

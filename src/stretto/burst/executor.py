@@ -264,7 +264,7 @@ class BurstParallel(nn.Module):
         output = self._through_layers(execution, batch, trouble)
         results = execution.graph.results
         hook_of = None
-        if results.behind is not None:
+        if results.output_parameters is not None:
             watch = parts.backward.reached.watch(results)
             hook_of = watch if results.differs else None
         inputs: list[Tensor] = []

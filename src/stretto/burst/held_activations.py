@@ -64,7 +64,7 @@ def marked(
             handle.remove()
 
 
-def kept_behind(losses: Iterable[Tensor]) -> str | None:
+def kept_module_of(losses: Iterable[Tensor]) -> str | None:
     """Return the name of a module whose activation a loss uses, if there is one."""
     seen: set[Any] = set()
     left: list[Any] = [loss.grad_fn for loss in losses]
@@ -75,5 +75,5 @@ def kept_behind(losses: Iterable[Tensor]) -> str | None:
         seen.add(node)
         if (name := node.metadata.get(_MARK)) is not None:
             return str(name)
-        left += [behind for behind, _ in node.next_functions]
+        left += [source for source, _ in node.next_functions]
     return None

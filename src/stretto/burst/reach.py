@@ -2,12 +2,13 @@
 
 # Note [Outputs that no loss uses]
 Layers pass one tensor, so a model's outputs leave the last layer as one, and the
-gradient of an output that no rank's loss uses is zero there. Layers behind only that
-output would get zero gradients, where one process leaves ``.grad`` at None: an
+gradient of an output that no rank's loss uses is zero there. Layers that only that
+output reads would get zero gradients, where one process leaves ``.grad`` at None: an
 optimizer with weight decay or momentum would still move their parameters. The capture
-finds which parameters are behind which output. Each rank records from which
+finds which parameters each output's gradient reaches. Each rank records from which
 outputs a backward starts, and the ranks join these records when it ends. Parameters
-behind no output, because of ``detach()`` or an index between them, get no gradient.
+that no output reaches, because of ``detach()`` or an index between them, get no
+gradient.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ class Reached:
         return lambda number: partial(self._arrived, results, number)
 
     def _arrived(self, results: Results, number: int, _grad: Tensor) -> None:
-        assert results.behind is not None  # noqa: S101 - hooks are set only then
-        self._mark(results.behind[number])
+        assert results.output_parameters is not None  # noqa: S101 - hooks are set only then
+        self._mark(results.output_parameters[number])
 
     def _mark(self, names: Iterable[str]) -> None:
         self._mask[[self._numbers[name] for name in names]] = 1
 
     def arrived_at_all(self, results: Results) -> None:
         """Record a backward from outputs that reach the same parameters."""
-        if results.behind is None:
+        if results.output_parameters is None:
             self._mask.fill_(1)
         else:
-            self._mark(results.behind[0])
+            self._mark(results.output_parameters[0])
 
     def arrived_at(self, parameter: nn.Parameter) -> None:
         """Record that a loss uses a parameter directly."""

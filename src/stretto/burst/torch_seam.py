@@ -13,7 +13,7 @@ from stretto.burst.checks.joined_calls import (
     require_same_call,
 )
 from stretto.burst.checks.separable import why_together
-from stretto.burst.held_activations import kept_behind
+from stretto.burst.held_activations import kept_module_of
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class TorchSeam:
         Raises:
             StrettoError: one depends on an activation that a forward hook kept.
         """
-        name = kept_behind(losses)
+        name = kept_module_of(losses)
         if name is not None:
             with self._rank_groups.inside_step():
                 raise StrettoError(

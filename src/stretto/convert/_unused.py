@@ -157,10 +157,10 @@ class _Unused:
             if not isinstance(given, cst.Tuple) or len(given.elements) != count:
                 return None
             for layers, element in zip(out, given.elements, strict=True):
-                layers |= self._behind(element.value, forward)
+                layers |= self._sources_of(element.value, forward)
         return out
 
-    def _behind(self, node: cst.CSTNode, function: cst.FunctionDef) -> set[str]:
+    def _sources_of(self, node: cst.CSTNode, function: cst.FunctionDef) -> set[str]:
         """Return the attributes of ``self`` from which a value is computed."""
         seen: set[str] = set()
         waiting = [node]

@@ -329,7 +329,7 @@ class _Run:
             [flow.links for flow in sending],
             self._rates,
         )
-        paces = self._paces(self._behind(sending, rates))
+        paces = self._paces(self._connection_load(sending, rates))
         steps = [flow.startup_s for flow in self._flows if flow.startup_s > _NONE]
         steps += [f.left_bytes / rate for f, rate in zip(sending, rates, strict=True)]
         steps += [self._ranks[n].left_s / pace for n, pace in paces.items()]
@@ -355,7 +355,7 @@ class _Run:
         for n in range(len(self._ranks)):
             self._proceed(n)
 
-    def _behind(self, sending: list[_Flow], rates: Sequence[float]) -> float:
+    def _connection_load(self, sending: list[_Flow], rates: Sequence[float]) -> float:
         """Return the processors that the connections' own threads use now."""
         host = self._host
         if host is None:
@@ -370,7 +370,7 @@ class _Run:
             if flow.startup_s > _NONE
         )
 
-    def _paces(self, behind: float) -> dict[int, float]:
+    def _paces(self, connections: float) -> dict[int, float]:
         """Return how fast each computing rank works, relative to undisturbed.
 
         Background communication counts like ranks that compute, by its share of a
@@ -379,9 +379,9 @@ class _Run:
         working = [n for n, r in enumerate(self._ranks) if isinstance(r.now, Work)]
         share = 1.0
         if self._host is not None and self._host.slowdowns:
-            share = 1.0 / self._host.slowdown(len(working) + behind)
+            share = 1.0 / self._host.slowdown(len(working) + connections)
         elif self._cores is not None and working:
-            share = min(1.0, self._cores / (len(working) + behind))
+            share = min(1.0, self._cores / (len(working) + connections))
         contention = self._cluster.contention
         if contention is None:
             return dict.fromkeys(working, share)

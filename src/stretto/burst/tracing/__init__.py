@@ -43,7 +43,7 @@ What can't be split over samples or ranks:
 Layers:
 
 - `grouping`: group operations, and make each group a module (for `layers`).
-- `behind`: the parameters from which each output is computed.
+- `output_parameters`: the parameters from which each output is computed.
 - `layers`: `LayerGraph` and `LayerNode`.
 - `proof`: compute the layers: they equal the model and keep rows apart, see `capture`.
 - `layer_runs`: run layers alone (for `proof`).

@@ -13,7 +13,7 @@ import torch
 
 from stretto.burst.tracing.comparing import BATCHES, is_equal
 from stretto.burst.tracing.sample_positions import (
-    nodes_behind,
+    nodes_before,
     source_line_of,
     value_of,
 )
@@ -106,8 +106,8 @@ class CachedValues:
         read: dict[str, None] = {}
         for nodes in self._nodes.values():
             for node in nodes:
-                behind = nodes_behind(node) if node is not None else ()
-                read |= {str(n.target): None for n in behind if n.op == "get_attr"}
+                before = nodes_before(node) if node is not None else ()
+                read |= {str(n.target): None for n in before if n.op == "get_attr"}
         found = []
         for target in read:
             path, _, last = target.rpartition(".")

@@ -235,7 +235,7 @@ def _contract(traced: Traced, joined: _Joined) -> None:
         if joined.of(group) is not group or len(links.before[group]) != 1:
             continue
         (one,) = links.before[group]
-        if len(links.behind[one]) != 1 or links.are_apart(one, group):
+        if len(links.after[one]) != 1 or links.are_apart(one, group):
             continue  # or the output goes elsewhere too
         # Operations of low cost belong to the layer before them, or else to the one
         # after; but a join stays where its branches end.
@@ -245,7 +245,7 @@ def _contract(traced: Traced, joined: _Joined) -> None:
             continue
         joined.join([one, group])
         made = links.merge(one, group, joined.of(one))
-        for again in (made, *links.behind[made]):
+        for again in (made, *links.after[made]):
             if again not in waiting:
                 waiting.add(again)
                 heapq.heappush(left, (order[again], again))
@@ -256,7 +256,7 @@ class _Links:
 
     def __init__(self, traced: Traced, joined: _Joined) -> None:
         self.before: dict[fx.Node, set[fx.Node]] = {}
-        self.behind: dict[fx.Node, set[fx.Node]] = {}
+        self.after: dict[fx.Node, set[fx.Node]] = {}
         self.heavy: set[fx.Node] = set()
         self.reads_input: set[fx.Node] = set()
         self._draws: set[fx.Node] = set()
@@ -264,7 +264,7 @@ class _Links:
         for op in traced.ops:
             group = joined.of(op)
             self.before.setdefault(group, set())
-            self.behind.setdefault(group, set())
+            self.after.setdefault(group, set())
             if is_heavy(op, traced.root):
                 self.heavy.add(group)
             if traced.source in op.all_input_nodes:
@@ -279,7 +279,7 @@ class _Links:
                 one, two = joined.of(read), joined.of(op)
                 if one is not two:
                     self.before[two].add(one)
-                    self.behind[one].add(two)
+                    self.after[one].add(two)
 
     def are_apart(self, one: fx.Node, two: fx.Node) -> bool:
         """Return whether one draws random numbers and the other mixes samples."""
@@ -289,12 +289,12 @@ class _Links:
 
     def merge(self, one: fx.Node, two: fx.Node, made: fx.Node) -> fx.Node:
         """Record that a group was joined with the only one that reads it."""
-        before, behind = self.before.pop(one), self.behind.pop(two)
-        del self.before[two], self.behind[one]
-        self.before[made], self.behind[made] = before, behind
+        before, after = self.before.pop(one), self.after.pop(two)
+        del self.before[two], self.after[one]
+        self.before[made], self.after[made] = before, after
         for other in before:
-            self.behind[other] = {made if g is one else g for g in self.behind[other]}
-        for other in behind:
+            self.after[other] = {made if g is one else g for g in self.after[other]}
+        for other in after:
             self.before[other] = {made if g is two else g for g in self.before[other]}
         for kind in (self.heavy, self.reads_input, self._draws, self._whole):
             if one in kind or two in kind:

@@ -19,13 +19,13 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from stretto.burst.memory import bytes_of
-from stretto.burst.tracing.behind import behind_outputs
 from stretto.burst.tracing.build import Build, graph_of
 from stretto.burst.tracing.cached_values import CachedValues
 from stretto.burst.tracing.classify import Traced, classify, packed_shape
 from stretto.burst.tracing.comparing import BATCHES, Counts, compare
 from stretto.burst.tracing.ordering import Order
 from stretto.burst.tracing.output_memory import views_among
+from stretto.burst.tracing.output_parameters import parameters_of_outputs
 from stretto.burst.tracing.overlap import shared_with
 from stretto.burst.tracing.packing import Arguments, Results
 from stretto.burst.tracing.patching import note_inputs
@@ -124,7 +124,7 @@ def trace(
     traced.rows -= traced.positions
     for node in traced.positions:
         node.meta.pop("samples", None)  # each rank counts from zero
-    traced.results.behind = behind_outputs(
+    traced.results.output_parameters = parameters_of_outputs(
         traced.root, traced.results, build.shapes, module
     )
     views = views_among(results.tensors, results.inputs)

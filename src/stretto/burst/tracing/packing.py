@@ -367,7 +367,7 @@ class Results:
         """For each tensor, how it shares memory, see `output_memory`."""
 
         self.packing: Packing | None = None
-        self.behind: tuple[frozenset[str], ...] | None = None
+        self.output_parameters: tuple[frozenset[str], ...] | None = None
         """For each tensor, names of the parameters that its gradient reaches; ``None``
         if each reaches all."""
 
@@ -377,14 +377,16 @@ class Results:
     @cached_property
     def differs(self) -> bool:
         """Whether gradients of different tensors reach different parameters."""
-        return self.behind is not None and len(set(self.behind)) > 1
+        return (
+            self.output_parameters is not None and len(set(self.output_parameters)) > 1
+        )
 
     def exclude(self, never: frozenset[str], names: Iterable[str]) -> None:
         """Record parameters that no output's gradient reaches, of all names."""
-        behind = self.behind
-        if behind is None:
-            behind = (frozenset(names),) * len(self.tensors)
-        self.behind = tuple(some - never for some in behind)
+        reached = self.output_parameters
+        if reached is None:
+            reached = (frozenset(names),) * len(self.tensors)
+        self.output_parameters = tuple(some - never for some in reached)
 
     @property
     def shows_inputs(self) -> bool:
@@ -397,12 +399,12 @@ class Results:
         A gradient of a view arrives as one of what it is a view of.
         """
         self.views = views
-        if self.behind is not None:
-            behind = list(self.behind)
-            for view, own in zip(views, self.behind, strict=True):
+        if self.output_parameters is not None:
+            reached = list(self.output_parameters)
+            for view, own in zip(views, self.output_parameters, strict=True):
                 if view is not None and not (view.of_input or view.is_detached):
-                    behind[view.number] |= own
-            self.behind = tuple(behind)
+                    reached[view.number] |= own
+            self.output_parameters = tuple(reached)
 
     def packed(self, output: Any, rows: int) -> Tensor:
         """Return the result's tensors as one; the first call records their shapes."""

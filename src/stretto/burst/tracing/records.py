@@ -135,7 +135,7 @@ class Recording:
             tensor: made in the recording.
             varying: names of parameters, and of buffers that forward updates.
         """
-        left = self._behind(tensor)
+        left = self._sources_of(tensor)
         seen: set[Ref | Fixed] = set()
         while left:
             ref = left.pop()
@@ -160,7 +160,7 @@ class Recording:
                 left += self._writes_into(made)
         return ""
 
-    def _behind(self, tensor: Tensor) -> list[Ref | Fixed | None]:
+    def _sources_of(self, tensor: Tensor) -> list[Ref | Fixed | None]:
         return [self.refs.get(id(tensor)), *self._writes_into(tensor)]
 
     def _writes_into(self, tensor: Tensor) -> list[Ref | Fixed | None]:

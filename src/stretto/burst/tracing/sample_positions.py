@@ -97,7 +97,7 @@ def sample_positions_in(
                 for i, (v, w) in enumerate(zip(one.shape, two.shape, strict=True))
                 if follows(v, w)
             ]
-            if not sides or any(n.meta.get("draws") for n in nodes_behind(node)):
+            if not sides or any(n.meta.get("draws") for n in nodes_before(node)):
                 continue
             for_one = max(1, one.numel() // BATCHES[0])
             count = min(_MOST, max(_FEWEST, _MOST_NUMBERS // for_one))
@@ -119,7 +119,7 @@ def sample_positions_in(
     return found
 
 
-def nodes_behind(node: fx.Node) -> set[fx.Node]:
+def nodes_before(node: fx.Node) -> set[fx.Node]:
     """Return a node and all nodes from which it is computed."""
     found, work = {node}, [node]
     while work:
@@ -134,8 +134,8 @@ def value_of(
     root: fx.GraphModule, node: fx.Node, counts: Mapping[fx.Node, int], count: int
 ) -> Tensor | None:
     """Return the result of a fixed operation for a number of samples."""
-    behind = nodes_behind(node)
-    nodes = [n for n in root.graph.nodes if n in behind]
+    before = nodes_before(node)
+    nodes = [n for n in root.graph.nodes if n in before]
     run = fx.Interpreter(root)
     try:
         with (

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _ENDS = ("detach", "detach_")
 
 
-def behind_outputs(
+def parameters_of_outputs(
     root: fx.GraphModule,
     results: Results,
     shapes: Mapping[fx.Node, tuple[Any, Any]],
@@ -31,8 +31,8 @@ def behind_outputs(
     """Return for each output the parameters that its gradient reaches, by name.
 
     Parameters that no operation shows, such as those that an ``autograd.Function``
-    reads by itself, count as behind each output. So do operands of writes in place,
-    which change values that are read under other names. ``None``: every output's
+    reads by itself, count as reached from each output. So do operands of writes in
+    place, which change values that are read under other names. ``None``: every output's
     gradient may reach every parameter.
     """
     packing = results.packing
@@ -47,7 +47,7 @@ def behind_outputs(
     if not isinstance(parts, (tuple, list)) or len(parts) != len(packing.parts):
         return None
     names = {id(p): name for name, p in module.named_parameters()}
-    walk = partial(_behind, root=root, names=names)
+    walk = partial(_parameters_of, root=root, names=names)
     found = [walk([part], shapes=shapes) for part in parts]
     shown = walk(list(root.graph.nodes), shapes=None)
     written = [
@@ -57,18 +57,21 @@ def behind_outputs(
         for operand in node.all_input_nodes[1:]
     ]
     each = frozenset(names.values()).difference(shown) | walk(written, shapes=shapes)
-    behind = tuple(frozenset(some | each) for some in found)
-    return None if all(len(some) == len(names) for some in behind) else behind
+    reached = tuple(frozenset(some | each) for some in found)
+    return None if all(len(some) == len(names) for some in reached) else reached
 
 
-def _behind(
+def _parameters_of(
     outputs: Sequence[Any],
     *,
     root: fx.GraphModule,
     shapes: Mapping[fx.Node, tuple[Any, Any]] | None,
     names: Mapping[int, str],
 ) -> set[str]:
-    """Return the parameters behind some nodes; without shapes, whatever is between."""
+    """Return the parameters from which nodes are computed.
+
+    Without shapes, operations that no gradient passes are not taken into account.
+    """
     found: set[str] = set()
     seen: set[fx.Node] = set()
     left = list(outputs)
