@@ -200,7 +200,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=20, help="steps of one in a row")
     parser.add_argument("--alone-s", type=float, default=3.0)
     parser.add_argument("--probe-s", type=float, default=15.0)
-    parser.add_argument("--least-layer-s", type=float, default=50e-6)
+    parser.add_argument("--min-layer-s", type=float, default=50e-6)
     parser.add_argument("--sleep-ms", type=float, default=0.0)
     parser.add_argument("--task-ms", type=float, default=2.0)
     parser.add_argument(

@@ -292,13 +292,13 @@ def worst_grads(model: nn.Module, reference: nn.Module) -> tuple[float, float]:
         if q.grad is not None
     ]
     scales = [float(q.abs().max()) for _, q in pairs]
-    least = 1000 * torch.finfo(pairs[0][1].dtype).eps * max(scales)
+    floor = 1000 * torch.finfo(pairs[0][1].dtype).eps * max(scales)
     off = [
         (float((p - q).abs().max()), scale)
         for (p, q), scale in zip(pairs, scales, strict=True)
         if p is not None  # other ranks run its layer
     ]
-    each = [difference / scale for difference, scale in off if scale > least]
+    each = [difference / scale for difference, scale in off if scale > floor]
     return max((d for d, _ in off), default=0.0) / max(scales), max(each, default=0.0)
 
 

@@ -228,7 +228,7 @@ def profiled(options, model, x, ranks):
             out, torch.zeros((len(out), *out.shape[2:]), dtype=torch.int64)
         ),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-        least_layer_s=options.least_layer_s,
+        min_layer_s=options.min_layer_s,
         max_spread_ratio=MAX_SPREAD,
     )
 
@@ -340,7 +340,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=5, help="steps of one in a row")
     parser.add_argument("--warmup", type=int, default=30, help="of the tuned one")
     parser.add_argument("--probe-s", type=float, default=20.0)
-    parser.add_argument("--least-layer-s", type=float, default=50e-6)
+    parser.add_argument("--min-layer-s", type=float, default=50e-6)
     parser.add_argument("--store", help="name of the result  [default: burst_run]")
     parser.add_argument(
         "--sleep-ms",

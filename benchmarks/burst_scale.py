@@ -1,6 +1,6 @@
 """Compare weak, strong, batch-optimal and burst scaling up to thousands of GPUs.
 
-    .venv/bin/python benchmarks/burst_scale.py [--most 4096] [--runs 3] [--page HTML]
+    .venv/bin/python benchmarks/burst_scale.py [--max-gpus 4096] [--runs 3]
 
 VGG-11 as in DeepPool's section 2: 256 samples on one GPU, profile by roofline on an
 A100, its published network and three slower ones. The curve of samples to the target is
@@ -81,12 +81,12 @@ def page_of(path, profile, curve, rows, network):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--most", type=int, default=4096)
+    parser.add_argument("--max-gpus", type=int, default=4096)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--page")
     given = parser.parse_args()
     profile = layer_profile("vgg11", samples=tuple(2**i for i in range(9)))
-    gpus = [2**i for i in range(given.most.bit_length()) if 2**i <= given.most]
+    gpus = [2**i for i in range(given.max_gpus.bit_length()) if 2**i <= given.max_gpus]
     found, times, drawn = {}, [], {}
     for critical in CRITICAL:
         curve = SampleEfficiency(name=f"critical {critical}", critical_batch=critical)

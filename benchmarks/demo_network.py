@@ -65,8 +65,8 @@ def main() -> None:
         summary = {
             key: {
                 "median": statistics.median(r[key] for r in runs),
-                "least": min(r[key] for r in runs),
-                "most": max(r[key] for r in runs),
+                "min": min(r[key] for r in runs),
+                "max": max(r[key] for r in runs),
             }
             for key in keys
         }

@@ -148,7 +148,7 @@ def compare(case: str, cluster: Any, options: argparse.Namespace) -> dict[str, A
         "buckets": {name: len(plan.buckets) for name, plan in plans.items()},
         "lanes": {name: plan.lanes for name, plan in plans.items()},
         "period_s": {name: spread(values) for name, values in rows.items()},
-        "least_s": {name: min(values) for name, values in rows.items()},
+        "min_s": {name: min(values) for name, values in rows.items()},
         "predicted_s": {
             name: plan.predicted.iteration_s
             for name, plan in plans.items()

@@ -123,7 +123,7 @@ def measured(name: str, instances: int) -> dict:
         "tensors": tensors,
         "mean_excess": statistics.mean(excess),
         "worst_excess": max(excess),
-        "least_excess": min(excess),
+        "min_excess": min(excess),
         "optimal_share": sum(e <= 1e-6 for e in excess) / instances,
         "search_median_s": statistics.median(searches_s),
         "whole_s": time.perf_counter() - begin_s,

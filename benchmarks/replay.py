@@ -120,7 +120,7 @@ def measured(network: str, folder: Path, rounds: int, steps: int) -> list[dict]:
                 "lanes": plan.lanes,
                 "predicted_s": predicted_s,
                 "measured_s": measured_s,
-                "least_s": steps_s[0],
+                "min_s": steps_s[0],
                 "quartiles_s": statistics.quantiles(steps_s, n=4),
                 "rounds_s": [one["measured_s"] for one in found[path]],
                 "error": predicted_s / measured_s - 1,
@@ -147,7 +147,7 @@ def main() -> None:
     result = {
         "what": f"replays on {HOSTS} emulated hosts, 1 Gbit/s links; flows of 300 "
         "Mbit/s (capped) or the link's rate; computation is waiting",
-        "target": {"most_error": 0.05},
+        "target": {"max_error": 0.05},
         "load_average": os.getloadavg(),
         "mean_error": statistics.fmean(errors),
         "worst_error": max(errors),

@@ -76,7 +76,7 @@ def main() -> None:
             pairs = zip(rows["after"], rows["before"], strict=True)
             found[case] = {
                 **{f"{which}_s": spread(times) for which, times in rows.items()},
-                **{f"least_{which}_s": min(times) for which, times in rows.items()},
+                **{f"min_{which}_s": min(times) for which, times in rows.items()},
                 "after_over_before": spread([a / b for a, b in pairs]),
             }
     commit = commit_of(options.before)

@@ -62,7 +62,7 @@ def loop(rank: int, size: int, folder: str) -> dict[str, Any]:
         gpus=size,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
         repetitions=2,
-        least_layer_s=2e-4,
+        min_layer_s=2e-4,
         max_spread_ratio=1e9,
     )
     problem = burst.problem(found, gpus=size, batch=BATCH, cluster=SLOW)

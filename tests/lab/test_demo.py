@@ -106,4 +106,4 @@ def test_the_demo_of_background_jobs_compares_four_arrangements(tmp_path):
     for name in ("static partition", "together"):
         row = rows[name]
         assert row["foreground"] > 0.0
-        assert row["least_total"] <= row["total"] <= row["most_total"]
+        assert row["min_total"] <= row["total"] <= row["max_total"]

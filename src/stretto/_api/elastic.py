@@ -32,7 +32,7 @@ _log = get_logger(__name__)
 _PATIENCE_S = 1800.0
 """How long to wait for a membership: as long as ranks may take to start."""
 
-_MOST_FAILURES = 5
+_MAX_FAILURES = 5
 """Regroupings without a step between them; more are a fault of the program."""
 
 _OURS = ("batch_sampler", "batch_size", "drop_last", "sampler", "shuffle")
@@ -369,7 +369,7 @@ class Elastic:
     def _recover(self, cause: BaseException) -> None:
         """Follow the next membership after a failure."""
         self._failures += 1
-        if self._failures > _MOST_FAILURES:
+        if self._failures > _MAX_FAILURES:
             raise StrettoError(
                 f"collectives failed {self._failures} times without a step between "
                 "them: the network between ranks failed, or ranks make different calls"

@@ -193,19 +193,19 @@ class ForegroundView:
         """Whether tasks may use the device by the last mark, if a foreground runs."""
         return self._last is not None and self._last.state in self._idle_states
 
-    def until_wait_s(self, now_s: float, least_s: float) -> float:
+    def until_wait_s(self, now_s: float, min_s: float) -> float:
         """Return the seconds until the next wait usually begins; 0 if unknown.
 
         Args:
             now_s: the present time.
-            least_s: waits that are usually shorter do not count, nor does the present
+            min_s: waits that are usually shorter do not count, nor does the present
                 one.
         """
         step = self._step
         if step is None:
             return 0.0
         position = len(step.waits) + int(self.is_waiting)
-        begin_s = self.learner.next_begin_s(position, least_s)
+        begin_s = self.learner.next_begin_s(position, min_s)
         if begin_s is None:
             begin_s = self.step_s
         return max(0.0, step.begin_s + begin_s - now_s)

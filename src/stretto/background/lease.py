@@ -205,8 +205,8 @@ class Background:
         by_step_s = min(step_s / _STEP_PAUSES, _MAX_PAUSE_S)
         far_s = 0.0
         if self._reason in (Reason.COMPUTING, Reason.TOO_LONG):
-            least_s = self._usual_s.get(self._label, 0.0)
-            far_s = self._view.until_wait_s(perf_counter(), least_s) / 2
+            min_s = self._usual_s.get(self._label, 0.0)
+            far_s = self._view.until_wait_s(perf_counter(), min_s) / 2
         elif self._reason is Reason.CONTROL:
             far_s = step_s
         far_s = min(far_s, step_s / _FAR_PAUSES, _MAX_FAR_PAUSE_S)

@@ -46,7 +46,7 @@ class Window:
 
 
 def windows_of(
-    timeline: Timeline, rank: int, *, least_s: float = 0.0
+    timeline: Timeline, rank: int, *, min_s: float = 0.0
 ) -> tuple[Window, ...]:
     """Return a rank's windows in a predicted burst step.
 
@@ -57,7 +57,7 @@ def windows_of(
     Args:
         timeline: that of `stretto.sim.burst.BurstStep`.
         rank: whose windows.
-        least_s: leave out shorter windows.
+        min_s: leave out shorter windows.
 
     Raises:
         SpecError: the timeline has no track of this rank.
@@ -74,7 +74,7 @@ def windows_of(
     sent = [span for span in timeline.spans if span.track == sending]
     found, at_s = [], 0.0
     for start_s, end_s in [*busy, (timeline.end_s, timeline.end_s)]:
-        if start_s - at_s > max(least_s, 1e-12):
+        if start_s - at_s > max(min_s, 1e-12):
             found.append(
                 Window(
                     begin_s=at_s,
@@ -178,18 +178,18 @@ class WindowLearner:
             return None
         return found.expected
 
-    def next_begin_s(self, position: int, least_s: float) -> float | None:
+    def next_begin_s(self, position: int, min_s: float) -> float | None:
         """Return when in the step the next wait of some length usually begins.
 
         Args:
             position: of the first wait that counts.
-            least_s: usual length of those that count.
+            min_s: usual length of those that count.
 
         Returns:
             ``None`` if there is no such wait.
         """
         for found in self._positions[position:]:
-            if found.seen >= KNOWN_AFTER and found.expected.usual_s >= least_s:
+            if found.seen >= KNOWN_AFTER and found.expected.usual_s >= min_s:
                 return found.begin_s
         return None
 

@@ -95,7 +95,7 @@ def simulate_command(
     for name in names:
         registry.get(name)
     pair = None if collocation is None else Collocation.load(collocation).rows[0]
-    trace = load_trace(trace_file, most_jobs=jobs)
+    trace = load_trace(trace_file, max_jobs=jobs)
     options = ReplayOptions(
         gpus=gpus,
         seed=seed,

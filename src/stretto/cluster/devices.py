@@ -156,20 +156,20 @@ class DeviceMap:
                 found.append(devices[bit.bit_length() - 1])
         return tuple(found)
 
-    def _memory_differs(self, least_bytes: int) -> bool:
+    def _memory_differs(self, min_bytes: int) -> bool:
         return any(
-            0 < size < least_bytes for sizes in self.memory_bytes for size in sizes
+            0 < size < min_bytes for sizes in self.memory_bytes for size in sizes
         )
 
     def _pick_with_memory(
-        self, need: int, among: int, least_bytes: int
+        self, need: int, among: int, min_bytes: int
     ) -> tuple[Device, ...] | None:
         some = DeviceMap()
         for host, devices in enumerate(self.devices):
             if not devices:
                 continue
             sizes = self.memory_bytes[host]
-            large = self.usable[host] & ~small_devices(sizes, least_bytes)
+            large = self.usable[host] & ~small_devices(sizes, min_bytes)
             some.set_host(devices[0].host, [0] * len(devices), large)
             for masks, foreground in (self.foreground, True), (self.background, False):
                 taken = [d for d in devices if masks[host] >> d.number & 1]
@@ -236,6 +236,6 @@ class DeviceMap:
         self.counts[1].change(host, before[1], after[1])
 
 
-def small_devices(memory_bytes: Sequence[int], least_bytes: int) -> int:
+def small_devices(memory_bytes: Sequence[int], min_bytes: int) -> int:
     """Return the bits of devices known to have less memory."""
-    return sum(1 << i for i, size in enumerate(memory_bytes) if 0 < size < least_bytes)
+    return sum(1 << i for i, size in enumerate(memory_bytes) if 0 < size < min_bytes)

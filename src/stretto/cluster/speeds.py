@@ -118,8 +118,8 @@ class _Table:
     def __init__(self, question: SpeedQuestion) -> None:
         self._question = question
         layers = question.profile.layers
-        self._least = max(layer.times[0].samples for layer in layers)
-        self._most = min(layer.times[-1].samples for layer in layers)
+        self._min = max(layer.times[0].samples for layer in layers)
+        self._max = min(layer.times[-1].samples for layer in layers)
         self._step_of = cache(self._data_parallel)
         alone = self._step_of(1, question.batch)
         needed = question.efficiency.samples_to_target(question.batch)
@@ -158,7 +158,7 @@ class _Table:
 
     def _batches(self, gpus: int) -> list[int]:
         found, size = [], self._question.batch
-        while size <= gpus * self._most:
+        while size <= gpus * self._max:
             found.append(size)
             size *= 2
         return found
@@ -205,7 +205,7 @@ class _Table:
 
     def _data_parallel(self, gpus: int, batch: int) -> BurstStep | None:
         width = min(gpus, batch)
-        if not self._least <= -(-batch // width) <= self._most:
+        if not self._min <= -(-batch // width) <= self._max:
             return None
         try:
             problem, network = self._problem(width, batch)

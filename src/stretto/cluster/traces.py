@@ -62,7 +62,7 @@ class Trace:
     """Rows that are no job with GPUs, a start and an end."""
 
 
-def load_trace(path: str | Path, *, most_jobs: int | None = None) -> Trace:
+def load_trace(path: str | Path, *, max_jobs: int | None = None) -> Trace:
     """Return the jobs of a trace file, whose format is found from its columns.
 
     Raises:
@@ -94,7 +94,7 @@ def load_trace(path: str | Path, *, most_jobs: int | None = None) -> Trace:
             duration_s=job.duration_s,
             role=job.role,
         )
-        for job in found[:most_jobs]
+        for job in found[:max_jobs]
     )
     return Trace(format=name, jobs=jobs, skipped=skipped)
 

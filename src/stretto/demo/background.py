@@ -125,8 +125,8 @@ def arrangements(outcome: BackgroundOutcome, hosts: int) -> list[Arrangement]:
                 ),
                 background=_median([two for _, two in pairs]),
                 total=_median(totals),
-                least_total=min(totals, default=None),
-                most_total=max(totals, default=None),
+                min_total=min(totals, default=None),
+                max_total=max(totals, default=None),
             )
         )
     return found

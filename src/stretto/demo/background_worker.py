@@ -38,7 +38,7 @@ _QUICK_STEPS = 6
 ALONE_S = 2.0
 """How long the background jobs are measured without a foreground."""
 
-_ALONE_MOST_S = 5 * ALONE_S
+_ALONE_MAX_S = 5 * ALONE_S
 """The same where other work leaves them no processor time."""
 
 
@@ -96,9 +96,7 @@ class _Arrangements:
         dist.barrier()
         before = self.job.progress()
         begin_s, found = perf_counter(), Measured(foreground=0.0, background=0.0)
-        while not found.background and _agreed(
-            perf_counter() - begin_s < _ALONE_MOST_S
-        ):
+        while not found.background and _agreed(perf_counter() - begin_s < _ALONE_MAX_S):
             sleep(ALONE_S)
             found = _gathered(0.0, _rate(before, self.job.progress()))
         self.job.stop()

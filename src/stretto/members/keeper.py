@@ -48,7 +48,7 @@ STOPPED_S = 3.0
 _END_S = 10.0
 """Ranks have this long to end after SIGTERM."""
 
-_MOST_REPLACEMENTS = 16
+_MAX_REPLACEMENTS = 16
 """A rank that always fails must not be started forever."""
 
 _KEEPER = 0
@@ -240,8 +240,8 @@ class Keeper:
         is_ending = any(rank.left for rank in self._ranks.values())
         if not self._job.replaces or is_ending:
             return
-        if self._replacements == _MOST_REPLACEMENTS:
-            _log.error("%d ranks were replaced: no more are", _MOST_REPLACEMENTS)
+        if self._replacements == _MAX_REPLACEMENTS:
+            _log.error("%d ranks were replaced: no more are", _MAX_REPLACEMENTS)
             return
         self._replacements += 1
         member, self._next = self._next, self._next + 1

@@ -32,8 +32,8 @@ class Arrangement:
     total: float | None
     """The sum of both."""
 
-    least_total: float | None
-    most_total: float | None
+    min_total: float | None
+    max_total: float | None
 
 
 def arrangements_table(rows: Sequence[Arrangement]) -> str:
@@ -111,7 +111,7 @@ def totals_svg(rows: Sequence[Arrangement]) -> str:
 
 def _figures(row: Arrangement) -> list[str]:
     loss = f"{1.0 - row.foreground:.1%}" if row.foreground else "-"
-    reach = f"{_number(row.least_total)} to {_number(row.most_total)}"
+    reach = f"{_number(row.min_total)} to {_number(row.max_total)}"
     return [
         f"{row.foreground:.2f}",
         loss,

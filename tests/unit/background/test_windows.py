@@ -53,7 +53,7 @@ def test_windows_are_the_gaps_between_what_a_rank_computes():
 
 def test_short_windows_may_be_left_out():
     step = timeline(("rank0", "a", 1.0, 2.0), ("rank0", "b", 5.0, 6.0))
-    assert rows_of(windows_of(step, 0, least_s=1.5)) == [(2.0, 3.0, "redistribution")]
+    assert rows_of(windows_of(step, 0, min_s=1.5)) == [(2.0, 3.0, "redistribution")]
 
 
 def test_a_rank_without_layers_is_idle_for_the_whole_step():

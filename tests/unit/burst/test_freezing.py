@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from stretto.burst.graph import capture
 from stretto.burst.tracing.freezing import (
-    MOST_BYTES,
-    MOST_ITEMS,
+    MAX_BYTES,
+    MAX_ITEMS,
     Freezer,
     may_read_users,
 )
@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "a module elsewhere": (lambda: Held(Held(1.0)), lambda h: set_v(h.v)),
     "numpy": (lambda: np.ones(3), set_item(1)),
     "a long array": (lambda: np.ones(9000), set_item(8999)),
-    "a very long array": (lambda: np.ones(MOST_BYTES // 4), lambda a: a.fill(2.0)),
+    "a very long array": (lambda: np.ones(MAX_BYTES // 4), lambda a: a.fill(2.0)),
     "an array of objects": (
         lambda: np.array([None, [1.0]], dtype=object),
         lambda a: a[1].append(1),
@@ -199,7 +199,7 @@ def test_names_that_no_function_contains_are_not_followed() -> None:
 
 def test_a_value_without_end_is_compared_as_far_as_it_is_followed() -> None:
     held = [float(i) for i in range(10)]
-    many = [[value] for value in range(2 * MOST_ITEMS)]
+    many = [[value] for value in range(2 * MAX_ITEMS)]
     freeze = Freezer((), ())
     before = freeze([held, many])
     assert freeze([held, many]) == before
@@ -265,7 +265,7 @@ def test_a_method_that_is_replaced_is_noticed() -> None:
 )
 @pytest.mark.parametrize("left", [0, 1, 2, 20])
 def test_a_state_behind_many_values_stays_equal_to_itself(make, left):
-    value = [[[] for _ in range(MOST_ITEMS - left)], make()]
+    value = [[[] for _ in range(MAX_ITEMS - left)], make()]
     freeze = Freezer(None, ())
     assert freeze(value) == freeze(value)
 

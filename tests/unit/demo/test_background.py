@@ -40,8 +40,8 @@ def test_rates_are_over_those_alone_in_the_same_cycle():
     assert rows[TOGETHER].foreground == pytest.approx(0.95)
     assert rows[TOGETHER].background == pytest.approx(0.6)
     assert rows[TOGETHER].total == pytest.approx(1.55)
-    assert rows[TOGETHER].least_total == pytest.approx(1.45)
-    assert rows[TOGETHER].most_total == pytest.approx(1.55)
+    assert rows[TOGETHER].min_total == pytest.approx(1.45)
+    assert rows[TOGETHER].max_total == pytest.approx(1.55)
 
 
 def test_the_table_and_the_drawing_show_every_arrangement():
@@ -70,7 +70,7 @@ def test_a_cycle_in_which_background_jobs_got_no_time_counts_for_the_foreground_
     rows = rows_of(cycle(1.0, 240.0), starved(), starved())
     assert rows[TOGETHER].foreground == pytest.approx(0.95)
     assert rows[TOGETHER].background == pytest.approx(0.6)
-    assert rows[TOGETHER].most_total == pytest.approx(1.55)
+    assert rows[TOGETHER].max_total == pytest.approx(1.55)
 
 
 def test_without_any_rate_of_the_background_alone_its_figures_are_missing(tmp_path):

@@ -60,7 +60,7 @@ def profile(
     name: str | None = None,
     repetitions: int = 10,
     warmup: int = 2,
-    least_layer_s: float = MIN_LAYER_S,
+    min_layer_s: float = MIN_LAYER_S,
     max_spread_ratio: float = 0.35,
     cuda_graphs: bool = True,
 ) -> LayerProfile:
@@ -84,7 +84,7 @@ def profile(
         repetitions: rounds that count; medians are taken. More are run while they
             differ too much.
         warmup: rounds before them.
-        least_layer_s: a chain's layers are joined until none takes less.
+        min_layer_s: a chain's layers are joined until none takes less.
         max_spread_ratio: limit of the whole step's interquartile range over its median,
             over rounds.
         cuda_graphs: on CUDA replay each layer as a graph, so that launches do not
@@ -121,7 +121,7 @@ def profile(
         return _required_loss(of_output(results.unpack(packed)))
 
     with _restored(module):
-        graph = _joined(graph, example, loss_of, warmup, least_layer_s)
+        graph = _joined(graph, example, loss_of, warmup, min_layer_s)
         rounds = Rounds(graph, whole, loss_of)
         if example.is_cuda and cuda_graphs:
             rounds.record_graphs(rows)
@@ -280,7 +280,7 @@ def _restored(module: nn.Module) -> Iterator[None]:
 
 
 def _joined(
-    graph: LayerGraph, rows: Tensor, loss: Loss, warmup: int, least_s: float
+    graph: LayerGraph, rows: Tensor, loss: Loss, warmup: int, min_s: float
 ) -> LayerGraph:
     """Return the graph with layers joined where one is too short to be timed."""
     trial = Rounds(graph, None, loss)
@@ -289,11 +289,11 @@ def _joined(
     time_s = {
         node.name: sum(trial.layer_s(node.name, len(rows))) for node in graph.nodes
     }
-    return graph.joined(_names_joined(graph, time_s, least_s))
+    return graph.joined(_names_joined(graph, time_s, min_s))
 
 
 def _names_joined(
-    graph: LayerGraph, time_s: dict[str, float], least_s: float
+    graph: LayerGraph, time_s: dict[str, float], min_s: float
 ) -> list[str]:
     """Return names of layers, short ones joined with the shorter chain neighbor."""
     before = {node.name: [i for i in node.inputs if i != INPUT] for node in graph.nodes}
@@ -308,7 +308,7 @@ def _names_joined(
             if len(inputs) == 1 and len(after[inputs[0]]) == 1
         ]
         short = [
-            pair for pair in chained if min(time_s[pair[0]], time_s[pair[1]]) < least_s
+            pair for pair in chained if min(time_s[pair[0]], time_s[pair[1]]) < min_s
         ]
         if not short:
             return list(before)

@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from stretto.burst.tracing.freezing import (
     ATOMS,
-    MOST_ITEMS,
+    MAX_ITEMS,
     attributes_in_slots,
     entries_of,
     is_users,
@@ -79,13 +79,13 @@ _LEFT_OUT = frozenset((*_OF_MODULES, *_HOOKS))
 
 _LEAVES = (*ATOMS, Tensor)
 
-_MOST_LATE = MOST_ITEMS // 10
+_MAX_LATE = MAX_ITEMS // 10
 """Limit of visits to objects of installed packages that files, not the model, hold.
 
 They come last: a test runner or a logger leads to most objects of a program.
 """
 
-_MOST_INSIDE = 1000
+_MAX_INSIDE = 1000
 """Limit of values that are searched for tensors in one new entry."""
 
 
@@ -203,7 +203,7 @@ def _tensors_in(value: Any, kind: type[Tensor]) -> list[Tensor]:
     found: list[Tensor] = []
     seen: dict[int, Any] = {}
     left = [value]
-    while left and len(seen) < _MOST_INSIDE:
+    while left and len(seen) < _MAX_INSIDE:
         at = left.pop()
         if isinstance(at, kind):
             found.append(at)
@@ -237,7 +237,7 @@ class Holders:
         self._seen: dict[int, Any] = {}
         self._queue: deque[tuple[Any, str]] = deque()
         self._late: deque[tuple[Any, str]] | None = None
-        self._left = MOST_ITEMS
+        self._left = MAX_ITEMS
         kinds = {
             kind
             for part in root.modules()
@@ -252,7 +252,7 @@ class Holders:
         self._late = deque()
         self._search_files({kind.__module__ for kind in kinds})
         self._queue, self._late = self._late, None
-        self._left = min(self._left, _MOST_LATE)
+        self._left = min(self._left, _MAX_LATE)
         self._search()
 
     def _search_files(self, of_model: set[str]) -> None:
@@ -267,13 +267,13 @@ class Holders:
         # A large program may exceed the limit.
         for name in sorted(files, key=lambda name: name not in of_model):
             if name not in of_model:
-                self._search(MOST_ITEMS // 2)
+                self._search(MAX_ITEMS // 2)
             self._add(entries_of(files[name]), name, is_space=True)
         self._search()
 
-    def _search(self, least_left: int = 0) -> None:
-        """Visit what is queued, while more than ``least_left`` visits are left."""
-        while self._queue and self._left > least_left:
+    def _search(self, min_left: int = 0) -> None:
+        """Visit what is queued, while more than ``min_left`` visits are left."""
+        while self._queue and self._left > min_left:
             self._left -= 1
             with contextlib.suppress(Exception):  # of objects that pose as others
                 self._visit(*self._queue.popleft())
@@ -296,7 +296,7 @@ class Holders:
         if id(of) in self._found:
             return
         self._found[id(of)] = holder = Holder.now(of, name, is_space=is_space)
-        if len(holder.before) > MOST_ITEMS:
+        if len(holder.before) > MAX_ITEMS:
             return
         for key, value in holder.before.items():
             if isinstance(value, _LEAVES) or (type(key) is str and key in _LEFT_OUT):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BATCHES = (7, 1008)
 """Two numbers of samples: a difference in this ratio follows the batch."""
 
-_MOST_COUNTS = 8
+_MAX_COUNTS = 8
 """Limit of other numbers of samples to record, unless larger than all before."""
 
 _SHAPING = {
@@ -233,7 +233,7 @@ class Counts:
         """
         if count in self._seen:
             return
-        if len(self._seen) >= _MOST_COUNTS and count < max(self._seen):
+        if len(self._seen) >= _MAX_COUNTS and count < max(self._seen):
             return
         for way in self._ways[:-1]:
             with contextlib.suppress(SpecError):

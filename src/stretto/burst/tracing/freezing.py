@@ -7,8 +7,8 @@ of a program. Where the user's own functions make names while they run, as in
 ``getattr(options, f"rate_{i}")``, all attributes are followed. The user's classes and
 modules are watched by their attributes, see `watching`, and a weak reference counts as
 its object. A value of more than
-`MOST_ITEMS` parts is compared by identity and length from there on, and an array of
-more than `MOST_BYTES` by a sample of its elements.
+`MAX_ITEMS` parts is compared by identity and length from there on, and an array of
+more than `MAX_BYTES` by a sample of its elements.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ ATOMS = (
 )
 """Types whose values are compared as they are."""
 
-MOST_ITEMS = 20_000
-MOST_DEPTH = 50
-_MOST_MADE, _LEVELS_MADE = 16, 4
+MAX_ITEMS = 20_000
+MAX_DEPTH = 50
+_MAX_MADE, _LEVELS_MADE = 16, 4
 """Limits of the containers in the state of a known type, which are new each time."""
 
-MOST_BYTES = 1 << 24
-_MOST_KEPT = 1 << 12
+MAX_BYTES = 1 << 24
+_MAX_KEPT = 1 << 12
 """Bytes of an array that are kept as they are; of longer ones a digest."""
 
 _OPAQUE = (types.BuiltinFunctionType, enum.Enum)
@@ -190,7 +190,7 @@ class _Freeze:
         self._meet = meet
         self._tensors = tensors
         self._path: dict[int, int] = {}
-        self._left = MOST_ITEMS
+        self._left = MAX_ITEMS
 
     def of(self, value: Any) -> Any:
         """Return the copy of a value."""
@@ -206,7 +206,7 @@ class _Freeze:
         if (depth := self._path.get(id(value))) is not None:
             return "again", depth
         self._left -= 1
-        if self._left < 0 or len(self._path) > MOST_DEPTH:
+        if self._left < 0 or len(self._path) > MAX_DEPTH:
             return _Same(value), len(value) if isinstance(value, Sized) else 0
         self._path[id(value)] = len(self._path)
         try:
@@ -250,7 +250,7 @@ class _Freeze:
 
     def _is_near_limits(self) -> bool:
         """Return whether a state made for this copy might be compared by identity."""
-        return self._left < _MOST_MADE or len(self._path) > MOST_DEPTH - _LEVELS_MADE
+        return self._left < _MAX_MADE or len(self._path) > MAX_DEPTH - _LEVELS_MADE
 
     def _fields(self, value: Any) -> tuple[Any, ...]:
         """Return copies of an object's own attributes."""
@@ -367,11 +367,11 @@ def _bytes_of(value: Any) -> Any:
         return bytes(value)
     if not isinstance(value, (np.ndarray, np.generic)) or value.dtype.hasobject:
         return None
-    if value.nbytes > MOST_BYTES:
-        step = -(-value.nbytes // MOST_BYTES)
+    if value.nbytes > MAX_BYTES:
+        step = -(-value.nbytes // MAX_BYTES)
         return _Same(value), np.asarray(value.flat[::step]).tobytes()
     content = value.tobytes()
-    if len(content) > _MOST_KEPT:
+    if len(content) > _MAX_KEPT:
         content = hashlib.blake2b(content).digest()
     return value.dtype.str, value.shape, content
 

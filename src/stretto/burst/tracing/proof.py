@@ -68,8 +68,8 @@ _REST = (2,)
 _ROWS = len(_SOME) + len(_REST)
 _EVERY = tuple(range(_ROWS))
 
-_MANY_ROWS, _MOST_ROWS, _MANY_NUMBERS = 13, 1009, 1 << 16
-_MOST_ROWS_BACK = 4099
+_MANY_ROWS, _MAX_ROWS, _MANY_NUMBERS = 13, 1009, 1 << 16
+_MAX_ROWS_BACK = 4099
 """Limits on the rows of the check with many of them. Tensors of small rows get enough
 rows to hold about ``_MANY_NUMBERS`` numbers."""
 
@@ -79,7 +79,7 @@ _SCALES = (1e4, 1e-4)
 _NOISES = (1.0, 0.1, 0.0)
 """Sizes of perturbations, relative to the usual; smaller ones where it gives NaN."""
 
-_MOST_INPUT = 1e3
+_MAX_INPUT = 1e3
 """Larger inputs, such as word numbers beside floats, are ignored for rounding."""
 
 _Found = tuple[Tensor, list[Tensor | None], dict[int, Tensor]]
@@ -419,7 +419,7 @@ class _Check:
         self, node: LayerNode, values: dict[str, Tensor], output: Tensor
     ) -> SpecError | None:
         """Return where an operation inside a layer gives other rows for some."""
-        many = self._many_rows(node, values, output, _MOST_ROWS)
+        many = self._many_rows(node, values, output, _MAX_ROWS)
         full, some = (trace_layer(node, values, rows) for rows in (_EVERY, _SOME))
         op = self._first_other(full, some, _SOME)
         op = op or self._first_other(full, trace_layer(node, values, many), many)
@@ -535,7 +535,7 @@ class _Check:
 
         Parameters' gradients are the sum of those of each row alone.
         """
-        rows = self._many_rows(node, values, full[0], _MOST_ROWS_BACK)
+        rows = self._many_rows(node, values, full[0], _MAX_ROWS_BACK)
         try:
             _, inputs, grads = self._part(node, values, cotangents, tuple(rows))
             alone = [self._part(node, values, cotangents, (i,))[2] for i in _EVERY]
@@ -565,7 +565,7 @@ class _Check:
         An effect that reaches further than `_ROWS` rows does not show with so few.
         """
         taken = [values[name] for name in node.inputs]
-        rows = self._many_rows(node, values, full, _MOST_ROWS)
+        rows = self._many_rows(node, values, full, _MAX_ROWS)
         try:
             with torch.no_grad():
                 output = run_layer(node, [x[rows] for x in taken])
@@ -612,7 +612,7 @@ class _Check:
         if given is None or not has_gradient(given):
             return 0.0
         inputs = max(largest_of(values[name]) for name in node.inputs)
-        terms = largest_of(given) * min(max(1.0, inputs), _MOST_INPUT)
+        terms = largest_of(given) * min(max(1.0, inputs), _MAX_INPUT)
         eps = float(torch.finfo(given.dtype).eps)
         return 8.0 * eps * terms * math.sqrt(given.numel())
 

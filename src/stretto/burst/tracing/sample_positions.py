@@ -44,8 +44,8 @@ _INDEXING = {
 }
 """Operations that return no positions, unless they are given them to be indexed."""
 
-_MOST_NUMBERS = 1 << 22
-_FEWEST, _MOST = 8, 4099
+_MAX_NUMBERS = 1 << 22
+_FEWEST, _MAX = 8, 4099
 """Samples for which such a tensor is computed; limits its size."""
 
 
@@ -100,7 +100,7 @@ def sample_positions_in(
             if not sides or any(n.meta.get("draws") for n in nodes_before(node)):
                 continue
             for_one = max(1, one.numel() // BATCHES[0])
-            count = min(_MOST, max(_FEWEST, _MOST_NUMBERS // for_one))
+            count = min(_MAX, max(_FEWEST, _MAX_NUMBERS // for_one))
             value = value_of(root, node, counts, count)
             if value is None:
                 continue  # the layers' check reports it

@@ -165,14 +165,14 @@ VALUES = ("elements", _COLUMNS, WHOLE)
 but integers stay in their columns, as where each has a vocabulary of its own; or of
 whole rows of all examples together, as where values of a row depend on each other."""
 
-_MOST_ROWS = 64
+_MAX_ROWS = 64
 """Limit of an example's rows that are looked at."""
 
 
 def _different_rows(examples: Sequence[Tensor]) -> list[int]:
     """Return the numbers of rows that are different from each other."""
     found: dict[bytes, int] = {}
-    for i in range(min(_MOST_ROWS, *(len(example) for example in examples))):
+    for i in range(min(_MAX_ROWS, *(len(example) for example in examples))):
         row = [in_memory(example[i : i + 1].cpu()).view(-1) for example in examples]
         data = b"".join(part.view(torch.uint8).numpy().tobytes() for part in row)
         found.setdefault(data, i)

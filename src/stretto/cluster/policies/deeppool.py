@@ -57,12 +57,12 @@ class DeepPoolPolicy(AbstractPolicy):
     def __init__(
         self,
         *,
-        least_rate: float = MIN_RATE,
+        min_rate: float = MIN_RATE,
         patience_s: float = PATIENCE_S,
         settle_s: float = SETTLE_S,
     ) -> None:
         """Set the lowest rate of a background, and times as of `SizedPolicy`."""
-        self._offers = Offers(at_least_zero("least_rate", least_rate))
+        self._offers = Offers(at_least_zero("min_rate", min_rate))
         self._patience_s = at_least_zero("patience_s", patience_s)
         self._settle_s = at_least_zero("settle_s", settle_s)
 
@@ -211,7 +211,7 @@ class _Places:
         self._offers, self._free = offers, free
         self._cluster, self._jobs = cluster, jobs
         self._taken: set[Device] = set()
-        self._most = cluster.free.num_usable
+        self._max = cluster.free.num_usable
         self._num_offered = offers.num_offered(jobs)
         self._never_used = offers.best(jobs, NEVER_USED)
         self._others = offers.best(jobs)
@@ -220,7 +220,7 @@ class _Places:
     def num_left(self) -> int:
         """How many devices there are at most, fewer than the last gang that failed."""
         left = self._free.num_free(EMPTY) + self._num_offered
-        return min(left, self._most)
+        return min(left, self._max)
 
     def for_job(self, job: JobView, need: int) -> tuple[Device, ...] | None:
         """Return devices for a background's start, or ``None``."""
@@ -237,7 +237,7 @@ class _Places:
         if len(found) == need:
             return found
         self._give_back(found)
-        self._most = need - 1
+        self._max = need - 1
         return None
 
     def some(self, job: JobView, maximum: int) -> tuple[Device, ...]:

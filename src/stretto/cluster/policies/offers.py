@@ -35,9 +35,9 @@ class Offers:
     of jobs, only ranks that a plan never uses are offered.
     """
 
-    def __init__(self, least_rate: float) -> None:
+    def __init__(self, min_rate: float) -> None:
         """Offer no rank with a lower rate."""
-        self._least_rate = least_rate
+        self._min_rate = min_rate
         # Rates of a speed never change; the speed is kept so that its id stays its own.
         self._known: dict[int, tuple[Speed, tuple[tuple[float, int], ...]]] = {}
 
@@ -48,7 +48,7 @@ class Offers:
             if len(self._known) >= _MAX_KEPT:
                 self._known.clear()
             rates = ((self._rate(speed, rank), rank) for rank in range(speed.gpus))
-            rows = sorted((r for r in rates if r[0] >= self._least_rate), reverse=True)
+            rows = sorted((r for r in rates if r[0] >= self._min_rate), reverse=True)
             known = self._known[id(speed)] = (speed, tuple(rows))
         return known[1]
 
@@ -57,7 +57,7 @@ class Offers:
         if speed is None or not job.allows_background or rank >= speed.gpus:
             return 0.0
         rate = self._rate(speed, rank)
-        return rate if rate >= self._least_rate and _permits(job, speed, rate) else 0.0
+        return rate if rate >= self._min_rate and _permits(job, speed, rate) else 0.0
 
     @staticmethod
     def _rate(speed: Speed, rank: int) -> float:

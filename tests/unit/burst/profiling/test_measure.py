@@ -42,7 +42,7 @@ def test_a_profile_has_the_samples_of_every_width_and_leaves_the_model_alone():
         gpus=4,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         loss=lambda out: out.square().mean(),
-        least_layer_s=0.0,
+        min_layer_s=0.0,
         **CALM,
     )
     for name, value in model.state_dict().items():
@@ -102,7 +102,7 @@ def test_short_layers_are_joined_along_chains_alone():
         for name in node.inputs:
             readers = [n for n in small.nodes if name in n.inputs]
             assert len(node.inputs) > 1 or len(readers) > 1 or name == "input"
-    found = profile(model, (x,), batch=2, gpus=1, least_layer_s=99.0, **CALM)
+    found = profile(model, (x,), batch=2, gpus=1, min_layer_s=99.0, **CALM)
     assert [layer.name for layer in found.layers] == names
     assert found.digest == small.digest
 
@@ -331,7 +331,7 @@ def test_a_layer_that_needs_no_gradient_is_timed_too():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].requires_grad_(False)
     found = profile(
-        model, (torch.randn(2, 4),), batch=2, gpus=1, least_layer_s=0.0, **CALM
+        model, (torch.randn(2, 4),), batch=2, gpus=1, min_layer_s=0.0, **CALM
     )
     assert len(found.layers) == 2
 
