@@ -105,7 +105,7 @@ class Foreground:
             raise
         self._words = self._board.words
         self._step = 0
-        self._source: Callable[[], object | None] = _nobody
+        self._source: Callable[[], object | None] = _no_source
         self._other_steps = 0
         self._stop_after_s = stop_after_s
         self._look_at_s = 0.0
@@ -353,5 +353,5 @@ def _training_loop() -> object:
     return _LOOP
 
 
-def _nobody() -> None:
+def _no_source() -> None:
     return None

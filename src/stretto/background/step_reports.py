@@ -55,7 +55,7 @@ def report_steps() -> None:
 class _Hook:
     def __init__(self, add: Callable[[], None]) -> None:
         self._add: Callable[[], None] | None = add
-        self._counted: Callable[[], Optimizer | None] = _nobody
+        self._counted: Callable[[], Optimizer | None] = _no_optimizer
         self._others = 0
 
     def disable(self) -> None:
@@ -76,5 +76,5 @@ class _Hook:
         self._add()
 
 
-def _nobody() -> None:
+def _no_optimizer() -> None:
     return None

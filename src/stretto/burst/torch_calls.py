@@ -114,7 +114,7 @@ def _install() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     autograd: Any = torch.autograd
-    autograd._engine_run_backward = _looked_at(autograd._engine_run_backward)  # noqa: SLF001
+    autograd._engine_run_backward = _observed(autograd._engine_run_backward)  # noqa: SLF001
     scaler: Any = torch.amp.GradScaler
     scaler._unscale_grads_ = _joined_unscale(scaler._unscale_grads_)
     module: Any = clip_grad
@@ -195,9 +195,9 @@ def _after_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         hooks.pop(_OWN, None)
 
 
-def _looked_at(run: Any) -> Any:
+def _observed(run: Any) -> Any:
     @functools.wraps(run)
-    def looked_at(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def observed(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if _looking.is_set():
             for model in models():
                 model.before_backward(t_outputs)
@@ -211,7 +211,7 @@ def _looked_at(run: Any) -> Any:
                     model.report_failure(exc, has_ended=has_ended)
             raise
 
-    return looked_at
+    return observed
 
 
 def _joined_unscale(unscale: Any) -> Any:

@@ -53,7 +53,7 @@ class AiaccPlanner(AbstractPlanner):
         self._lanes = lane_choices(max_lanes) if lanes is None else (lanes,)
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
-        """Return the grid's best plan under the simulator, the plainest of equals."""
+        """Return the grid's best plan under the simulator, the simplest of equals."""
         min_bytes = -(-workload.total_bytes // MAX_UNITS)
         if len(self._units) == 1 and self._units[0] < min_bytes:
             raise SpecError(

@@ -66,7 +66,7 @@ class ExhaustivePlanner(AbstractPlanner):
         return open_scope(self._dims, self._max_lanes, cluster)
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
-        """Return the best of all, the plainest of equals."""
+        """Return the best of all, the simplest of equals."""
         if len(workload.tensors) > MAX_TENSORS:
             raise Infeasible(
                 f"planner exhaustive takes at most {MAX_TENSORS} tensors, but workload "

@@ -236,7 +236,7 @@ class JointPlanner(AbstractPlanner):
         if space.forward:
             self._extend(search)
         # Climbing for a sturdy plan may find a faster one than all before.
-        chosen = search.sturdiest(ceiling_s)
+        chosen = search.most_robust(ceiling_s)
         if not self._sturdy:
             chosen = search.fastest()
         scope = self.scope(cluster)

@@ -50,7 +50,7 @@ _PLANNERS = ClassRegistry(
 )
 
 NAMES = tuple(name for name in _PLANNERS.own if name != ExhaustivePlanner.name)
-"""stretto's planners to compare, plainest first; `get` accepts others too."""
+"""stretto's planners to compare, simplest first; `get` accepts others too."""
 
 
 def get(planner: str | AbstractPlanner, **options: Any) -> AbstractPlanner:

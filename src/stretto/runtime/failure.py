@@ -16,7 +16,7 @@ from stretto.errors import CommTimeout
 from stretto.process_identity import State
 from stretto.runtime.backends.base import LaneFailure
 from stretto.runtime.presence import Wait
-from stretto.runtime.store import end_requests, store_listens, who_is_gone
+from stretto.runtime.store import end_requests, loss_message, store_listens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -193,7 +193,7 @@ class FailureReporter:
         else:
             what = "lost its connection"
         if call.gone:
-            who = who_is_gone(ranks, call.gone, call.ended)
+            who = loss_message(ranks, call.gone, call.ended)
         elif self._store_gone:
             who = f"ranks can't learn of each other. Check the log of {ranks.name(0)}."
         elif call.store_error is not None:
@@ -201,8 +201,8 @@ class FailureReporter:
                 f"the store, held by {ranks.name(0)} or the launcher, does not "
                 f"answer ({call.store_error}): "
             )
-            if self._lives(0):
-                who += self._unanswered([r for r in call.silent if self._lives(r)])
+            if self._is_alive(0):
+                who += self._unanswered([r for r in call.silent if self._is_alive(r)])
             else:
                 who += (
                     f"{ranks.name(0)} is gone, or the network is. Check the log of "
@@ -220,7 +220,7 @@ class FailureReporter:
             f"Cause: {_first_line(cause)}"
         )
 
-    def _lives(self, rank: int) -> bool:
+    def _is_alive(self, rank: int) -> bool:
         """Return whether a rank's process is known to exist."""
         presence = self._ranks.presence
         here = (State.RUNS, State.STOPPED)
@@ -237,7 +237,7 @@ class FailureReporter:
         if ranks.presence is not None:
             names = [ranks.names[r] for r in silent]
             rows = [row for row in map(ranks.presence.describe, names) if row]
-        word = "late or stuck" if all(map(self._lives, silent)) else "gone or stuck"
+        word = "late or stuck" if all(map(self._is_alive, silent)) else "gone or stuck"
         known = "".join(f"; {row}" for row in rows)
         return (
             f"{ranks.name_all(silent)} {verb} {word} (no answer in "
@@ -338,7 +338,7 @@ class _RollCall:
                 late = time.perf_counter() > found_s + _OTHERS_ENDED_S
                 if late and not self._others_need_this_rank():
                     return
-            elif self._trouble is not None and self._nobody_to_see():
+            elif self._trouble is not None and self._none_visible():
                 return
             time.sleep(_POLL_S)
 
@@ -393,7 +393,7 @@ class _RollCall:
             for r, state in states.items()
         )
 
-    def _nobody_to_see(self) -> bool:
+    def _none_visible(self) -> bool:
         """Return whether no silent rank's process is visible from here."""
         presence, ranks = self._ranks.presence, self._ranks
         return presence is None or all(

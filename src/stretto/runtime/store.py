@@ -138,12 +138,14 @@ def own_connection(ranks: Ranks, *, limit_s: float | None = None) -> Store:
     watch = Wait(ranks.presence)
     deadline = time.perf_counter() + max(limit_s, ranks.timeout_s)
 
-    def in_vain() -> bool:
+    def is_hopeless() -> bool:
         return bool(watch.lost(ranks.names[:1])) or time.perf_counter() > deadline
 
     # If no process listens anymore, connecting is retried for many minutes.
     ended, found = call_aside(
-        partial(_clone, ranks.store, limit_s), name="stretto-connecting", look=in_vain
+        partial(_clone, ranks.store, limit_s),
+        name="stretto-connecting",
+        look=is_hopeless,
     )
     return cast("Store", found) if ended else ranks.store
 
@@ -222,7 +224,7 @@ def missing_after(
         waited_s = time.perf_counter() - began_s
         gone = [i for i in missing if ranks.names[i] in lost]
         if gone:
-            return Missing(missing, waited_s, who_is_gone(ranks, gone, lost))
+            return Missing(missing, waited_s, loss_message(ranks, gone, lost))
         if waited_s > ranks.timeout_s or is_over():
             return Missing(missing, waited_s, None)
         time.sleep(pause_s)
@@ -259,7 +261,7 @@ def store_lost(ranks: Ranks, purpose: str, cause: Exception) -> CommTimeout:
     )
 
 
-def who_is_gone(ranks: Ranks, gone: Sequence[int], how: Mapping[int, str]) -> str:
+def loss_message(ranks: Ranks, gone: Sequence[int], how: Mapping[int, str]) -> str:
     """Return the message about ranks that have ended, with the log to check.
 
     Args:

@@ -476,7 +476,7 @@ class AutoPlan:
 
     def _profile_step(self) -> None:
         assert self._profiler is not None  # noqa: S101 - set where the phase begins
-        profile = self._profiler.go_on()
+        profile = self._profiler.advance()
         if profile is None:
             return
         self._profiler = None
@@ -617,7 +617,7 @@ class AutoPlan:
 
     def _trial_step(self, found: Any) -> None:
         assert self._online is not None  # noqa: S101 - set where trials begin
-        if not self._online.go_on(found):
+        if not self._online.advance(found):
             self._end_trials()
 
     def _end_trials(self) -> None:

@@ -106,7 +106,7 @@ class ForcedProfiler:
         if found is not None:
             self._rows.append(found[0])
 
-    def go_on(self) -> ProfileResult | None:
+    def advance(self) -> ProfileResult | None:
         """Return the fixed figures and the first plan once the profile is complete."""
         if self._number < PROFILED_STEPS:
             return None
@@ -163,7 +163,7 @@ class ForcedSearch:
         """Return the number of ranks that have arrived."""
         return len(rows)
 
-    def go_on(self, found: int) -> bool:
+    def advance(self, found: int) -> bool:
         """Continue after a step; return whether the trials continue."""
         self._sync.broadcast_object(found)
         self._steps += 1

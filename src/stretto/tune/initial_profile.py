@@ -380,7 +380,7 @@ class InitialProfiler:
         if counts and self._lanes[number] == self._lanes[number - 1]:
             self._rows[str(number)] = row
 
-    def go_on(self) -> ProfileResult | None:
+    def advance(self) -> ProfileResult | None:
         """Continue after a step; return the result once the profile is complete.
 
         Raises:
@@ -458,7 +458,7 @@ class InitialProfiler:
 
     def _plan(self, workload: Workload, step_s: float) -> ProfileResult:
         """Plan; ``step_s``, a step with its communication, is equal on all ranks."""
-        bulk = [sample for sample in self._bulk if tells_a_rate(sample)]
+        bulk = [sample for sample in self._bulk if determines_rate(sample)]
         some_bulk = bool(self._sync.broadcast_int(len(bulk)))
         steps: float = PROBE_STEPS if some_bulk else WHOLE_PROBE_STEPS
         budget_s = min(max(steps * step_s, MIN_PROBE_S), MAX_PROBE_S)
@@ -578,7 +578,7 @@ def _common(tables: Iterable[dict[str, Any]]) -> list[str]:
     return sorted(set.intersection(*numbers), key=int)
 
 
-def tells_a_rate(sample: CollectiveSample) -> bool:
+def determines_rate(sample: CollectiveSample) -> bool:
     """Return whether the sample exceeds what shapers and socket buffers absorb."""
     size_bytes = sample.size_bytes * sample.lanes
     return size_bytes >= MIN_BULK_BYTES or sample.duration_s >= MIN_BULK_S
@@ -590,9 +590,9 @@ def more_lanes_help(samples: Sequence[CollectiveSample]) -> bool:
     Every sample transfers the same total bytes, in equal parts on its lanes.
     """
     time_s = {sample.lanes: sample.duration_s for sample in samples}
-    all_reduce_max = max(time_s, default=0)
-    half_s = time_s.get(all_reduce_max // 2)
-    return half_s is not None and half_s >= LANES_HELP_RATIO * time_s[all_reduce_max]
+    max_lanes = max(time_s, default=0)
+    half_s = time_s.get(max_lanes // 2)
+    return half_s is not None and half_s >= LANES_HELP_RATIO * time_s[max_lanes]
 
 
 def plausible(samples: Sequence[CollectiveSample]) -> list[CollectiveSample]:

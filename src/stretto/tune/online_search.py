@@ -161,7 +161,7 @@ class OnlineSearch:
                 break
         return {"over": over, "ahead": search.ahead}
 
-    def go_on(self, found: dict[str, Any]) -> bool:
+    def advance(self, found: dict[str, Any]) -> bool:
         """Apply a meeting's `judge`; return whether trials continue. Collective."""
         self._taken.clear()
         if not found["over"]:

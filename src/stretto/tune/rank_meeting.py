@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import StrettoError
 from stretto.runtime.presence import Wait
-from stretto.runtime.store import own_connection, who_is_gone
+from stretto.runtime.store import loss_message, own_connection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -242,7 +242,7 @@ class RankMeeting:
                 keys = {k: r for k, r in keys.items() if not self._store.check([k])}
             gone = [r for r in keys.values() if ranks.names[r] in lost]
             if gone:
-                return who_is_gone(ranks, gone, lost)
+                return loss_message(ranks, gone, lost)
             if keys and waited_s > timeout_s:
                 who = ranks.name_all(list(keys.values()))
                 return f"{who} did not arrive within {timeout_s:g} s"
@@ -304,8 +304,8 @@ def _plain(value: Any) -> Any:
 
 
 def _loads(data: bytes | str) -> Any:
-    return json.loads(data, object_hook=_unplain)
+    return json.loads(data, object_hook=_from_plain)
 
 
-def _unplain(value: dict[str, Any]) -> Any:
+def _from_plain(value: dict[str, Any]) -> Any:
     return value["text"].encode() if value.keys() == {"text"} else value

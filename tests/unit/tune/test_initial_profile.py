@@ -9,7 +9,7 @@ import pytest
 from stretto.cost.fit import fit_cluster
 from stretto.errors import Infeasible
 from stretto.schema import CollectiveSample
-from stretto.tune.initial_profile import more_lanes_help, plausible, tells_a_rate
+from stretto.tune.initial_profile import determines_rate, more_lanes_help, plausible
 
 MB = 1e6
 
@@ -63,9 +63,9 @@ def test_more_lanes_are_asked_for_only_where_the_link_is_not_full(
 
 
 def test_gradients_show_a_rate_where_they_are_large_or_take_long() -> None:
-    assert tells_a_rate(sample(2**20, 4, 0.03))
-    assert tells_a_rate(sample(2**18, 4, 0.1))  # 1 MiB on 100 Mbit/s
-    assert not tells_a_rate(sample(2**18, 4, 0.01))
+    assert determines_rate(sample(2**20, 4, 0.03))
+    assert determines_rate(sample(2**18, 4, 0.1))  # 1 MiB on 100 Mbit/s
+    assert not determines_rate(sample(2**18, 4, 0.01))
 
 
 def test_without_half_as_many_lanes_to_compare_with_none_are_asked_for() -> None:

@@ -76,7 +76,7 @@ class OtherValues:
                 continue
             if value.dtype == torch.bool:
                 self.has_truths = True
-                self._tables[op] = side, _truths(value, side, numbers)
+                self._tables[op] = side, _random_booleans(value, side, numbers)
             elif value.is_floating_point() or value.is_complex():
                 self._tables[op] = side, numbers.normal(value.shape, value)
 
@@ -155,7 +155,7 @@ def _side_of(op: fx.Node, value: Any) -> int | None:
     return side if each == 1 else None
 
 
-def _truths(like: Tensor, side: int, numbers: RandomInputs) -> Tensor:
+def _random_booleans(like: Tensor, side: int, numbers: RandomInputs) -> Tensor:
     """Return random truth values: both in each row, or both among rows of one."""
     made = numbers.normal(like.shape, torch.empty(0)) > 0
     rows = made.movedim(side, 0)

@@ -140,16 +140,16 @@ def annealed(
     rng: random.Random,
     evaluations: int,
     *,
-    goes_on: Callable[[], bool],
+    may_continue: Callable[[], bool],
 ) -> None:
     """Evaluate random changes of a draft; ``value_s`` keeps the best.
 
-    Ends after ``evaluations`` changes, or as soon as ``goes_on()`` is false.
+    Ends after ``evaluations`` changes, or as soon as ``may_continue()`` is false.
     """
     here, here_s = draft, value_s(draft)
     best_s = here_s
     for i in range(evaluations):
-        if not goes_on():
+        if not may_continue():
             return
         other = neighbors.of(here)
         if other is None:

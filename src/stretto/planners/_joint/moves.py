@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-def plainness(draft: Draft) -> tuple[object, ...]:
-    """Return what makes a draft less plain than another, the most important first.
+def complexity(draft: Draft) -> tuple[object, ...]:
+    """Return what makes a draft more complex than another, the most important first.
 
     Overlap with forward, collectives, lanes, buckets, where they end, and their order.
     """
@@ -33,7 +33,7 @@ def plainness(draft: Draft) -> tuple[object, ...]:
     )
 
 
-def plainer(draft: Draft, starts: tuple[int, ...]) -> Iterator[Draft]:
+def simpler_drafts(draft: Draft, starts: tuple[int, ...]) -> Iterator[Draft]:
     """Yield drafts with fewer collectives or lanes, the greatest savings first."""
     used = max(
         lane + slices

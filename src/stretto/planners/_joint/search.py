@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from stretto.planners._joint.anneal import Neighbors, annealed
 from stretto.planners._joint.launch import LaunchOrders
-from stretto.planners._joint.moves import plainer, plainness
+from stretto.planners._joint.moves import complexity, simpler_drafts
 from stretto.planners._joint.neighborhood import Neighborhood
 from stretto.planners._joint.space import Space
 from stretto.planners.base import Draft
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 NEAR_RATIO = 5e-3
-"""How much slower than the fastest plan a sturdier or plainer one may be."""
+"""How much slower than the fastest plan a more robust or simpler one may be."""
 
 EQUAL_RATIO = 1e-3
-"""Plans whose scores differ by less count as equal; the plainest is taken."""
+"""Plans whose scores differ by less count as equal; the simplest is taken."""
 
 OTHER_PACES = (0.8, 1.5)
 """Durations of backward, relative to the measured one, used in a plan's score."""
@@ -62,7 +62,7 @@ class Effort:
     """Collectives that annealing may simulate."""
 
     pool: int
-    """Number of drafts near the fastest among which the sturdiest is chosen."""
+    """Number of drafts near the fastest among which the most robust is chosen."""
 
     enough_ratio: float
     """Distance from the lower bound within which climbing stops."""
@@ -180,11 +180,11 @@ class Search:
         return chosen
 
     def fastest(self) -> Draft:
-        """Return the plainest of the fastest drafts, up to rounding."""
+        """Return the simplest of the fastest drafts, up to rounding."""
         limit_s = self.best_s * (1.0 + GAIN_RATIO)
         return min(
             (draft for draft, value in self._values.items() if value <= limit_s),
-            key=lambda d: (plainness(d), self._values[d]),
+            key=lambda d: (complexity(d), self._values[d]),
         )
 
     def _count(self, draft: Draft) -> None:
@@ -232,15 +232,15 @@ class Search:
                 self.value_s,
                 rng,
                 self.effort.anneal_evaluations,
-                goes_on=partial(self._goes_on, limit),
+                may_continue=partial(self._may_continue, limit),
             )
             self.climb_on(1)
 
-    def _goes_on(self, limit: int) -> bool:
+    def _may_continue(self, limit: int) -> bool:
         return self._work < limit and not self.out_of_time
 
     def _ranked(self) -> list[Draft]:
-        return sorted(self._values, key=lambda d: (self._values[d], plainness(d)))
+        return sorted(self._values, key=lambda d: (self._values[d], complexity(d)))
 
     def _climbed(self, draft: Draft, objective: Callable[[Draft], float]) -> Draft:
         """Return the result of climbing: bucket by bucket from the last, repeatedly.
@@ -265,22 +265,22 @@ class Search:
             bucket = (min(bucket, len(draft.ends)) - 1) % len(draft.ends)
         return draft
 
-    def sturdiest(self, ceiling_s: float) -> Draft:
-        """Return the plainest draft of the lowest score, fast and under the ceiling.
+    def most_robust(self, ceiling_s: float) -> Draft:
+        """Return the simplest draft of the lowest score, fast and under the ceiling.
 
         Climbs once more, by score, then simplifies where the score stays as good.
         """
         limit_s = min(self.best_s * (1.0 + NEAR_RATIO), ceiling_s)
         near = [draft for draft in self._ranked() if self._values[draft] <= limit_s]
         draft = min(
-            near[: self.effort.pool], key=lambda d: (self._score(d), plainness(d))
+            near[: self.effort.pool], key=lambda d: (self._score(d), complexity(d))
         )
         if draft.overlap != "none":
             draft = self._climbed(draft, lambda d: self._score_within(d, limit_s))
         good_s = self._score(draft) * (1.0 + EQUAL_RATIO)
         draft = min(
             (d for d, score in self._scores.items() if score <= good_s),
-            key=lambda d: (plainness(d), self._scores[d]),
+            key=lambda d: (complexity(d), self._scores[d]),
         )
         limit = self._work + self.effort.work_limit
         simpler: Draft | None = draft
@@ -290,7 +290,7 @@ class Search:
             simpler = next(
                 (
                     other
-                    for other in plainer(draft, starts)
+                    for other in simpler_drafts(draft, starts)
                     if (self.space.fusion or len(other.ends) == len(draft.ends))
                     and self._score_within(other, limit_s) <= good_s
                 ),

@@ -68,8 +68,8 @@ def solve_pareto(
             incumbent = replace(on_grid, backward_s=off_grid_s)
     fewer, item_ends = _merged(problem)
     if fewer.size == problem.size:
-        return _descended(problem, slack_s, max_groups, incumbent)[0]
-    best, looked = _descended(fewer, slack_s, max_groups, None)
+        return _solve_by_rounds(problem, slack_s, max_groups, incumbent)[0]
+    best, looked = _solve_by_rounds(fewer, slack_s, max_groups, None)
     best = Solution(
         ends=tuple(item_ends[end - 1] for end in best.ends),
         levels=best.levels,
@@ -105,7 +105,7 @@ def _merged(problem: LibraProblem) -> tuple[LibraProblem, tuple[int, ...]]:
     return merged, ends
 
 
-def _descended(
+def _solve_by_rounds(
     problem: LibraProblem,
     slack_s: float | None,
     max_groups: int | None,

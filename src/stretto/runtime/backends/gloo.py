@@ -44,7 +44,7 @@ from stretto.runtime.backends.base import AbstractBackend, AbstractLanes
 from stretto.runtime.presence import Wait, call_aside, is_communication_error
 from stretto.runtime.ranks import timeout_of
 from stretto.runtime.sockets import Socket, connections_among, open_sockets, shut
-from stretto.runtime.store import store_lost, who_is_gone
+from stretto.runtime.store import loss_message, store_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Sequence
@@ -268,7 +268,7 @@ class GlooLanes(AbstractLanes):
         while time.perf_counter() < deadline:
             if lost := watch.lost(ranks.names):
                 gone = [r for r in range(ranks.size) if ranks.names[r] in lost]
-                why = who_is_gone(ranks, gone, lost)
+                why = loss_message(ranks, gone, lost)
                 return CommTimeout(f"{ranks.name(ranks.rank)} can't {purpose}: {why}")
             time.sleep(_LOOK_EVERY_S)
         return store_lost(ranks, purpose, cause) if is_store else None
@@ -289,7 +289,7 @@ class GlooLanes(AbstractLanes):
         lost: dict[int, str] = {}
         failed: list[str] = []
 
-        def in_vain() -> bool:
+        def is_hopeless() -> bool:
             lost.update(watch.lost(ranks.names))
             with contextlib.suppress(RuntimeError):
                 if self._notes.check([name]):
@@ -300,14 +300,14 @@ class GlooLanes(AbstractLanes):
         ended, found = call_aside(
             connect,
             name="stretto-opening",
-            look=in_vain,
+            look=is_hopeless,
             give_up=lambda: self._end_opening(before),
         )
         if ended:
             return found
         if lost:
             gone = [r for r in range(ranks.size) if ranks.names[r] in lost]
-            why = who_is_gone(ranks, gone, lost)
+            why = loss_message(ranks, gone, lost)
         elif failed and failed[0].startswith(_LOSS):
             raise CommTimeout(failed[0].removeprefix(_LOSS))
         elif failed:
