@@ -7,7 +7,7 @@ no move with `joint`. Random instances of each size have contention, three level
 resource and every algorithm open. Annealing minimizes the iteration time of the same
 step model over all open dimensions: once from DDP's buckets, once from the plan of
 `joint` itself, so that a plan counts as good only if annealing cannot improve it
-either. Excess is the time of `joint`, without its tie-break (``sturdy=False``), over
+either. Excess is the time of `joint`, without its tie-break (``robust=False``), over
 the best of all. Stores the result in results/anneal_quality.json.
 """
 
@@ -159,7 +159,7 @@ def compared(seed: int, tensors: int, evaluations: int) -> dict:
     workload, cluster = drawn(seed, tensors)
     options = {"max_lanes": MAX_LANES, "dims": DIMS}
     begin_s = time.process_time()
-    plan = planners.get("joint", sturdy=False, **options).plan(workload, cluster)
+    plan = planners.get("joint", robust=False, **options).plan(workload, cluster)
     search_s = time.process_time() - begin_s
     joint_s = predicted_s(plan)
     ddp = planners.get("ddp").plan(workload, cluster)
@@ -194,7 +194,7 @@ def main() -> None:
             print(rows[-1], flush=True)
     excess = [row["excess"] for row in rows]
     result = {
-        "what": "joint without its tie-break (sturdy=False) against annealing, from "
+        "what": "joint without its tie-break (robust=False) against annealing, from "
         "DDP's buckets and from joint's own plan",
         "contention": dataclasses.asdict(CONTENTION) | {"resources": LEVELS},
         "target": TARGET,

@@ -46,7 +46,7 @@ def checked(seed: int) -> dict:
     if rng.random() < 0.4:
         cluster = dataclasses.replace(cluster, concurrency=None)
     options = {"max_lanes": max_lanes, "dims": dims}
-    joint = stretto.plan(workload, cluster, sturdy=False, **options).predicted
+    joint = stretto.plan(workload, cluster, robust=False, **options).predicted
     best = planners.get("exhaustive", **options).plan(workload, cluster).predicted
     return {
         "seed": seed,

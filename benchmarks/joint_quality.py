@@ -114,7 +114,7 @@ def measured(name: str, instances: int) -> dict:
         options = {"max_lanes": 2, "dims": dims}
         best = planners.get("exhaustive", **options).plan(workload, cluster)
         start_s = time.perf_counter()
-        joint = planners.get("joint", sturdy=False, **options).plan(workload, cluster)
+        joint = planners.get("joint", robust=False, **options).plan(workload, cluster)
         searches_s.append(time.perf_counter() - start_s)
         excess.append(joint.predicted.iteration_s / best.predicted.iteration_s - 1)
     return {
@@ -142,7 +142,7 @@ def of_asc() -> list[dict]:
             ("with_slices", {"max_lanes": 2}),
             ("by_default_8_lanes", {}),
         ):
-            options["sturdy"] = label.startswith("by_default")
+            options["robust"] = label.startswith("by_default")
             row[label] = of_plan(workload, cluster, options)
         rows.append(row)
     return rows
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=300)
     args = parser.parse_args()
     result = {
-        "what": "joint without its tie-break (sturdy=False) against brute force",
+        "what": "joint without its tie-break (robust=False) against brute force",
         "note": "brute force cuts a bucket into at most as many slices as lanes; where "
         "joint is below it, more slices let the rings within hosts overlap the network",
         "reach": {"mean_excess": 1e-3, "worst_excess": 0.05, "optimal_share": 0.95},

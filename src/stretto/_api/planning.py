@@ -72,13 +72,13 @@ def contributions(workload: Workload, cluster: Cluster) -> list[tuple[str, float
     """Return the predicted step as one dimension after another is opened.
 
     The first row is fusion alone. Each further row adds its dimension to those above,
-    as `joint` chooses them with ``sturdy=False``. A dimension that this cluster lacks,
+    as `joint` chooses them with ``robust=False``. A dimension that this cluster lacks,
     such as a resource without contention, leaves the time unchanged.
     """
     rows: list[tuple[str, float]] = []
     best_s = float("inf")
     for number, name in enumerate(DIMS, start=1):
-        chosen = planners.get("joint", dims=DIMS[:number], sturdy=False)
+        chosen = planners.get("joint", dims=DIMS[:number], robust=False)
         prediction = chosen.plan(workload, cluster).predicted
         if prediction is not None:
             best_s = min(best_s, prediction.iteration_s)

@@ -121,8 +121,8 @@ _PLANNER_OPTIONS = {
         click.FloatRange(min=0, min_open=True),
         "joint: seconds after which the search returns the best plan so far.",
     ),
-    "sturdy": (
-        "--sturdy/--fastest",
+    "robust": (
+        "--robust/--fastest",
         click.BOOL,
         (
             "joint: a near-fastest plan that tolerates a slower backward (default), "

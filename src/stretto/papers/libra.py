@@ -277,7 +277,7 @@ def _curves_s(workload: Workload, cluster: Cluster) -> dict[str, float]:
             workload,
             cluster,
             dims=("fusion", "resource", "algorithm"),
-            sturdy=False,
+            robust=False,
         ),
     }
     return {name: step_s for name, step_s in found.items() if step_s is not None}

@@ -107,7 +107,7 @@ class JointPlanner(AbstractPlanner):
     A plan that is fastest for exact times can be fragile: its buckets become ready the
     moment a lane is free, and when backward takes half as long again beside the
     communication, the link idles. Real systems also pay more for each collective and
-    each lane than the model predicts. So, unless ``sturdy`` is false, it considers the
+    each lane than the model predicts. So, unless ``robust`` is false, it considers the
     plans within 0.5 % of the fastest one that are no slower than any other planner's.
     Among them it minimizes the sum of iteration times at backward's measured pace, half
     slower and a quarter faster. Of the plans within 0.1 % of this sum it takes the one
@@ -121,7 +121,7 @@ class JointPlanner(AbstractPlanner):
         *,
         max_lanes: int = MAX_LANES,
         dims: str | Sequence[str] = RUNNABLE_DIMS,
-        sturdy: bool = True,
+        robust: bool = True,
         time_limit_s: float | None = None,
     ) -> None:
         """Set the limit of lanes, the open dimensions, and when to stop climbing."""
@@ -130,7 +130,7 @@ class JointPlanner(AbstractPlanner):
             positive(self.name, "time_limit_s", time_limit_s)
         self._max_lanes = max_lanes
         self._dims = checked_dims(self.name, dims)
-        self._sturdy = sturdy
+        self._robust = robust
         self._time_limit_s = time_limit_s
 
     def scope(self, cluster: Cluster) -> BoundScope:
@@ -199,7 +199,7 @@ class JointPlanner(AbstractPlanner):
                 space = search.space
                 for draft in starts(search.workload, cluster, space, search.value_s):
                     search.value_s(draft)
-        ratio = EQUAL_RATIO if self._sturdy else GAIN_RATIO
+        ratio = EQUAL_RATIO if self._robust else GAIN_RATIO
         limit_s = min(search.best_s for search in searches) * (1.0 + ratio)
         good = [search for search in searches if search.best_s <= limit_s]
         return min(good, key=lambda search: (num_runs(search.workload), search.best_s))
@@ -235,9 +235,9 @@ class JointPlanner(AbstractPlanner):
         search.anneal()
         if space.forward:
             self._extend(search)
-        # Climbing for a sturdy plan may find a faster one than all before.
+        # Climbing for a robust plan may find a faster one than all before.
         chosen = search.most_robust(ceiling_s)
-        if not self._sturdy:
+        if not self._robust:
             chosen = search.fastest()
         scope = self.scope(cluster)
         return finish(chosen, self.name, workload, cluster, scope, view=view)

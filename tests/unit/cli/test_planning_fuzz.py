@@ -29,7 +29,7 @@ OPTIONS = (
     *("--search=grid", "--search=literal", "--search=x", "--startup=mixed"),
     *("--startup=x", "--literal", "--mended", "--dims=all", "--dims=", "--dims=x,y"),
     *("--dims=forward", "--dims=algorithm", "--time-limit=nan", "--time-limit=1e-9"),
-    *("--fastest", "--sturdy", "--no-fusion", "--no-lanes", "--no-slices"),
+    *("--fastest", "--robust", "--no-fusion", "--no-lanes", "--no-slices"),
 )
 PLAN_OPTIONS = (*OPTIONS, "--wire-dtype=bfloat16", "--wire-dtype=float32")
 SIMULATE_OPTIONS = (

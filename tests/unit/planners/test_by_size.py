@@ -97,7 +97,7 @@ def test_no_plan_beats_the_bound(contended, make_instance) -> None:
         for certificate in ("fast", "lp"):
             bound = lower_bound(workload, cluster, certificate=certificate, max_lanes=2)
             assert bound.value_s <= limit_s, seed
-        joint = _api.plan(workload, cluster, max_lanes=2, sturdy=False).predicted
+        joint = _api.plan(workload, cluster, max_lanes=2, robust=False).predicted
         assert joint.lower_bound_s <= limit_s
         assert joint.iteration_s <= limit_s * 1.01, seed
 

@@ -21,7 +21,7 @@ def test_contention_is_certified_by_the_linear_program(make_instance) -> None:
         assert better.predicted.iteration_s == plan.predicted.iteration_s
         assert better.digest == plan.digest
         assert better.predicted.lower_bound_s >= plan.predicted.lower_bound_s
-        best = planners.get("joint", dims="all", sturdy=False).plan(workload, cluster)
+        best = planners.get("joint", dims="all", robust=False).plan(workload, cluster)
         if best.overlap != "forward" and all(
             bucket.algorithm == "ring" for bucket in best.buckets
         ):
@@ -63,10 +63,10 @@ def test_contributions_never_rise(make_instance) -> None:
     times = [step_s for _, step_s in rows]
     assert [name for name, _ in rows][:2] == ["fusion", "lanes"]
     assert times == sorted(times, reverse=True)
-    every = planners.get("joint", dims="all", sturdy=False).plan(workload, cluster)
+    every = planners.get("joint", dims="all", robust=False).plan(workload, cluster)
     assert times[-1] <= every.predicted.iteration_s * (1 + 1e-9)
     assert times[0] == pytest.approx(
-        planners.get("joint", dims="fusion", sturdy=False)
+        planners.get("joint", dims="fusion", robust=False)
         .plan(workload, cluster)
         .predicted.iteration_s
     )

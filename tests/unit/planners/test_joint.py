@@ -34,7 +34,7 @@ def test_joint_is_never_slower_than_any_other_planner(
 ) -> None:
     workload, cluster = make_instance(seed, tensors=3 + seed % 28, contended=contended)
     joint = planners.get("joint").plan(workload, cluster).predicted.iteration_s
-    every = planners.get("joint", dims="all", sturdy=False).plan(workload, cluster)
+    every = planners.get("joint", dims="all", robust=False).plan(workload, cluster)
     for name in OTHERS:
         other = planners.get(name).plan(workload, cluster)
         other_s = other.predicted.iteration_s
@@ -78,7 +78,7 @@ def test_each_dimension_more_is_no_slower(make_instance) -> None:
     for seed in range(8):
         workload, cluster = make_instance(seed, tensors=6, contended=True)
         times = [
-            planners.get("joint", dims=DIMS[:k], sturdy=False)
+            planners.get("joint", dims=DIMS[:k], robust=False)
             .plan(workload, cluster)
             .predicted.iteration_s
             for k in range(1, len(DIMS) + 1)
@@ -92,7 +92,7 @@ def test_joint_is_near_the_best_of_all_dimensions(make_instance) -> None:
     for seed in range(12):
         workload, cluster = make_instance(seed, tensors=2, contended=True)
         options = {"max_lanes": 2, "dims": "all"}
-        joint = planners.get("joint", sturdy=False, **options).plan(workload, cluster)
+        joint = planners.get("joint", robust=False, **options).plan(workload, cluster)
         best = planners.get("exhaustive", **options).plan(workload, cluster)
         excess = joint.predicted.iteration_s / best.predicted.iteration_s - 1
         assert -1e-9 < excess < 1e-6
@@ -101,7 +101,7 @@ def test_joint_is_near_the_best_of_all_dimensions(make_instance) -> None:
 def test_annealing_finds_what_climbing_does_not(make_instance, monkeypatch) -> None:
     instances = [make_instance(seed, tensors=30, contended=True) for seed in range(12)]
     dims = ("fusion", "lanes", "slices", "resource", "algorithm")
-    joint = planners.get("joint", dims=dims, max_lanes=4, sturdy=False)
+    joint = planners.get("joint", dims=dims, max_lanes=4, robust=False)
 
     def times_s() -> list[float]:
         return [joint.plan(*one).predicted.iteration_s for one in instances]

@@ -114,7 +114,7 @@ def test_joint_is_near_brute_force_with_overlap_forward():
         workload = with_any_needs(workload, rng) if seed % 2 else workload
         options = {"max_lanes": 2, "dims": ("fusion", "lanes", "forward")}
         cluster = build_cluster()
-        joint = planners.get("joint", sturdy=False, **options).plan(workload, cluster)
+        joint = planners.get("joint", robust=False, **options).plan(workload, cluster)
         best = planners.get("exhaustive", **options).plan(workload, cluster)
         limit_s = best.predicted.iteration_s
         excess.append(joint.predicted.iteration_s / limit_s - 1)

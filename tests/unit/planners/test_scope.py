@@ -37,7 +37,7 @@ def test_no_plan_in_the_open_dimensions_beats_the_bound(first, make_instance) ->
         )
         cluster = replace(cluster, ranks_per_host=rng.choice((1, 1, 2)))
         options = {"max_lanes": rng.choice((1, 2, 3)), "dims": dims}
-        joint = _api.plan(workload, cluster, sturdy=rng.random() < 0.5, **options)
+        joint = _api.plan(workload, cluster, robust=rng.random() < 0.5, **options)
         best = planners.get("exhaustive", **options).plan(workload, cluster)
         limit_s = best.predicted.iteration_s * (1 + 1e-9)
         assert joint.predicted.lower_bound_s <= limit_s, (seed, dims)
@@ -50,7 +50,7 @@ def test_the_bound_covers_algorithms_that_were_open_but_not_chosen() -> None:
     cluster = zoo.cluster("mg-wfbp-10gbe-16")
     options = {"dims": "fusion,lanes,slices,algorithm"}
     default = _api.plan(workload, cluster, **options).predicted
-    fastest = _api.plan(workload, cluster, sturdy=False, **options).predicted
+    fastest = _api.plan(workload, cluster, robust=False, **options).predicted
     assert default.bound_scope == fastest.bound_scope
     assert default.lower_bound_s == fastest.lower_bound_s
     assert default.lower_bound_s <= fastest.iteration_s * (1 + 1e-9)
@@ -67,10 +67,10 @@ def test_the_fastest_is_never_slower_than_the_default(contended, make_instance) 
             if seed % 4 and dims == "all":
                 continue
             default, fastest = (
-                planners.get("joint", dims=dims, sturdy=sturdy)
+                planners.get("joint", dims=dims, robust=robust)
                 .plan(workload, cluster)
                 .predicted.iteration_s
-                for sturdy in (True, False)
+                for robust in (True, False)
             )
             assert fastest <= default * (1 + 1e-9), (seed, dims)
 
