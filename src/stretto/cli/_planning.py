@@ -280,7 +280,7 @@ def save_page(
     Raises:
         SpecError: the file cannot be written.
     """
-    from stretto.report import DemoReport, ScaledStep, save
+    from stretto.report import RunReport, ScaledStep, save
 
     rows = {name: row_of(plan) for name, plan in plans.items()}
     timelines = {
@@ -294,7 +294,7 @@ def save_page(
     # which the runtime does not send, would hide how near the others are.
     sent = [rows[name] for name, plan in plans.items() if plan.overlap != "halves"]
     lowest = min(sent or rows.values(), key=lambda row: float(row["lower_bound_s"]))
-    page = DemoReport(
+    page = RunReport(
         title=f"{workload.name} on {cluster.name}, {cluster.ranks} ranks",
         cluster=cluster,
         workload=workload,

@@ -15,8 +15,8 @@ from stretto.lab import LabSpec, Mode, run_lab
 from stretto.measure.others import OthersLoad, busy_note
 from stretto.measure.steady import DEFAULT_MAX_SPREAD_RATIO
 from stretto.report import (
-    DemoReport,
     MethodResult,
+    RunReport,
     save_results,
     save_trace,
 )
@@ -37,7 +37,7 @@ def run_demo(
     *,
     mode: Mode = Mode.AUTO,
     timeout_s: float = 900.0,
-) -> DemoReport:
+) -> RunReport:
     """Run one demo; return its report, and write its files into ``settings.out``.
 
     Raises:
@@ -121,7 +121,7 @@ def plan_file(out: Path, method: str) -> Path:
 
 def _report(
     settings: DemoSettings, spec: LabSpec, scratch: Path, busy: str | None
-) -> DemoReport:
+) -> RunReport:
     out = Path(settings.out)
     outcome = Outcome.load(scratch / OUTCOME_FILE)
     cluster = Cluster.load(out / "cluster.json")
@@ -147,7 +147,7 @@ def _report(
                 plan=Plan.load(plan_file(out, found.name)),
             )
         )
-    return DemoReport(
+    return RunReport(
         title=f"{settings.model} on {spec.hosts} hosts, {_network(spec)}",
         cluster=cluster,
         workload=workload,

@@ -9,9 +9,9 @@ files that `stretto report` is given; `ranks` compares ranks.
 
 from stretto.report.page import render, save
 from stretto.report.results import (
-    DemoReport,
     MethodResult,
     Results,
+    RunReport,
     ScaledStep,
     report_of,
     results_json,
@@ -23,9 +23,9 @@ from stretto.report.tables import methods_table, plan_table, planners_table
 from stretto.report.trace import labeled_timelines, save_trace
 
 __all__ = [
-    "DemoReport",
     "MethodResult",
     "Results",
+    "RunReport",
     "ScaledStep",
     "labeled_timelines",
     "methods_table",

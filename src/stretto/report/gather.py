@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.errors import SpecError
 from stretto.report.results import (
-    DemoReport,
     MethodResult,
     Results,
+    RunReport,
     report_of,
     with_method,
 )
@@ -26,7 +26,7 @@ KINDS = ("results", "workload", "cluster", "plan", "timeline", "trace", "tuning"
 """Kinds of files that a page can show."""
 
 
-def gather(paths: Iterable[str | Path], *, title: str | None = None) -> DemoReport:
+def gather(paths: Iterable[str | Path], *, title: str | None = None) -> RunReport:
     """Return the report on the files' contents; each file names its own kind.
 
     Plans and timelines go to the method that their file name contains
@@ -53,7 +53,7 @@ def gather(paths: Iterable[str | Path], *, title: str | None = None) -> DemoRepo
                 f"{by_kind[kind][1]}: a page shows one {kind} file, and "
                 f"{by_kind[kind][0]} is one already; make a separate page for each"
             )
-    report = DemoReport(title=title or "stretto report")
+    report = RunReport(title=title or "stretto report")
     for path in by_kind["results"]:
         report = report_of(codec.load(path, Results))
         report = replace(report, title=title or report.title)
@@ -77,7 +77,7 @@ def gather(paths: Iterable[str | Path], *, title: str | None = None) -> DemoRepo
     return report
 
 
-def _with_plan(report: DemoReport, path: Path, plan: Plan) -> DemoReport:
+def _with_plan(report: RunReport, path: Path, plan: Plan) -> RunReport:
     stem = path.stem.removeprefix("plan-")
     by_file = [m for m in report.methods if _plain(m.name) == _plain(stem)]
     by_planner = [m for m in report.methods if _plain(m.name) == _plain(plan.planner)]
@@ -98,8 +98,8 @@ def _with_plan(report: DemoReport, path: Path, plan: Plan) -> DemoReport:
 
 
 def _with_timeline(
-    report: DemoReport, name: str, word: str, timeline: Timeline
-) -> DemoReport:
+    report: RunReport, name: str, word: str, timeline: Timeline
+) -> RunReport:
     named = [m for m in report.methods if _plain(m.name) == _plain(name)]
     method = named[0] if named else _unmeasured(name)
     if timeline.ranks:
@@ -117,7 +117,7 @@ def _name_and_word(path: Path) -> tuple[str, str]:
     return path.stem, ""
 
 
-def _free_name(report: DemoReport, *wanted: str) -> str:
+def _free_name(report: RunReport, *wanted: str) -> str:
     taken = {m.name for m in report.methods}
     for name in wanted:
         if name not in taken:

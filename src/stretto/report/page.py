@@ -32,13 +32,13 @@ from stretto.units import format_s
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stretto.report.results import DemoReport, MethodResult, ScaledStep
+    from stretto.report.results import MethodResult, RunReport, ScaledStep
 
 _MAX_MS_S = 10.0
 """From this step time on, an axis counts seconds."""
 
 
-def save(path: str | Path, report: DemoReport) -> None:
+def save(path: str | Path, report: RunReport) -> None:
     """Write the page atomically.
 
     Raises:
@@ -47,7 +47,7 @@ def save(path: str | Path, report: DemoReport) -> None:
     codec.write_atomically(path, render(report).encode())
 
 
-def render(report: DemoReport) -> str:
+def render(report: RunReport) -> str:
     """Return the page as HTML text, without sections about missing data."""
     sections = (
         _headline(report),
@@ -67,7 +67,7 @@ def render(report: DemoReport) -> str:
     return framed(report.title, "\n".join(text for text in sections if text))
 
 
-def _tuned(report: DemoReport) -> str:
+def _tuned(report: RunReport) -> str:
     if report.tuning is None:
         return ""
     rows = [(list(row), "", False) for row in decisions(report.tuning)]
@@ -83,7 +83,7 @@ def _tuned(report: DemoReport) -> str:
     )
 
 
-def _headline(report: DemoReport) -> str:
+def _headline(report: RunReport) -> str:
     fastest = report.fastest
     title, lead = report.title, ""
     tiles: list[str] = []
@@ -129,7 +129,7 @@ def _headline(report: DemoReport) -> str:
     )
 
 
-def _prediction(report: DemoReport) -> tuple[str, list[str]]:
+def _prediction(report: RunReport) -> tuple[str, list[str]]:
     """Return title and tiles of a page without measurements."""
     known = [(m.predicted_step_s, m) for m in report.methods if m.predicted_step_s]
     if not known:
@@ -148,7 +148,7 @@ def _prediction(report: DemoReport) -> tuple[str, list[str]]:
     return title, tiles
 
 
-def _scaling(report: DemoReport) -> str:
+def _scaling(report: RunReport) -> str:
     """Draw step time and gap over the number of ranks: charts, then the figures."""
     if not report.scaling:
         return ""
@@ -213,7 +213,7 @@ def _scaled(row: ScaledStep) -> str:
     return f"{format_s(row.step_s)} ({row.efficiency_ratio:.0%})"
 
 
-def _gaps(report: DemoReport) -> str:
+def _gaps(report: RunReport) -> str:
     if not report.gaps:
         return ""
     return section(
@@ -225,7 +225,7 @@ def _gaps(report: DemoReport) -> str:
     )
 
 
-def _contributions(report: DemoReport) -> str:
+def _contributions(report: RunReport) -> str:
     rows = report.contributions
     if not rows:
         return ""
@@ -262,7 +262,7 @@ def _lead(fastest: MethodResult, others: list[MethodResult]) -> str:
     return f'<p class="lead">{escape(text)}</p>'
 
 
-def _step_times(report: DemoReport) -> str:
+def _step_times(report: RunReport) -> str:
     if not any(m.step_s is not None for m in report.methods):
         return ""
     # If everything is predicted, the drawing shows all that the table would.
@@ -285,7 +285,7 @@ def _step_times(report: DemoReport) -> str:
     )
 
 
-def _methods_table(report: DemoReport) -> str:
+def _methods_table(report: RunReport) -> str:
     heads = [
         "method",
         "predicted",
@@ -312,7 +312,7 @@ def _methods_table(report: DemoReport) -> str:
     return table(heads, rows)
 
 
-def _timelines(report: DemoReport) -> str:
+def _timelines(report: RunReport) -> str:
     drawn = [
         m for m in report.methods if m.predicted is not None or m.measured is not None
     ]
@@ -346,7 +346,7 @@ def _timelines(report: DemoReport) -> str:
     )
 
 
-def _all_ranks(report: DemoReport) -> list[str]:
+def _all_ranks(report: RunReport) -> list[str]:
     """Draw each method's steps on all ranks, with late ranks and the cause."""
     sections = []
     for method in report.methods:
@@ -400,7 +400,7 @@ def _described(method: MethodResult) -> str:
     return f' <span class="soft">{escape(method.description)}</span>'
 
 
-def _losses(report: DemoReport) -> str:
+def _losses(report: RunReport) -> str:
     groups = svg.loss_groups(report.methods)
     if not groups:
         return ""

@@ -9,11 +9,11 @@ from stretto.report.html import DASH, facts_list, section, table
 from stretto.units import format_bytes, format_rate, format_s
 
 if TYPE_CHECKING:
-    from stretto.report.results import DemoReport
+    from stretto.report.results import RunReport
     from stretto.schema import Cluster, Link, Workload
 
 
-def plans(report: DemoReport) -> str:
+def plans(report: RunReport) -> str:
     """Return the table of the methods' plans."""
     planned = [(m, m.plan) for m in report.methods if m.plan is not None]
     if not planned:
@@ -63,7 +63,7 @@ def plans(report: DemoReport) -> str:
     )
 
 
-def subject(report: DemoReport) -> str:
+def subject(report: RunReport) -> str:
     """Return the facts of the model and the cluster."""
     parts = []
     if report.workload is not None:
@@ -124,7 +124,7 @@ def _link_facts(name: str, link: Link) -> dict[str, str]:
     }
 
 
-def reading(report: DemoReport) -> str:
+def reading(report: RunReport) -> str:
     """Return the notes on how to read the figures."""
     notes = [escape(note) for note in report.notes]
     if any(m.measured_step_s is not None for m in report.methods):
@@ -157,7 +157,7 @@ def reading(report: DemoReport) -> str:
     return section("How to read this", "", f"<ul>{items}</ul>")
 
 
-def provenance(report: DemoReport) -> str:
+def provenance(report: RunReport) -> str:
     """Return where the figures come from: machine, options, profile, probe."""
     parts = []
     for title, facts in (

@@ -105,7 +105,7 @@ class ScaledStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoReport:
+class RunReport:
     """Everything that a page shows; missing data are left out of it."""
 
     title: str
@@ -196,7 +196,7 @@ class Results:
     bound_scope: str = field(default="", metadata={ADDED: True})
 
 
-def results_of(report: DemoReport) -> Results:
+def results_of(report: RunReport) -> Results:
     """Return the figures of a report as they are filed."""
     methods = report.methods
     return Results(
@@ -223,13 +223,13 @@ def results_of(report: DemoReport) -> Results:
     )
 
 
-def results_json(report: DemoReport) -> dict[str, Any]:
+def results_json(report: RunReport) -> dict[str, Any]:
     """Return the results file as plain JSON data, including its header."""
     plain: dict[str, Any] = msgspec.json.decode(codec.encode(results_of(report)))
     return plain
 
 
-def save_results(path: str | Path, report: DemoReport) -> None:
+def save_results(path: str | Path, report: RunReport) -> None:
     """Write the results file atomically.
 
     Raises:
@@ -238,9 +238,9 @@ def save_results(path: str | Path, report: DemoReport) -> None:
     codec.save(path, results_of(report))
 
 
-def report_of(results: Results) -> DemoReport:
+def report_of(results: Results) -> RunReport:
     """Return the report in a results file: only figures of methods."""
-    return DemoReport(
+    return RunReport(
         title=results.title,
         bound_s=results.bound_s,
         bound_scope=results.bound_scope,
@@ -264,7 +264,7 @@ def report_of(results: Results) -> DemoReport:
     )
 
 
-def with_method(report: DemoReport, method: MethodResult) -> DemoReport:
+def with_method(report: RunReport, method: MethodResult) -> RunReport:
     """Return the report with a method that replaces its namesake, or is appended."""
     names = [m.name for m in report.methods]
     if method.name not in names:

@@ -20,7 +20,7 @@ from stretto.units import format_s
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stretto.report.results import DemoReport, MethodResult
+    from stretto.report.results import MethodResult, RunReport
     from stretto.schema import Span
 
 LIGHT = {
@@ -136,7 +136,7 @@ def _tick_label(value_s: float, end_s: float) -> str:
     return f"{value_s * 1e3:g} ms" if end_s < 10 else f"{value_s:g} s"
 
 
-def step_time_svg(report: DemoReport, *, standalone: bool = False) -> str:
+def step_time_svg(report: RunReport, *, standalone: bool = False) -> str:
     """Draw each method's step time as a bar, with spread, prediction and lower bound.
 
     With ``standalone`` the drawing includes its colors and background and can be a

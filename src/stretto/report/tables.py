@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from stretto.report.results import DemoReport
+    from stretto.report.results import RunReport
     from stretto.schema import Plan, Workload
 
 _DASH = "-"
@@ -70,7 +70,7 @@ def contributions_table(rows: Sequence[tuple[str, float]], *, width: int = 100) 
     return _text(table, width)
 
 
-def methods_table(report: DemoReport, *, width: int = 100) -> str:
+def methods_table(report: RunReport, *, width: int = 100) -> str:
     """Return each method's predictions and measurements, with the fastest marked."""
     table = _table(
         "method",

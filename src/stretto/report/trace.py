@@ -9,7 +9,7 @@ from stretto.schema.timeline import save_timelines
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stretto.report.results import DemoReport
+    from stretto.report.results import RunReport
     from stretto.schema import Timeline
 
 PREDICTED = "predicted"
@@ -17,7 +17,7 @@ MEASURED = "measured"
 RANKS = "all ranks"
 
 
-def labeled_timelines(report: DemoReport) -> dict[str, Timeline]:
+def labeled_timelines(report: RunReport) -> dict[str, Timeline]:
     """Yield every timeline of a report with its method's name and its kind.
 
     The kind is ``predicted``, ``measured`` or ``all ranks``.
@@ -34,7 +34,7 @@ def labeled_timelines(report: DemoReport) -> dict[str, Timeline]:
     return found
 
 
-def save_trace(path: str | Path, report: DemoReport) -> None:
+def save_trace(path: str | Path, report: RunReport) -> None:
     """Write the timelines of a report as one trace that Perfetto opens.
 
     Each timeline is a process, one per rank if it is of all ranks; computation and

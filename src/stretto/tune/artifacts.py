@@ -14,7 +14,7 @@ import torch.distributed as dist
 from stretto._version import __version__
 from stretto.errors import SpecError
 from stretto.logs import get_logger
-from stretto.report import DemoReport, MethodResult, save, save_trace
+from stretto.report import MethodResult, RunReport, save, save_trace
 from stretto.runtime import Recorder
 from stretto.runtime.recording.gathering import GATHER_S, RecordGathering
 from stretto.runtime.recording.merging import merged_timeline
@@ -229,7 +229,7 @@ def _report(
     recorder: Recorder,
     records: dict[int, RankRecord],
     missing: list[int],
-) -> DemoReport:
+) -> RunReport:
     timelines = recorder.timelines
     ends_s = [timeline.end_s for timeline in timelines]
     middle = sorted(range(len(ends_s)), key=ends_s.__getitem__)[len(ends_s) // 2]
@@ -263,7 +263,7 @@ def _report(
     return _with(subject.settled, _page(subject.title, method, notes), inside=True)
 
 
-def _unrecorded(title: str, found: TuningResult, note: str) -> DemoReport:
+def _unrecorded(title: str, found: TuningResult, note: str) -> RunReport:
     """Make a report without measured timelines, of the plan, model and trials known."""
     method = MethodResult(
         name="stretto",
@@ -278,8 +278,8 @@ def _unrecorded(title: str, found: TuningResult, note: str) -> DemoReport:
     return _with(found, _page(title, method, [note]), inside=False)
 
 
-def _page(title: str, method: MethodResult, notes: Sequence[str]) -> DemoReport:
-    return DemoReport(
+def _page(title: str, method: MethodResult, notes: Sequence[str]) -> RunReport:
+    return RunReport(
         title=title,
         methods=(method,),
         environment={"stretto": __version__, "torch": str(torch.__version__)},
@@ -287,9 +287,7 @@ def _page(title: str, method: MethodResult, notes: Sequence[str]) -> DemoReport:
     )
 
 
-def _with(
-    found: TuningResult | None, report: DemoReport, *, inside: bool
-) -> DemoReport:
+def _with(found: TuningResult | None, report: RunReport, *, inside: bool) -> RunReport:
     """Make a report of the measurement, the decision, and the plan's predicted step.
 
     ``inside`` leaves out of that step what is outside the model, as the report's

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.report import DemoReport, MethodResult
+from stretto.report import MethodResult, RunReport
 from stretto.schema import (
     Bucket,
     Cluster,
@@ -123,7 +123,7 @@ def method(name, predicted_s, measured_s, workload, **other):
 
 @pytest.fixture
 def report(workload, cluster):
-    return DemoReport(
+    return RunReport(
         title="toy on a lab",
         cluster=cluster,
         workload=workload,

@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from stretto import report as reporting
-from stretto.report import DemoReport, page, svg
+from stretto.report import RunReport, page, svg
 from stretto.schema import Timeline
 
 VOID = {"meta", "br", "link", "img", "input"}
@@ -294,4 +294,4 @@ def test_labels_are_moved_apart():
 
 
 def test_an_empty_report_is_a_page():
-    assert "nothing here" in text_of(page.render(DemoReport(title="nothing here")))
+    assert "nothing here" in text_of(page.render(RunReport(title="nothing here")))

@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from stretto.report import DemoReport, MethodResult, ScaledStep, page
+from stretto.report import MethodResult, RunReport, ScaledStep, page
 from stretto.report.bars import axis_begin_s, contributions_svg, gaps_svg
 from stretto.report.curves import Chart, charts_svg
 
@@ -36,8 +36,8 @@ def scaled(method: str, ranks: int, step_s: float) -> ScaledStep:
     )
 
 
-def a_report() -> DemoReport:
-    return DemoReport(
+def a_report() -> RunReport:
+    return RunReport(
         title="a model on a cluster",
         methods=(a_method("ddp", 0.3), a_method("joint <x>", 0.21)),
         bound_s=0.2,
@@ -97,13 +97,13 @@ def test_sections_hold_every_value_and_fetch_nothing() -> None:
 
 def test_many_numbers_of_ranks_are_the_rows_of_the_table() -> None:
     rows = tuple(scaled("ddp", n, n / 100) for n in (4, 2, 8))
-    chart = section(page.render(DemoReport(title="t", scaling=rows)), "scaling")
+    chart = section(page.render(RunReport(title="t", scaling=rows)), "scaling")
     assert "<th>ranks</th><th>ddp</th>" in chart
     assert re.findall(r"<tr><td>(\d+)</td>", chart) == ["2", "4", "8"]
 
 
 def test_sections_without_figures_are_left_out() -> None:
-    html = page.render(DemoReport(title="t", methods=(a_method("ddp", 0.3),)))
+    html = page.render(RunReport(title="t", methods=(a_method("ddp", 0.3),)))
     assert not re.search('id="(scaling|gaps|contributions)"', html)
 
 
@@ -176,7 +176,7 @@ def test_a_wide_chart_has_decades_as_its_axis() -> None:
 
 
 def test_one_number_of_ranks_and_perfect_plans_can_be_drawn() -> None:
-    report = DemoReport(
+    report = RunReport(
         title="t",
         methods=(a_method("joint", 0.2),),
         gaps={"joint": 0.0},

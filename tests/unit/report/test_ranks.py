@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.report import DemoReport, MethodResult, labeled_timelines, render
+from stretto.report import MethodResult, RunReport, labeled_timelines, render
 from stretto.report.gather import gather
 from stretto.report.ranks import RanksFound, find_late
 from stretto.report.ranks_page import MAX_DRAWN, drawn_ranks
@@ -133,7 +133,7 @@ def test_a_timeline_of_one_rank_or_without_whole_steps_finds_nothing() -> None:
     assert find_late(Timeline(name="x", spans=tuple(halves))) is None
 
 
-def report(*ranks: dict[str, object]) -> DemoReport:
+def report(*ranks: dict[str, object]) -> RunReport:
     method = MethodResult(
         name="ours",
         predicted_step_s=None,
@@ -144,7 +144,7 @@ def report(*ranks: dict[str, object]) -> DemoReport:
         final_loss=None,
         ranks=timeline(*ranks),
     )
-    return DemoReport(title="t", methods=(method,))
+    return RunReport(title="t", methods=(method,))
 
 
 def test_the_page_shows_all_ranks_and_what_spans_mean() -> None:
@@ -153,7 +153,7 @@ def test_the_page_shows_all_ranks_and_what_spans_mean() -> None:
     assert "Rank 2 is late" in page
     assert page.count("late by") >= 2  # the table's head and the drawing
     assert "a collective starts with its last rank" in page
-    assert "All ranks on one clock" not in render(DemoReport(title="t"))
+    assert "All ranks on one clock" not in render(RunReport(title="t"))
 
 
 def test_of_many_ranks_the_latest_and_the_earliest_are_drawn() -> None:

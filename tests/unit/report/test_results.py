@@ -8,8 +8,8 @@ import pytest
 
 from stretto.errors import SpecError
 from stretto.report import (
-    DemoReport,
     Results,
+    RunReport,
     report_of,
     results_json,
     results_of,
@@ -74,7 +74,7 @@ def test_the_fastest_is_the_fastest_measured(report):
     assert dataclasses.replace(report, methods=(guess, *others)).fastest.name == (
         "stretto"
     )
-    assert DemoReport(title="nothing").fastest is None
+    assert RunReport(title="nothing").fastest is None
 
 
 def test_errors_of_prediction_are_summed_up_by_size_not_by_sign(report):
@@ -82,7 +82,7 @@ def test_errors_of_prediction_are_summed_up_by_size_not_by_sign(report):
     sizes = [abs(error) for error in errors]
     assert report.mean_error_ratio == pytest.approx(sum(sizes) / 3)
     assert report.worst_error_ratio == pytest.approx(max(sizes))
-    assert DemoReport(title="nothing").mean_error_ratio is None
+    assert RunReport(title="nothing").mean_error_ratio is None
 
 
 def test_a_method_that_occurs_twice_is_refused(report):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stretto.report import DemoReport, render
+from stretto.report import RunReport, render
 from stretto.report.gather import gather
 from stretto.report.tuning import decisions, trials_svg
 from stretto.schema.tuning import Tuning, TuningEvent
@@ -174,7 +174,7 @@ def test_where_no_plan_could_be_run_there_are_crosses_alone() -> None:
 def test_where_nothing_was_tried_nothing_is_drawn() -> None:
     assert trials_svg(story()) == ""
     assert trials_svg(story(event(0, "started"), event(9, "gave up"))) == ""
-    page = render(DemoReport(title="t", tuning=story(event(9, "gave up", "no <link>"))))
+    page = render(RunReport(title="t", tuning=story(event(9, "gave up", "no <link>"))))
     assert 'id="tuning"' in page
     assert "no &lt;link&gt;" in page
     assert 'aria-label="Trials' not in page
@@ -241,7 +241,7 @@ def test_the_page_has_drawing_and_table_and_escapes_names() -> None:
     sharp = Tuning(
         name="<net>", events=(tried(3, "<a>", 0.1, credits={"<a>": 1.0}), *ONE.events)
     )
-    page = render(DemoReport(title="t", tuning=sharp))
+    page = render(RunReport(title="t", tuning=sharp))
     assert 'id="tuning"' in page
     assert "<net>" not in page
     assert "<a>" not in page
