@@ -13,9 +13,8 @@ from stretto.cost.burst import DEEPPOOL, BurstNetwork
 from stretto.errors import Infeasible
 from stretto.papers.deeppool_literal import search_linear
 from stretto.papers.result import Correction, Figure, Omission, Reproduction
-from stretto.planners.burst.choice import Choice
 from stretto.planners.burst.evaluate import evaluate
-from stretto.planners.burst.problem import BurstProblem
+from stretto.planners.burst.problem import BurstProblem, Choice
 from stretto.schema import Link
 from stretto.schema.burst import BatchTime, Layer, LayerProfile
 

@@ -15,7 +15,6 @@ from burst_graphs import (
 )
 
 from stretto.planners.burst import crossing
-from stretto.planners.burst.choice import Choice
 from stretto.planners.burst.cuts import collapsed, expanded, joined
 from stretto.planners.burst.evaluate import evaluate, in_turns
 from stretto.planners.burst.plan import (
@@ -24,7 +23,7 @@ from stretto.planners.burst.plan import (
     same_width,
     same_width_times,
 )
-from stretto.planners.burst.problem import BurstProblem
+from stretto.planners.burst.problem import BurstProblem, Choice
 from stretto.schema.burst import Layer, LayerProfile
 
 CROSS = {"b": "a", "c": "a", "d": "b c", "e": "c", "f": "d e"}

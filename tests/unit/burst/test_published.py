@@ -7,9 +7,8 @@ import pytest
 
 from stretto.cost.burst import DEEPPOOL
 from stretto.papers.deeppool_literal import search_linear
-from stretto.planners.burst.choice import Choice
 from stretto.planners.burst.evaluate import evaluate
-from stretto.planners.burst.problem import BurstProblem
+from stretto.planners.burst.problem import BurstProblem, Choice
 from stretto.planners.burst.search import shortest
 
 PUBLISHED_DP_S = 13.57e-3

@@ -20,12 +20,11 @@ from stretto.cost.burst import widths_of
 from stretto.errors import Infeasible
 from stretto.papers.deeppool_literal import search_linear
 from stretto.planners.burst import search
-from stretto.planners.burst.choice import Choice
 from stretto.planners.burst.edges import EdgeCost
 from stretto.planners.burst.evaluate import evaluate
 from stretto.planners.burst.front import front
 from stretto.planners.burst.plan import nearest_limit, plan
-from stretto.planners.burst.problem import BurstProblem
+from stretto.planners.burst.problem import BurstProblem, Choice
 from stretto.planners.burst.search import shortest
 
 

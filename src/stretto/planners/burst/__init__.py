@@ -3,7 +3,7 @@
 - `plan` plans: the fastest plan within a limit, or the nearest feasible limit, and
   `simulated` the fastest by simulated steps on a measured cluster. `scaling` compares
   four methods of scaling.
-- `problem` holds one problem with its costs as arrays, `choice` a decision. `evaluate`
+- `problem` holds one problem with its costs as arrays, and a decision. `evaluate`
   computes a decision's cost directly from the definitions, as the reference.
 - `tree` parses a series-parallel graph, and `search` finds its shortest iteration, with
   `edges` (relaxation over one edge), `sharing` (GPUs among branches) and `front` (the

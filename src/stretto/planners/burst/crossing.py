@@ -14,9 +14,9 @@ import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from stretto.planners.burst.choice import Choice
 from stretto.planners.burst.cuts import expanded, joined
 from stretto.planners.burst.evaluate import in_turns
+from stretto.planners.burst.problem import Choice
 from stretto.planners.burst.search import shortest
 
 if TYPE_CHECKING:

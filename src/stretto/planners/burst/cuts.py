@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stretto.errors import SpecError
-from stretto.planners.burst.choice import Choice
+from stretto.planners.burst.problem import Choice
 from stretto.planners.burst.tree import parse
 from stretto.schema.burst import BatchTime, Layer, LayerProfile
 

@@ -9,8 +9,7 @@ from stretto.planners.burst.cuts import collapsed, joined
 from stretto.planners.burst.tree import Block, Chain, Edge
 
 if TYPE_CHECKING:
-    from stretto.planners.burst.choice import Choice
-    from stretto.planners.burst.problem import BurstProblem
+    from stretto.planners.burst.problem import BurstProblem, Choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

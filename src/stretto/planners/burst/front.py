@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from stretto.planners.burst.choice import Choice
 from stretto.planners.burst.edges import EdgeCost, min_plus
 from stretto.planners.burst.evaluate import Cost, evaluate
+from stretto.planners.burst.problem import Choice
 from stretto.planners.burst.search import shortest
 from stretto.planners.burst.tree import Block, Chain, Edge
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stretto.errors import Infeasible
-from stretto.planners.burst.choice import Choice
 from stretto.planners.burst.crossing import shortest_crossing
 from stretto.planners.burst.cuts import expanded, joined
 from stretto.planners.burst.edges import EdgeCost
 from stretto.planners.burst.evaluate import evaluate
 from stretto.planners.burst.front import front
+from stretto.planners.burst.problem import Choice
 from stretto.planners.burst.search import shortest
 from stretto.schema.burst import BurstPlan, BurstPrediction, LayerGpus
 

@@ -1,4 +1,4 @@
-"""One burst planning problem, with its costs as arrays.
+"""One burst planning problem, with its costs as arrays, and a decision about it.
 
 Arrays are indexed by layer or by width, the position of a number of GPUs in ``widths``.
 """
@@ -169,3 +169,18 @@ class BurstProblem:
             return 0.0
         busy_s = comm_s + float(self.node_s[layer, width])
         return busy_s * self.widths[width] / self.single_s[layer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Each layer's width, and the branches that run on their own GPUs."""
+
+    widths: tuple[int, ...]
+    """By layer; the position in the problem's widths."""
+
+    own: frozenset[int] = frozenset()
+    """First layers of the branches that run on their own GPUs, beside the others of
+    their block; the others take turns on the GPUs of the layer before the block."""
+
+    first_gpus: tuple[int, ...] = ()
+    """By layer; empty if no branch has its own GPUs."""

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 
 from stretto.errors import SpecError
-from stretto.planners.burst.choice import Choice
 from stretto.planners.burst.edges import EdgeCost, min_plus
+from stretto.planners.burst.problem import Choice
 from stretto.planners.burst.sharing import (
     BranchTimes,
     in_turns,
