@@ -50,7 +50,7 @@ def bench(options: argparse.Namespace) -> None:
     from torch import nn
 
     import stretto.horovod.torch as hvd
-    from stretto.demo.models import ConvNet
+    from stretto.demo.tasks import ConvNet
     from stretto.runtime import DistributedDataParallel
     from stretto.runtime.negotiated import EngineOptions
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import stretto
 from _record import spread, store
-from stretto.demo.models import ConvNet
+from stretto.demo.tasks import ConvNet
 
 STEPS, WARMUP = 120, 10
 

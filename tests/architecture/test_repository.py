@@ -184,7 +184,7 @@ EXTRAS = {
     "libcst": "convert/",
     "optuna": "tune/techniques/aiacc.py",
     "ray": "cluster/engine_ray.py",
-    "sklearn": "demo/data.py",
+    "sklearn": "demo/tasks.py",
 }
 """Packages that extras install, and where alone they are imported."""
 

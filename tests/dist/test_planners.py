@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stretto import planners
-from stretto.demo.models import ConvNet, Transformer
+from stretto.demo.tasks import ConvNet, Transformer
 from stretto.runtime import DistributedDataParallel
 from stretto.schema import (
     AllReduceFit,

@@ -26,7 +26,7 @@ from stretto._api.measuring import probe
 from stretto._api.planning import plan as make_plan
 from stretto._api.planning import simulate
 from stretto._version import __version__
-from stretto.demo import data, models
+from stretto.demo import tasks
 from stretto.demo.driver import OUTCOME_FILE, SETTINGS_FILE, plan_file
 from stretto.demo.settings import (
     BUCKET_SIZES_MIB,
@@ -71,7 +71,7 @@ class Task:
     """What all methods share in training: data, loss, model."""
 
     settings: DemoSettings
-    batches: data.Batches
+    batches: tasks.Batches
 
     @classmethod
     def of(cls, settings: DemoSettings, *, ranks: int | None = None) -> Self:
@@ -80,10 +80,10 @@ class Task:
         ``ranks`` is how many of the first ranks share it; all of them if ``None``.
         """
         if settings.model == "convnet":
-            inputs, targets = data.digits()
+            inputs, targets = tasks.digits()
         else:
-            inputs, targets = data.text(32)
-        batches = data.Batches(
+            inputs, targets = tasks.text(32)
+        batches = tasks.Batches(
             inputs,
             targets,
             batch_per_rank=settings.batch_per_rank,
@@ -96,9 +96,7 @@ class Task:
     def model(self) -> nn.Module:
         """Return a new model, the same for every method."""
         torch.manual_seed(self.settings.seed)
-        make = (
-            models.ConvNet if self.settings.model == "convnet" else models.Transformer
-        )
+        make = tasks.ConvNet if self.settings.model == "convnet" else tasks.Transformer
         return make() if self.settings.width is None else make(self.settings.width)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
