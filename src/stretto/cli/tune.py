@@ -105,7 +105,7 @@ def show(number: int, path: Path | None, output: str | None, as_json: bool) -> N
     from stretto.report.tables import plan_table
 
     click.echo(f"{row['name']} on {row['hosts']} x {row['ranks_per_host']} ranks")
-    click.echo(f"{_state(entry)}, {row['at']} UTC in {row['surroundings']}")
+    click.echo(f"{_state(entry)}, {row['at']} UTC in {row['environment']}")
     ddp_s = entry.ddp_step_s
     against = "" if ddp_s is None else f", DDP's {format_s(ddp_s)}"
     click.echo(f"measured step {format_s(entry.step_s)}{against}")
@@ -178,7 +178,7 @@ def _row(entry: CachedPlan) -> dict[str, Any]:
         "at": entry.at,
         "hosts": entry.job.hosts,
         "ranks_per_host": entry.job.ranks_per_host,
-        "surroundings": entry.job.surroundings,
+        "environment": entry.job.environment,
         "step_s": entry.step_s,
         "ddp_step_s": entry.ddp_step_s,
         "unfinished_steps": entry.unfinished_steps,

@@ -33,7 +33,7 @@ import weakref
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast, final
 
 import torch
 
@@ -100,6 +100,34 @@ class Phase(enum.Enum):
     CONFIRM = "confirm"
     WATCH = "watch"
     OVER = "over"
+
+
+class StepReport(TypedDict):
+    """What each rank sends to a meeting, about the step that ends there."""
+
+    step_s: float | None
+    """``None`` if the step does not count; in `Phase.WATCH` a median."""
+
+    host: str
+
+    trial: NotRequired[Any]
+    """In `Phase.SEARCH`, the message of `OnlineSearch` or `ForcedSearch`."""
+
+
+class Answer(TypedDict):
+    """What rank 0 answers; all ranks act on it."""
+
+    step_s: float | None
+    """``None`` if the step does not count on every rank."""
+
+    hosts: NotRequired[int]
+    """In `Phase.WARM_UP`."""
+
+    offer: NotRequired[Any]
+    """In `Phase.WARM_UP`, an equal job's plan (`cached_plans.packed`), or ``None``."""
+
+    trial: NotRequired[Any]
+    """In `Phase.SEARCH`, what the search judged."""
 
 
 @final
@@ -222,7 +250,7 @@ class AutoPlan:
             self._median_s = self._watch.add(step_s if counts else math.inf)
 
     def _meet(self, step_s: float | None) -> None:
-        message: dict[str, Any] = {"step_s": step_s, "host": platform.node()}
+        message: StepReport = {"step_s": step_s, "host": platform.node()}
         if self._phase is Phase.SEARCH and self._online is not None:
             message["trial"] = self._online.message()
         if self._phase is Phase.WATCH:
@@ -258,20 +286,21 @@ class AutoPlan:
         steps = WINDOW_STEPS if self._phase is Phase.WATCH else 1
         self._next_meeting = self._known.steps + steps
 
-    def _judge(self, messages: list[Any]) -> dict[str, Any]:
+    def _judge(self, messages: list[StepReport]) -> Answer:
         """Return rank 0's answer to all ranks' messages.
 
         All ranks end a reduced backward together, so rank 0's clock is enough.
         """
         steps_s = [message["step_s"] for message in messages]
-        found: dict[str, Any] = {"step_s": None if None in steps_s else steps_s[0]}
+        found: Answer = {"step_s": None if None in steps_s else steps_s[0]}
         if self._phase is Phase.WARM_UP:
-            found.update(self._first_answer([message["host"] for message in messages]))
+            hosts = self._count_hosts([message["host"] for message in messages])
+            found["hosts"], found["offer"] = hosts, self._cached_plan(hosts)
         elif self._phase is Phase.SEARCH and self._online is not None:
             found["trial"] = self._online.judge([row["trial"] for row in messages])
         return found
 
-    def _act(self, found: dict[str, Any]) -> None:
+    def _act(self, found: Answer) -> None:
         """Run this phase's work at the end of a step, the same on all ranks."""
         step_s = math.inf if found["step_s"] is None else float(found["step_s"])
         match self._phase:
@@ -331,19 +360,21 @@ class AutoPlan:
         self.done = True
         self._stop_recording()
 
-    # 1. The result of an earlier run.
+    # WARM_UP and CHECK: an equal job's plan of an earlier run.
 
-    def _first_answer(self, names: list[str]) -> dict[str, Any]:
-        """Return the number of hosts, and an equal job's plan if one is cached."""
+    def _count_hosts(self, names: list[str]) -> int:
+        """Return the number of hosts; each has the same number of ranks."""
         hosts = len(set(names))
-        # A cluster has the same number of ranks on each host.
-        hosts = hosts if self._sync.size % hosts == 0 else self._sync.size
+        return hosts if self._sync.size % hosts == 0 else self._sync.size
+
+    def _cached_plan(self, hosts: int) -> Any:
+        """Return an equal job's cached plan as a message, or ``None``; on rank 0."""
         job = self._job(hosts)
         found = within(
             CACHE_S, partial(self._cache.exact, job), what="reading the plan cache"
         )
         self._known.checked = found
-        return {"hosts": hosts, "offer": None if found is None else packed(found)}
+        return None if found is None else packed(found)
 
     def _job(self, hosts: int) -> Job:
         rows = sorted(self._model.tensor_table())
@@ -352,7 +383,7 @@ class AutoPlan:
             model=tensors_digest(rows),
             hosts=hosts,
             ranks_per_host=self._sync.size // hosts,
-            surroundings=(
+            environment=(
                 f"stretto {__version__}, torch {torch.__version__}, "
                 f"{self._model.device_type}, "
                 f"{self._model._lane_backend}, "  # noqa: SLF001
@@ -452,7 +483,7 @@ class AutoPlan:
             return
         self._planned(ProfileResult(**decoded(offer), probe_s=0.0))
 
-    # 2. A profile.
+    # PROFILE: a profile of the first steps and the network, and its plan.
 
     def _profile(self) -> None:
         if self._forced:
@@ -502,7 +533,7 @@ class AutoPlan:
         )
         self._begin_search(profile)
 
-    # 3. Trials.
+    # SEARCH: trials.
 
     def _begin_search(self, profile: ProfileResult) -> None:
         settled = TuningResult(
@@ -665,7 +696,7 @@ class AutoPlan:
         self._known.checked = None  # this run's own figures replace it
         self._settle(settled, why=why, **spent)
 
-    # 4. Settled.
+    # CONFIRM and WATCH: a settled plan.
 
     def _settle(
         self, settled: TuningResult, *, why: str = "as measured", **spent: Any

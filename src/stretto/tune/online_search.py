@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypedDict, final
 
 from stretto.planners.base import predicted_s
 from stretto.runtime import Recorder
@@ -55,6 +55,16 @@ def techniques(
     )
     chosen = map(technique_of, options.techniques)
     return {kind.name: kind.of(context) for kind in chosen}
+
+
+class Judgment(TypedDict):
+    """What rank 0 answers about the steps since the last meeting."""
+
+    over: bool
+    """Whether the trial is over."""
+
+    ahead: int
+    """Steps until the next meeting."""
 
 
 @final
@@ -138,7 +148,7 @@ class OnlineSearch:
         """Return this rank's steps since the last meeting, for rank 0's `judge`."""
         return [step_s for step_s, _ in self._taken]
 
-    def judge(self, rows: Sequence[Sequence[float | None]]) -> dict[str, Any]:
+    def judge(self, rows: Sequence[Sequence[float | None]]) -> Judgment:
         """Judge the steps since the last meeting, on rank 0.
 
         ``rows`` has one row per rank. A step counts if it counts on every rank; rank
@@ -161,7 +171,7 @@ class OnlineSearch:
                 break
         return {"over": over, "ahead": search.ahead}
 
-    def advance(self, found: dict[str, Any]) -> bool:
+    def advance(self, found: Judgment) -> bool:
         """Apply a meeting's `judge`; return whether trials continue. Collective."""
         self._taken.clear()
         if not found["over"]:

@@ -38,6 +38,7 @@ _ADDED = "unfinished_steps"
 """A column that older files of this layout lack. It is added when it is first needed;
 an older stretto continues to read and write the other columns."""
 
+# The column of a job's environment keeps the name that older files have.
 _EQUAL = "WHERE model = ? AND hosts = ? AND ranks_per_host = ? AND surroundings = ?"
 
 _LAYOUT = """
@@ -74,7 +75,7 @@ class Job:
 
     ranks_per_host: int
 
-    surroundings: str
+    environment: str
     """Versions, backend and device, on which a plan's value depends."""
 
 
@@ -161,16 +162,16 @@ class PlanCache:
         return rows[0] if rows else None
 
     def nearest(
-        self, workload: Workload, topology: Topology, surroundings: str
+        self, workload: Workload, topology: Topology, environment: str
     ) -> tuple[CachedPlan, float] | None:
-        """Return the most similar job's plan in equal surroundings, and its distance.
+        """Return the most similar job's plan in an equal environment, and its distance.
 
         Raises:
             SpecError: the file can't be used and ``strict`` is true.
         """
         chain = chain_of(workload)
         best: tuple[CachedPlan, float] | None = None
-        rows = self._rows("WHERE surroundings = ?", (surroundings,))
+        rows = self._rows("WHERE surroundings = ?", (environment,))
         for found in self._readable(rows):
             distance = job_distance(
                 (chain, chain_of(found.workload)),
@@ -334,7 +335,7 @@ def _store(
         "model": job.model,
         "hosts": job.hosts,
         "ranks_per_host": job.ranks_per_host,
-        "surroundings": job.surroundings,
+        "surroundings": job.environment,
         "step_s": entry.step_s,
         "ddp_step_s": entry.ddp_step_s,
         "workload": codec.encode(entry.workload),
@@ -366,7 +367,7 @@ def _store(
 
 
 def _key(job: Job) -> tuple[object, ...]:
-    return job.model, job.hosts, job.ranks_per_host, job.surroundings
+    return job.model, job.hosts, job.ranks_per_host, job.environment
 
 
 def _has_added(file: sqlite3.Connection) -> bool:
@@ -392,7 +393,7 @@ def _cached(row: tuple[object, ...]) -> CachedPlan:
             model=str(model),
             hosts=int(str(hosts)),
             ranks_per_host=int(str(per_host)),
-            surroundings=str(around),
+            environment=str(around),
         ),
         plan=codec.decode(_text(p), Plan),
         workload=codec.decode(_text(w), Workload),

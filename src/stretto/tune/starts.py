@@ -95,7 +95,7 @@ def nearest_plan(
     ``record`` adds an event to the record of tuning.
     """
     topology = topology_of(calibrated.cluster)
-    found = cache.nearest(calibrated.workload, topology, job.surroundings)
+    found = cache.nearest(calibrated.workload, topology, job.environment)
     if found is None or found[1] > SIMILAR_DISTANCE:
         return None
     earlier, distance = found

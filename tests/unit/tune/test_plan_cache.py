@@ -37,7 +37,7 @@ def settled(space: Space, workload: Workload, cluster: Cluster) -> CachedPlan:
             model="sha256:1",
             hosts=4,
             ranks_per_host=1,
-            surroundings="torch 2.13 gloo cpu",
+            environment="torch 2.13 gloo cpu",
         ),
         plan=space.plan(space.points[3], cluster),
         workload=workload,
@@ -61,7 +61,7 @@ def test_what_is_kept_is_found_again_by_an_equal_job_only(
         {"model": "sha256:2"},
         {"hosts": 2},
         {"ranks_per_host": 2},
-        {"surroundings": "torch 2.14 gloo cpu"},
+        {"environment": "torch 2.14 gloo cpu"},
     ):
         assert memory.exact(replace(settled.job, **change)) is None
 
@@ -92,7 +92,7 @@ def test_the_nearest_job_comes_first(
         tensors=tuple(replace(t, bytes=t.bytes + 4) for t in workload.tensors),
     )
     topology = Topology(hosts=4, ranks_per_host=1)
-    found = memory.nearest(near, topology, settled.job.surroundings)
+    found = memory.nearest(near, topology, settled.job.environment)
     assert found is not None
     assert found[0].job.model == "sha256:1"
     assert 0 < found[1] < 0.01
@@ -165,7 +165,7 @@ def test_an_entry_that_can_not_be_read_costs_one_warning_and_no_other_entry(
     with caplog.at_level(logging.WARNING):
         memory.exact(settled.job)
         found = memory.nearest(
-            settled.workload, topology_of(settled.cluster), settled.job.surroundings
+            settled.workload, topology_of(settled.cluster), settled.job.environment
         )
     assert found is not None
     assert found[0].number == 2
@@ -232,7 +232,7 @@ def test_a_file_from_before_unfinished_plans_is_read_as_it_is_and_then_widened(
     path = tmp_path / "plans.sqlite"
     job = settled.job
     columns = "name, hosts, ranks_per_host, surroundings, step_s, ddp_step_s, "
-    values: list[object] = [job.name, job.hosts, job.ranks_per_host, job.surroundings]
+    values: list[object] = [job.name, job.hosts, job.ranks_per_host, job.environment]
     values += [settled.step_s, settled.ddp_step_s]
     values += map(codec.encode, (settled.workload, settled.cluster, settled.plan))
 

@@ -27,7 +27,7 @@ JOB = Job(
     model="sha256:1",
     hosts=4,
     ranks_per_host=1,
-    surroundings="torch 2.13 gloo cpu",
+    environment="torch 2.13 gloo cpu",
 )
 
 
