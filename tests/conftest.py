@@ -1,10 +1,10 @@
-"""For all tests: nothing of this machine's earlier runs is remembered.
+"""Fixtures for all tests; no test reads what earlier runs left on this machine.
 
-``make test`` sets ``STRETTO_TEST_TURN`` to a number made of the commit. Then those
-marked ``repeat`` do not run, and of those marked ``turns(n)``, or in a file of
-`TAKE_TURNS`, every n-th of a file: which ones depends on the number, so that commits in
-turn run all of them. Without the
-variable, and with ``STRETTO_TEST_ALL=1 make test``, every test that is named runs.
+``make test`` sets ``STRETTO_TEST_TURN`` to a number made of the commit. Then tests
+marked ``repeat`` do not run. Of those marked ``turns(n)``, or in a file of
+`TAKE_TURNS`, every n-th of a file runs; the number decides which, so consecutive
+commits run all of them. Without the variable, and with ``STRETTO_TEST_ALL=1 make
+test``, all tests run.
 """
 
 from __future__ import annotations

@@ -67,10 +67,9 @@ class Foreground:
     Horovod's `DistributedOptimizer` mark their steps and waits by themselves, so the
     loop only has to mark what else it waits for. If a process has several open, for
     several devices, they mark on all: each is idle while the process waits. Marks are
-    written only while a
-    background reads them. A background that holds a device much longer than usual,
-    which the foreground can't take from it, is reported, and ended after
-    ``stop_after_s``.
+    written only while a background reads them. A background that holds a device much
+    longer than usual, which the foreground can't take from it, is reported, and ended
+    after ``stop_after_s``.
     """
 
     def __init__(

@@ -99,8 +99,7 @@ class Job:
 
     Raises:
         SpecError: the script has no training, or it is not understood; the error has
-        the
-            line and the next step.
+            the line and the next step.
     """
 
     def __init__(self, tree: Tree, name: str) -> None:

@@ -35,8 +35,7 @@ def gather(paths: Iterable[str | Path], *, title: str | None = None) -> RunRepor
 
     Raises:
         SpecError: a file cannot be read, is not a stretto file, breaks a rule, or is
-        the
-            second of a kind that a page shows once.
+            the second of a kind that a page shows once.
     """
     by_kind: dict[str, list[Path]] = {kind: [] for kind in KINDS}
     for path in map(Path, paths):

@@ -262,8 +262,7 @@ def require_matching_setup(
     """Require that all ranks have the same versions, model and plan.
 
     ``trouble`` is the error that prevents this rank from executing the plan;
-    ``settings`` are
-    options that must be equal, by name.
+    ``settings`` are options that must be equal, by name.
 
     Raises:
         StrettoError: ``trouble``, if there is any.

@@ -112,9 +112,8 @@ def reducescatter(
     """Reduce a tensor over all ranks, return this rank's rows; differentiable.
 
     The gradient is the concatenated gradients of the ranks, for `Sum` times the number
-    of
-    ranks: Horovod's convention, by which a sum's gradient is a sum and an average's a
-        mean.
+    of ranks: Horovod's convention, by which a sum's gradient is a sum and an average's
+    a mean.
 
     Raises:
         HorovodInternalError: ranks have different tensors, or a rank is lost.

@@ -49,8 +49,7 @@ class OrderWatch:
         """Add a step's order; return whether the order is stable.
 
         With an order in which buckets leave already (``in_use``), one equal step is
-        enough; before
-        that, ``stable_steps`` equal steps are needed.
+        enough; before that, ``stable_steps`` equal steps are needed.
         """
         if order == self._last:
             self._equal_steps += 1
