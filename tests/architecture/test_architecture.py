@@ -1,0 +1,86 @@
+"""What ARCHITECTURE.md says of packages and layers holds for the code."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "ARCHITECTURE.md").read_text()
+PACKAGE = ROOT / "src/stretto"
+
+
+def top_of(file):
+    """The package or single module of stretto that a file belongs to."""
+    return file.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported_by(file):
+    """What a file imports of stretto, for types and in functions too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "stretto":
+            names = [f"stretto.{name.name}" for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        else:
+            continue
+        yield from (n.split(".")[1] for n in names if n.startswith("stretto."))
+
+
+@functools.cache
+def packages():
+    """Each package's imports of other packages, and of the module `script`."""
+    found = {p.parent.name for p in PACKAGE.glob("*/__init__.py")} - {"testing"}
+    imports = {name: set() for name in {*found, "script"}}
+    for file in PACKAGE.rglob("*.py"):
+        if top_of(file) in imports:
+            imports[top_of(file)] |= {*imported_by(file)} & imports.keys()
+    return {name: others - {name} for name, others in imports.items()}
+
+
+def rows():
+    """The table's rows: imports and importers by package."""
+    found = {}
+    for line in TEXT.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 4 and re.fullmatch(r"`\w+`", cells[0]):
+            found[cells[0].strip("`")] = [
+                set(re.findall(r"`(\w+)`", cell)) for cell in cells[2:]
+            ]
+    return found
+
+
+def test_the_table_has_every_package_and_its_imports():
+    assert {name: imports for name, (imports, _) in rows().items()} == packages()
+
+
+def test_the_table_has_every_packages_importers():
+    importers = defaultdict(set)
+    for name, imports in packages().items():
+        for other in imports:
+            importers[other].add(name)
+    assert {name: by for name, (_, by) in rows().items()} == {
+        name: importers[name] for name in packages()
+    }
+
+
+def test_the_figure_has_the_layers_that_are_checked():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contracts = project["tool"]["importlinter"]["contracts"]
+    (checked,) = (c["layers"] for c in contracts if c["type"] == "layers")
+    layers = [frozenset(re.findall(r"\w+", line)) for line in checked]
+    figure = TEXT[TEXT.index("┌") : TEXT.index("┘")]
+    drawn, row = [], set()
+    for line in figure.splitlines():
+        if "├" in line or "└" in line:
+            drawn.append(frozenset(row))
+            row = set()
+        else:
+            row |= set(re.findall(r"\w+", line.partition("│")[2]))
+    assert drawn == layers
