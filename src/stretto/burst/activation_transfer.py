@@ -174,7 +174,7 @@ class Move:
         self._begun = (
             _Begin.apply(rows, anchor, self)  # type: ignore[no-untyped-call]
             if anchor is not None and torch.is_grad_enabled()
-            else self.there(rows)
+            else self.begin_samples(rows)
         )
 
     def end(self) -> torch.Tensor:
@@ -190,15 +190,15 @@ class Move:
         assert self._ended is not None  # noqa: S101
         return self._ended
 
-    def there(self, rows: torch.Tensor) -> torch.Tensor:
-        """Begin moving the samples."""
+    def begin_samples(self, rows: torch.Tensor) -> torch.Tensor:
+        """Start moving the samples."""
         self.pending = self.activations.begin(
             rows, self.transfer, self.tag, self.layer, copies=self._of_input
         )
         return self.pending.after
 
-    def back(self, grad: torch.Tensor) -> None:
-        """Begin moving the gradients back."""
+    def begin_gradients(self, grad: torch.Tensor) -> None:
+        """Start moving the gradients back."""
         assert self.transfer.back is not None  # noqa: S101
         self.pending = self.activations.begin(
             grad, self.transfer.back, self.tag + 1, self.layer
@@ -211,7 +211,7 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, _anchor: Any, move: Move) -> Any:
         ctx.move = move
-        return move.there(rows.detach())
+        return move.begin_samples(rows.detach())
 
     @staticmethod
     @without_dynamo
@@ -235,7 +235,7 @@ class _End(torch.autograd.Function):
     @staticmethod
     @without_dynamo
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.move.back(grads[0])
+        ctx.move.begin_gradients(grads[0])
         # Only a token: the real gradient has another rank's number of rows.
         return grads[0], None
 

@@ -109,7 +109,7 @@ class _Def:
 
 @dataclass(slots=True, eq=False)
 class _Frame:
-    """A function, for calls that pass values of a rank's samples for the same names."""
+    """A function with the parameters that get values of one rank's samples."""
 
     scope: Scope
     given: frozenset[str]
@@ -520,7 +520,7 @@ class _RankValues:
             every = [d for d in every if first <= d.line <= line]
         latest: dict[int, int] = {}
         for made in every:
-            # Behind a block, its last assignment to the name is the one in effect.
+            # After a block, its last assignment to the name is the one in effect.
             if made.block is not None and made.line < line:
                 key = id(made.block)
                 latest[key] = max(latest.get(key, 0), made.line)

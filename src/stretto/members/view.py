@@ -1,11 +1,11 @@
 """A membership: which ranks train together, in which order, and who may change that.
 
 # Note [Keepers vote, not ranks]
-A keeper votes with the number of its ranks in the present view, whether they live or
-not: it is their parent, so it speaks for those that have ended. If ended ranks left the
-count instead, a keeper that votes for one view with three ranks and then reports two of
-them ended would make room for a second majority without it. Votes that are fixed by the
-present view always overlap.
+A keeper votes with the number of its ranks in the present view, whether they still run
+or not: it is their parent, so it votes for those that have ended. If ended ranks left
+the count instead, a keeper that votes for one view with three ranks and then reports
+two of them ended would make room for a second majority without it. Votes that are fixed
+by the present view always overlap.
 """
 
 from __future__ import annotations

@@ -63,9 +63,10 @@ def in_order(workload: Workload, plan: Plan) -> bool:
 
 
 def _reordered(workload: Workload, order: Sequence[int]) -> Workload:
-    """Return the workload in another order, each tensor as late as those before it.
+    """Return the workload in another order, ready times never falling.
 
-    Buckets start in the order of a plan, so this is when a bucket that ends there can.
+    Buckets start in the order of a plan, so a bucket that ends at a tensor can start
+    only when all tensors before it are ready too.
     """
     tensors = [workload.tensors[i] for i in order]
     ready_s = accumulate((tensor.ready_s for tensor in tensors), max)

@@ -504,7 +504,8 @@ class PlannedGroup(dist.ProcessGroup):
     # Begin and end of a step. With completing launches, lanes' threads call these too.
 
     def _open_step(self) -> None:
-        if self._overlap is not None:  # nothing is, unless a backward had no forward
+        if self._overlap is not None:
+            # Forward has settled all, unless this backward follows another directly.
             self._overlap.settle_all()
         self._in_backward = graph_task_id() != -1
         self._sender.forget()
@@ -554,7 +555,7 @@ class PlannedGroup(dist.ProcessGroup):
     # Note [Failures are raised around the Reducer's end]
     # An error in a future reaches the user as a bare RuntimeError, because a future
     # keeps no Python type. So such a bucket ends as if it had succeeded, the Reducer
-    # finishes its step, and a callback queued behind the Reducer's raises the error. In
+    # finishes its step, and a callback queued after the Reducer's raises the error. In
     # a quick step the callback before the Reducer's finds the error and raises it. The
     # Reducer then does not finish, and the next forward would report that if it did not
     # raise the same error first. Either way backward() raises before any optimizer can

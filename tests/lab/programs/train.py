@@ -1,7 +1,7 @@
 """A plain DDP script: nothing in it knows of stretto.
 
-Arguments: the most steps to train, and perhaps a path; training ends early once a file
-exists there.
+Arguments: the maximum number of steps and, optionally, a path; training ends early once
+a file exists there.
 """
 
 import gc

@@ -70,7 +70,7 @@ def _parameters_of(
 ) -> set[str]:
     """Return the parameters from which nodes are computed.
 
-    Without shapes, operations that no gradient passes are not taken into account.
+    With ``shapes``, only from those that a gradient reaches.
     """
     found: set[str] = set()
     seen: set[fx.Node] = set()

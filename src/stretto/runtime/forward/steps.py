@@ -272,7 +272,7 @@ def _decide(optimizer: Any) -> None:
 
 
 def _in_use(optimizer: Any) -> list[Any]:
-    """Return whether states exist, and which options are on, which decide which do."""
+    """Return what decides which states a step makes: options, and existing states."""
     return [
         bool(optimizer.state),
         *(
@@ -296,7 +296,7 @@ def _sorted_out(
 ) -> tuple[list[Overlap], list[Member], list[tuple[int, list[torch.Tensor]]]]:
     """Return the models with unfinished gradients, their members, and the others.
 
-    A gradient of another parameter's, which the program has moved, is made real.
+    If a program has moved a gradient under way to another parameter, it is settled.
     """
     owners: dict[int, Overlap] = {}
     members: list[Member] = []
@@ -326,7 +326,7 @@ def _sorted_out(
 
 
 def _why_not(optimizer: Any, members: Sequence[Member]) -> str | None:
-    """Return why a step can't be deferred: "" if it is not worth a word."""
+    """Return why a step can't be deferred, or "" to wait without a log line."""
     kind = type(optimizer)
     if kind not in _SEPARABLE and optimizer not in _declared:
         return (
