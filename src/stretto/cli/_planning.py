@@ -103,7 +103,7 @@ _PLANNER_OPTIONS = {
         "libra, libra-m: phase (default) or mixed, as in Eq. 9-11.",
     ),
     "literal": (
-        "--literal/--mended",
+        "--literal/--corrected",
         click.BOOL,
         "asc-wfbp: Algorithm 1 as printed, or with its errors corrected (default).",
     ),

@@ -21,8 +21,9 @@ from stretto.report import gather, page
 def command(files: tuple[str, ...], output: str, title: str | None) -> None:
     """Make one self-contained page of FILES.
 
-    FILES may be results, workload, cluster, plan and timeline files and traces; each
-    file names its kind. `stretto report demo-out/*.json` draws a demo's page again.
+    FILES may be results, workload, cluster, plan, tuning and timeline files, and
+    traces; each file names its kind. `stretto report demo-out/*.json` draws a demo's
+    page again.
     """
     page.save(output, gather.gather(files, title=title))
     click.echo(output)

@@ -27,7 +27,7 @@ OPTIONS = (
     *("--max-lanes=1", "--max-lanes=99999999999", "--cycle-ms=nan", "--cycle-ms=-1"),
     *("--cycle-ms=inf", "--groups=1", "--groups=" + "9" * 30, "--chunks=7"),
     *("--search=grid", "--search=literal", "--search=x", "--startup=mixed"),
-    *("--startup=x", "--literal", "--mended", "--dims=all", "--dims=", "--dims=x,y"),
+    *("--startup=x", "--literal", "--corrected", "--dims=all", "--dims=", "--dims=x,y"),
     *("--dims=forward", "--dims=algorithm", "--time-limit=nan", "--time-limit=1e-9"),
     *("--fastest", "--robust", "--no-fusion", "--no-lanes", "--no-slices"),
 )

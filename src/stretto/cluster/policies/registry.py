@@ -38,7 +38,7 @@ _POLICIES = ClassRegistry(
 )
 
 NAMES = tuple(_POLICIES.own)
-"""stretto's policies, plainest first; `get` accepts others too."""
+"""stretto's policies, simplest first; `get` accepts others too."""
 
 
 def get(policy: str | AbstractPolicy, **options: Any) -> AbstractPolicy:
