@@ -67,6 +67,16 @@ def get_logger(name: str) -> SafeLogger:
     return SafeLogger(logging.getLogger(name))
 
 
+_announced: set[str] = set()
+
+
+def warn_experimental(logger: SafeLogger, what: str) -> None:
+    """Log once in this process that something has not yet run on a GPU."""
+    if what not in _announced:
+        _announced.add(what)
+        logger.warning("%s: experimental, not yet run on a GPU", what)
+
+
 def _write(msg: object, args: tuple[object, ...], exc: Exception) -> None:
     try:
         line = str(msg) % args if args else str(msg)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 from torch.futures import Future
 
+from stretto import logs
 from stretto.errors import PlanMismatch
 from stretto.runtime.backends import nccl
 from stretto.runtime.backends.nccl_settings import LAUNCH_ORDER
@@ -94,6 +95,15 @@ def test_what_a_plan_needs_is_made_once_parents_first_and_ended_with_the_pool(de
     assert Group.ended == ["abort"] * 3
     del lanes, opened
     assert Group.ended[3:] == ["shutdown"] * 3
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
+def test_rank_0_logs_once_that_lanes_have_not_run_on_a_gpu(device, caplog, rank, lines):
+    device.setattr(logs, "_announced", set())
+    ranks = Ranks(rank=rank, size=2, names=(0, 1), store=HashStore(), timeout_s=5.0)
+    for serial in (1, 2):
+        LanePool(ranks, serial=serial, backend="nccl", device=DEVICE)
+    assert caplog.text.count("not yet run on a GPU") == lines
 
 
 def test_lanes_after_nccls_first_collective_log_the_order_once(device, caplog):

@@ -30,10 +30,13 @@ import torch
 from stretto.background.devices.base import AbstractDevice, EndedTask
 from stretto.background.priority import Isolation
 from stretto.errors import SpecError
+from stretto.logs import get_logger, warn_experimental
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping, Sequence
     from contextlib import AbstractContextManager
+
+_log = get_logger(__name__)
 
 PIECE_S = 0.5e-3
 """Length of a piece of a job that is captured as CUDA graphs."""
@@ -92,6 +95,7 @@ class CudaDevice(AbstractDevice):
     ) -> Isolation:
         """Become an MPS client of low priority, if there is MPS."""
         del foreground_pid
+        warn_experimental(_log, "a background on a CUDA device")
         environment = os.environ if environment is None else environment
         if not has_mps(environment):
             return Isolation(

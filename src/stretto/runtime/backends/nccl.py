@@ -55,7 +55,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from stretto.errors import PlanMismatch
-from stretto.logs import get_logger
+from stretto.logs import get_logger, warn_experimental
 from stretto.runtime.backends.base import (
     AbstractBackend,
     AbstractLanes,
@@ -301,6 +301,8 @@ class NcclBackend(AbstractBackend):
     ) -> NcclLanes:
         """Return the lanes of a model."""
         del end_requests, notes  # opening ends at its own timeout
+        if ranks.rank == 0:
+            warn_experimental(_log, "lanes on NCCL")
         return NcclLanes(ranks=ranks, store_for=store_for, device=device)
 
     def collectives_per_slice(self, resource: int | None) -> int:
