@@ -4,7 +4,7 @@ One model, two evaluations:
 
 - `engine` runs flows from event to event: the reference. `step` builds its flows from
   a plan (`flows`) and returns times and a timeline; `forward` does so for overlap with
-  the next forward, and `halves` for DeAR's.
+  the next forward, by whole all-reduces or DeAR's halves.
 - `step_model` gives the same times to searches, some 20 to 80 times as fast, without
   timelines. `network` holds a cluster's figures, `lanes` the loops, `gated_lanes` those
   for overlap with the next forward, and `replay` plans to be evaluated under many

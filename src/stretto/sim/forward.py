@@ -16,13 +16,22 @@ model counts everything outside of the model's own forward after the last first 
 does not hide communication behind the optimizer and the input, so it predicts no less
 than what happens.
 
-`simulate_step` calls `simulate_period`; the step model has a faster evaluation
-(`stretto.sim.gated_lanes`), and tests compare the two.
+`simulate_step` calls `simulate_period` and `simulate_halves`. The step model has a
+faster evaluation of the first (`stretto.sim.gated_lanes`), and tests compare the two.
+
+# Note [Halves of all-reduces]
+DeAR, which is simulated to compare with, reduces and scatters a bucket's gradients
+during backward and gathers them during the next forward. Reduce-scatters launch as
+buckets become ready, in the plan's order; all-gathers launch after all of them, in the
+order of need. Each bucket takes the same lanes both times. All-gathers do not use gaps
+in which lanes wait for gradients, so a job whose communication backward hides anyway
+may be slower than with overlap ``backward``. Source: Zhang et al., DeAR, ICDCS 2023,
+section III. The runtime does not send halves.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -73,6 +82,45 @@ def simulate_period(
         for bucket, numbers in awaited.items()
     ]
     return run_period(workload, cluster, plan, flows=flows, slices=slices, gates=gates)
+
+
+def simulate_halves(
+    workload: Workload, cluster: Cluster, plan: Plan, *, startup: str = "phase"
+) -> Period:
+    """Return the steady period of steps whose all-gathers run beside the next forward.
+
+    See Note [Halves of all-reduces]. The plan's ranks and tensors must have been
+    checked.
+
+    Raises:
+        SpecError: the plan requests a resource that the cluster does not list.
+    """
+    scatters, sent = plan_flows(
+        workload, cluster, plan, origin_s=0.0, part="reduce_scatter", startup=startup
+    )
+    needed_s = needs_of(workload, plan)
+    order = sorted(
+        range(len(scatters)), key=lambda i: (needed_s[sent[i].bucket], -sent[i].bucket)
+    )
+    launched_s = max((flow.ready_work_s for flow in scatters), default=0.0)
+    # An all-gather sends back the bytes of its reduce-scatter.
+    gathers = [replace(scatters[i], ready_work_s=launched_s) for i in order]
+    awaited: dict[int, list[int]] = {}
+    for number, i in enumerate(order, start=len(scatters)):
+        awaited.setdefault(sent[i].bucket, []).append(number)
+    slices = [replace(part, name=f"{part.name} reduce-scatter") for part in sent]
+    slices += [replace(sent[i], name=f"{sent[i].name} all-gather") for i in order]
+    return run_period(
+        workload,
+        cluster,
+        plan,
+        flows=scatters + gathers,
+        slices=slices,
+        gates=[
+            Gate(work_s=workload.backward_s + needed_s[bucket], flows=tuple(numbers))
+            for bucket, numbers in awaited.items()
+        ],
+    )
 
 
 def run_period(

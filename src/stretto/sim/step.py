@@ -26,8 +26,7 @@ from stretto.errors import PlanMismatch
 from stretto.schema import Span, Timeline
 from stretto.sim.engine import run
 from stretto.sim.flows import bottleneck_link, flow_spans, plan_flows
-from stretto.sim.forward import simulate_period
-from stretto.sim.halves import simulate_halves
+from stretto.sim.forward import simulate_halves, simulate_period
 
 if TYPE_CHECKING:
     from stretto.schema import Cluster, Plan, Workload
