@@ -1,7 +1,7 @@
 """Convert a plan to flows for the event engine, and its outcome to spans.
 
-Called by `stretto.sim.step`, `stretto.sim.forward` and `stretto.sim.halves`, which run
-the engine, and by `stretto.sim.replay`, which keeps a plan's flows for the step model.
+Called by `stretto.sim.step` and `stretto.sim.forward`, which run the engine, and by
+`stretto.sim.replay`, which keeps a plan's flows for the step model.
 """
 
 from __future__ import annotations
