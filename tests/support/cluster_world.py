@@ -12,7 +12,7 @@ from stretto.cluster.commands import StartPart, StopPart, UseDevices
 from stretto.cluster.coordinator import Coordinator
 from stretto.cluster.ledger import Ledger, Limits
 from stretto.cluster.tables import all_rows
-from stretto.cluster.views import WAYS, Speed, Speeds
+from stretto.cluster.views import METHODS, Speed, Speeds
 from stretto.errors import StoreUnavailable
 from stretto.schema.job import (
     BackgroundRules,
@@ -26,11 +26,11 @@ LIMITS = Limits(silent_s=4.0, watchdog_s=20.0, margin_s=3.0)
 
 
 SPEEDS = Speeds(
-    ways={
-        way: tuple(
+    methods={
+        method: tuple(
             Speed(
                 gpus=gpus,
-                batch=8 * gpus if way == "weak" else 8,
+                batch=8 * gpus if method == "weak" else 8,
                 step_s=0.1 / gpus,
                 speedup=float(gpus),
                 idle_ratios=(0.1, 0.3, 0.5, 1.0, 1.0)[:gpus],
@@ -39,7 +39,7 @@ SPEEDS = Speeds(
             )
             for gpus in range(1, 6)
         )
-        for way in WAYS
+        for method in METHODS
     }
 )
 """Speeds by which the last ranks of a large job are never used."""

@@ -121,7 +121,7 @@ def _details(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
             "devices",
             ", ".join(f"{host}:{index}" for host, index in found["devices"]),
         )
-        yield "plan", found["way"]
+        yield "plan", found["method"]
     yield "attempt", f"{found['attempt']}, {found['failures']} failed"
     if found["code"] is not None:
         yield "exit status", str(found["code"])

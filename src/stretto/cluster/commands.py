@@ -43,8 +43,8 @@ class StartPart:
     hosts: tuple[str, ...]
     """All hosts of the attempt; rank 0 runs on the first."""
 
-    way: str
-    """How devices are used: one of `views.WAYS`."""
+    method: str
+    """How devices are used: one of `views.METHODS`."""
 
     batch: int | None
     """Samples of a step on all devices, if the policy chose it."""

@@ -73,7 +73,7 @@ def _start(decision: Start, record: Record, state: State, now_s: float) -> Event
         data={
             "purpose": RUN if profiled else PROFILE,
             "devices": devices,
-            "way": decision.way,
+            "method": decision.method,
             "batch": decision.batch,
         },
     )

@@ -1,7 +1,7 @@
 """A cluster in virtual time: the ledger and its policy, and jobs that only take time.
 
 # Note [How fast jobs run]
-A foreground's rate is its speed-up on its devices, by the way that the policy chose,
+A foreground's rate is its speed-up on its devices, by the method that the policy chose,
 less the loss if a background is beside a rank that computes. A background has rate 1 on
 a device without a foreground and on a rank that the plan never uses, else the measured
 rate beside that rank, and 0 if nothing was measured. Work is in seconds of one device.

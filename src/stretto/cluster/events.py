@@ -60,7 +60,7 @@ PLANNED = "planned"
 # By the ledger itself.
 PLACED = "placed"
 """The attempt has its devices. Data: ``purpose``, ``devices`` as pairs of host and
-index in the order of ranks, ``way``, ``batch``."""
+index in the order of ranks, ``method``, ``batch``."""
 ATTACHING = "attaching"
 """Data: ``devices``, pairs that are added."""
 DETACHING = "detaching"

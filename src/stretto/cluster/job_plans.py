@@ -99,7 +99,7 @@ def plan_job(
     if not plans:
         raise SpecError(f"job {spec.name!r} cannot be planned: {reason}")
     return JobPlans(
-        Speeds(ways={way: tuple(found) for way, found in rows.items()}), plans
+        Speeds(methods={method: tuple(found) for method, found in rows.items()}), plans
     )
 
 

@@ -69,7 +69,7 @@ def _for_part(record: Record, attempt: Attempt, part: Part) -> Iterator[Command]
             first_rank=part.first_rank,
             ranks=sum(each.num_ranks for each in attempt.parts.values()),
             hosts=tuple(attempt.parts),
-            way=attempt.way,
+            method=attempt.method,
             batch=attempt.batch,
             resume=record.num_runs > 1,
         )

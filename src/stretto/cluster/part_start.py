@@ -93,7 +93,7 @@ def _variables(
     if batch is not None:
         found["STRETTO_CLUSTER_BATCH"] = str(batch)
     plan = folders.plan(command.job, command.ranks)
-    if command.way == BURST and plan.exists():
+    if command.method == BURST and plan.exists():
         found["STRETTO_CLUSTER_PLAN"] = str(plan)
     return found
 

@@ -51,9 +51,9 @@ def job_details(ledger: Ledger, job: str, now_s: float) -> dict[str, Any]:
     view = record.view
     speed = None
     if view.speeds is not None and view.devices:
-        speed = view.speeds.at(view.way, len(view.devices))
+        speed = view.speeds.at(view.method, len(view.devices))
     return _row(ledger, record, now_s) | {
-        "way": view.way,
+        "method": view.method,
         "batch": view.batch or view.spec.batch,
         "failures": view.failures,
         "code": record.code,

@@ -65,7 +65,7 @@ class Attempt:
 
     purpose: str
 
-    way: str
+    method: str
 
     batch: int | None
 

@@ -36,7 +36,7 @@ AMPLIFICATION_LIMIT = 2.0
 CRITICAL_BATCH = 1024.0
 """Assumed for all models: above it, larger batches need many more samples."""
 
-_WAYS = {"deeppool": BURST, "weak": WEAK, "batch-optimal": BATCH_OPTIMAL}
+_METHODS = {"deeppool": BURST, "weak": WEAK, "batch-optimal": BATCH_OPTIMAL}
 _MAX_TABLE_GPUS = 64
 """Beyond it, a job is as fast as on this number of devices."""
 
@@ -68,9 +68,9 @@ def jobs_of(
     Models and missing roles are drawn by the seed.
     """
     draw = random.Random(options.seed)
-    ways = {DATA_PARALLEL} | {_WAYS[p] for p in policies if p in _WAYS}
+    methods = {DATA_PARALLEL} | {_METHODS[p] for p in policies if p in _METHODS}
     sizes = {min(job.gpus, options.gpus) for job in trace.jobs}
-    tables = {name: _table(name, sizes, ways, options) for name in MODELS}
+    tables = {name: _table(name, sizes, methods, options) for name in MODELS}
     specs: dict[tuple[str, str, int], Job] = {}
     found = []
     for job in trace.jobs:
@@ -108,7 +108,7 @@ def _spec(role: str, name: str, gpus: int, *, flexible: bool) -> Job:
 
 
 def _table(
-    name: str, sizes: set[int], ways: set[str], options: ReplayOptions
+    name: str, sizes: set[int], methods: set[str], options: ReplayOptions
 ) -> Speeds:
     maximum = min(max(sizes), _MAX_TABLE_GPUS)
     powers = {2**i for i in range(maximum.bit_length()) if 2**i <= maximum}
@@ -119,7 +119,7 @@ def _table(
         network=cluster("deeppool"),
         batch=MODELS[name],
         gpus=tuple(sorted(counts)),
-        ways=tuple(sorted(ways)),
+        methods=tuple(sorted(methods)),
         efficiency=SampleEfficiency(name="assumed", critical_batch=CRITICAL_BATCH),
         amplification_limit=AMPLIFICATION_LIMIT,
         pair=options.pair,

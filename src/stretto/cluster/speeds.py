@@ -1,7 +1,7 @@
 """How fast jobs run on numbers of devices: tables from the burst planner, kept on disk.
 
-The ways are those of `planners.burst.scaling`, but every step is simulated on the same
-cluster, so that ways with and without a burst plan compare.
+The methods are those of `planners.burst.scaling`, but every step is simulated on the
+same cluster, so that methods with and without a burst plan compare.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SpeedQuestion:
 
     gpus: tuple[int, ...]
 
-    ways: tuple[str, ...]
+    methods: tuple[str, ...]
 
     efficiency: SampleEfficiency
 
@@ -75,7 +75,7 @@ class SpeedQuestion:
                 codec.encode(self.efficiency).decode(),
                 self.batch,
                 self.gpus,
-                self.ways,
+                self.methods,
                 self.amplification_limit,
                 None if self.pair is None else dataclasses.asdict(self.pair),
             ]
@@ -134,27 +134,27 @@ class _Table:
 
     def speeds(self) -> Speeds:
         rows: dict[str, tuple[Speed, ...]] = {}
-        for way in self._question.ways:
-            found = (self._speed(way, gpus) for gpus in sorted(self._question.gpus))
-            rows[way] = tuple(row for row in found if row is not None)
-        return Speeds(ways=rows)
+        for method in self._question.methods:
+            found = (self._speed(method, gpus) for gpus in sorted(self._question.gpus))
+            rows[method] = tuple(row for row in found if row is not None)
+        return Speeds(methods=rows)
 
-    def _speed(self, way: str, gpus: int) -> Speed | None:
+    def _speed(self, method: str, gpus: int) -> Speed | None:
         batch = self._question.batch
-        if way == DATA_PARALLEL:
+        if method == DATA_PARALLEL:
             return self._row(gpus, batch, self._step_of(gpus, batch))
-        if way == WEAK:
+        if method == WEAK:
             return self._row(gpus, batch * gpus, self._step_of(gpus, batch * gpus))
-        if way == BATCH_OPTIMAL:
+        if method == BATCH_OPTIMAL:
             rows = [
                 self._row(gpus, size, self._step_of(gpus, size))
                 for size in self._batches(gpus)
             ]
             known = [row for row in rows if row is not None]
             return max(known, key=lambda r: (r.speedup, -r.batch), default=None)
-        if way == BURST:
+        if method == BURST:
             return self._row(gpus, batch, self._burst(gpus))
-        raise SpecError(f"unknown way {way!r}", place=".ways")
+        raise SpecError(f"unknown method {method!r}", place=".methods")
 
     def _batches(self, gpus: int) -> list[int]:
         found, size = [], self._question.batch

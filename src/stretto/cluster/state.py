@@ -316,7 +316,7 @@ class State:
             job=event.job,
             number=event.attempt,
             purpose=event.data.get("purpose", RUN),
-            way=event.data["way"],
+            method=event.data["method"],
             batch=event.data["batch"],
             placed_s=event.at_s,
             parts={},
@@ -328,11 +328,15 @@ class State:
         self._mark(record)
         record.num_runs += attempt.purpose == RUN
         view.devices, view.attempt = devices, event.attempt
-        view.way, view.batch, view.placed_s = attempt.way, attempt.batch, event.at_s
+        view.method, view.batch, view.placed_s = (
+            attempt.method,
+            attempt.batch,
+            event.at_s,
+        )
         view.state = STARTING
         view.speed, view.beside = None, 0
         if view.speeds is not None and view.role == FOREGROUND:
-            view.speed = view.speeds.at(attempt.way, len(devices))
+            view.speed = view.speeds.at(attempt.method, len(devices))
         self._occupy(view, devices)
         self.jobs.add_live(view)
 

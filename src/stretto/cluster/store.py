@@ -245,6 +245,9 @@ def _opened(path: Path) -> sqlite3.Connection:
                 f"CREATE TABLE IF NOT EXISTS {name} "
                 f"({', '.join(columns)}, PRIMARY KEY ({keys}))"
             )
+        found = database.execute("SELECT name FROM pragma_table_info('attempts')")
+        if ("way",) in found.fetchall():  # its name in earlier stores
+            database.execute("ALTER TABLE attempts RENAME COLUMN way TO method")
         database.execute(f"PRAGMA user_version = {_VERSION}")
     except (sqlite3.Error, OSError) as exc:
         raise ClusterError(f"{path}: cannot be opened: {exc}") from exc

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Reversible
 
 DATA_PARALLEL, WEAK, BATCH_OPTIMAL, BURST = "strong", "weak", "batch-optimal", "burst"
-WAYS = (DATA_PARALLEL, WEAK, BATCH_OPTIMAL, BURST)
-"""Ways of scaling, by which a job uses more devices; see `planners.burst.scaling`. A
-field ``way`` is one of these."""
+METHODS = (DATA_PARALLEL, WEAK, BATCH_OPTIMAL, BURST)
+"""Methods of scaling, by which a job uses more devices; see
+`planners.burst.scaling`. A field ``method`` is one of these."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """How fast a job runs on a number of devices, under one way of scaling."""
+    """How fast a job runs on a number of devices, under one method of scaling."""
 
     gpus: int
 
@@ -48,13 +48,13 @@ class Speed:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """A job's speeds by way of scaling, each by ascending number of devices."""
+    """A job's speeds by method of scaling, each by ascending number of devices."""
 
-    ways: Mapping[str, Sequence[Speed]]
+    methods: Mapping[str, Sequence[Speed]]
 
-    def at(self, way: str, gpus: int) -> Speed | None:
+    def at(self, method: str, gpus: int) -> Speed | None:
         """Return the speed on the largest known number of devices up to ``gpus``."""
-        rows = self.ways.get(way, ())
+        rows = self.methods.get(method, ())
         at = bisect_left(rows, gpus + 1, key=lambda row: row.gpus)
         return rows[at - 1] if at else None
 
@@ -93,7 +93,7 @@ class JobView:
     devices: tuple[Device, ...] = ()
     """Those that the live attempt has, in the order of ranks."""
 
-    way: str = DATA_PARALLEL
+    method: str = DATA_PARALLEL
     batch: int | None = None
     """How the live attempt uses its devices."""
 

@@ -88,7 +88,7 @@ def command_of(plain: Mapping[str, Any]) -> Command:
     Raises:
         SpecError: a field is missing or invalid.
     """
-    body = dict(plain)
+    body = _renamed(plain)
     kind = _COMMANDS.get(body.pop("command", ""))
     if kind is None:
         raise SpecError(
@@ -118,8 +118,8 @@ def plain_data(data: Mapping[str, Any]) -> dict[str, Any]:
         plain["spec"] = json.loads(codec.encode(plain["spec"]))
     if plain.get("speeds") is not None:
         plain["speeds"] = {
-            way: [dataclasses.asdict(row) for row in rows]
-            for way, rows in plain["speeds"].ways.items()
+            method: [dataclasses.asdict(row) for row in rows]
+            for method, rows in plain["speeds"].methods.items()
         }
     return plain
 
@@ -130,16 +130,25 @@ def data_of(plain: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a value is not what it should be.
     """
-    data = dict(plain)
+    data = _renamed(plain)
     if "spec" in data:
         data["spec"] = codec.decode(
             json.dumps(data["spec"]).encode(), Job, source="event"
         )
     if data.get("speeds") is not None:
         data["speeds"] = Speeds(
-            ways={
-                way: tuple(codec.convert(row, Speed, source="event") for row in rows)
-                for way, rows in data["speeds"].items()
+            methods={
+                method: tuple(codec.convert(row, Speed, source="event") for row in rows)
+                for method, rows in data["speeds"].items()
             }
         )
     return data
+
+
+def _renamed(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of plain JSON in which earlier names of keys are the present."""
+    return {_FORMER_KEYS.get(key, key): value for key, value in plain.items()}
+
+
+_FORMER_KEYS = {"way": "method"}
+"""Of events in earlier stores, and of commands between processes of two releases."""

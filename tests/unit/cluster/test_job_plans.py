@@ -43,14 +43,14 @@ PAIR = measured_pair(loss_ratio=0.05)
 
 def test_speeds_cover_powers_of_two_up_to_the_jobs_most() -> None:
     found = plan_job(job_of(), PROFILE, NETWORK, devices=8)
-    assert [row.gpus for row in found.speeds.ways[BURST]] == [1, 2, 4]
+    assert [row.gpus for row in found.speeds.methods[BURST]] == [1, 2, 4]
     assert sorted(found.plans) == [1, 2, 4]
 
 
 def test_one_device_has_speedup_1_and_no_idle_time() -> None:
     found = plan_job(job_of(), PROFILE, NETWORK, devices=1)
-    for way in (DATA_PARALLEL, BURST):
-        (row,) = found.speeds.ways[way]
+    for method in (DATA_PARALLEL, BURST):
+        (row,) = found.speeds.methods[method]
         assert row.speedup == pytest.approx(1.0)
         assert row.idle_ratios == pytest.approx((0.0,), abs=1e-9)
 
@@ -59,7 +59,7 @@ def test_without_a_limit_a_burst_plan_is_at_least_as_fast_as_data_parallelism() 
     spec = job_of(burst=BurstOptions(factory="train.py:make"))
     speeds = plan_job(spec, PROFILE, NETWORK, devices=4).speeds
     for plain, burst in zip(
-        speeds.ways[DATA_PARALLEL], speeds.ways[BURST], strict=True
+        speeds.methods[DATA_PARALLEL], speeds.methods[BURST], strict=True
     ):
         # Plans within 2 % are equal, and the one that computes less is taken.
         assert burst.step_s <= 1.02 * plain.step_s
@@ -67,14 +67,14 @@ def test_without_a_limit_a_burst_plan_is_at_least_as_fast_as_data_parallelism() 
 
 def test_a_measured_pair_gives_rates_of_backgrounds_and_the_loss() -> None:
     speeds = plan_job(job_of(), PROFILE, NETWORK, devices=4, pair=PAIR).speeds
-    row = speeds.ways[BURST][-1]
+    row = speeds.methods[BURST][-1]
     assert len(row.background) == 4
     assert row.loss == pytest.approx(1.0 - 1.0 / 1.05)
 
 
 def test_without_a_pair_no_background_is_promised() -> None:
     speeds = plan_job(job_of(), PROFILE, NETWORK, devices=4).speeds
-    assert all(row.background == () for rows in speeds.ways.values() for row in rows)
+    assert all(row.background == () for rows in speeds.methods.values() for row in rows)
 
 
 def test_a_job_without_batch_cannot_be_planned() -> None:

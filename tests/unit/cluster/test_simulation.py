@@ -11,7 +11,7 @@ import pytest
 
 from stretto.cluster.engine_sim import SimulatedJob, simulate
 from stretto.cluster.policies import registry
-from stretto.cluster.views import WAYS, Speed, Speeds
+from stretto.cluster.views import METHODS, Speed, Speeds
 from stretto.schema.job import BACKGROUND, FOREGROUND, GpuRange, Job
 
 
@@ -45,7 +45,7 @@ def table(gpus, speedup, idle, background=(), loss=0.0):
         background=background,
         loss=loss,
     )
-    return Speeds(ways=dict.fromkeys(WAYS, (row,)))
+    return Speeds(methods=dict.fromkeys(METHODS, (row,)))
 
 
 def run(jobs, policy="fifo", gpus=2, **options):
@@ -163,7 +163,7 @@ def test_strong_takes_the_fewest_devices_near_the_best():
         Speed(gpus=gpus, batch=8, step_s=1.0, speedup=speedup)
         for gpus, speedup in ((1, 1.0), (2, 1.9), (4, 1.91))
     )
-    speeds = Speeds(ways=dict.fromkeys(WAYS, rows))
+    speeds = Speeds(methods=dict.fromkeys(METHODS, rows))
     jobs = [job(0, 19, gpus=1, maximum=4, speeds=speeds) for _ in range(2)]
     assert ends(run(jobs, "strong", gpus=4)) == pytest.approx([10, 10])
 
@@ -172,7 +172,7 @@ def test_strong_starts_a_job_again_on_more_devices_when_they_are_free():
     rows = tuple(
         Speed(gpus=gpus, batch=8, step_s=1.0, speedup=float(gpus)) for gpus in (1, 2)
     )
-    speeds = Speeds(ways=dict.fromkeys(WAYS, rows))
+    speeds = Speeds(methods=dict.fromkeys(METHODS, rows))
     jobs = [job(0, 50), job(1, 300, gpus=1, maximum=2, speeds=speeds)]
     found = run(jobs, "strong", gpus=2, settle_s=60.0)
     assert ends(found)[1] == pytest.approx(61 + 240 / 2)

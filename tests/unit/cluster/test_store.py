@@ -64,6 +64,26 @@ def test_tables_are_the_fold_of_events(world, store):
     database.close()
 
 
+def test_a_store_that_calls_a_method_a_way_is_read_and_renamed(tmp_path):
+    store = Store(tmp_path / "cluster")
+    world = World(registry.get("deeppool"), (2, 2), store)
+    busy(world)
+    rows = store._database.execute("SELECT job, method FROM attempts").fetchall()
+    store._database.execute("ALTER TABLE attempts RENAME COLUMN method TO way")
+    store._database.execute(
+        "UPDATE events SET data = replace(data, '\"method\":', '\"way\":')"
+    )
+    store.close()
+    again = Store(store._folder)
+    ledger = Ledger(world.policy, LIMITS)
+    for event in again.events():
+        ledger.apply(event)
+    assert all_rows(ledger.state) == all_rows(world.ledger.state)
+    found = again._database.execute("SELECT job, method FROM attempts").fetchall()
+    assert found == rows
+    again.close()
+
+
 def test_a_restart_goes_on(world):
     busy(world)
     world.restart()

@@ -19,7 +19,7 @@ class Start:
 
     job: str
     devices: tuple[Device, ...]
-    way: str = DATA_PARALLEL
+    method: str = DATA_PARALLEL
     batch: int | None = None
 
 

@@ -53,10 +53,10 @@ class ExclusivePolicy(AbstractPolicy):
         only = jobs.only_waiting()
         if only is not None and free.num_free() >= only.minimum:
             # fast: no copy of the map, a third less time on 800 hosts
-            gpus, way, batch = self.size(only, free.num_free())
+            gpus, method, batch = self.size(only, free.num_free())
             devices = free.pick(gpus, memory_bytes=only.memory_bytes)
             if devices is not None:
-                return [Start(only.id, devices, way, batch)]
+                return [Start(only.id, devices, method, batch)]
         out: list[Decision] = []
         minimum = jobs.smallest_waiting(FOREGROUND)
         if minimum is not None:
@@ -87,11 +87,11 @@ class ExclusivePolicy(AbstractPolicy):
         for job in in_turn(
             role, jobs, free.num_free, lambda job: self.keeps(job, now_s)
         ):
-            gpus, way, batch = self.size(job, free.num_free())
+            gpus, method, batch = self.size(job, free.num_free())
             devices = free.pick(gpus, memory_bytes=job.memory_bytes)
             if devices is not None:
                 free.take(devices, foreground=role == FOREGROUND)
-                out.append(Start(job.id, devices, way, batch))
+                out.append(Start(job.id, devices, method, batch))
         return out
 
     def why_waiting(

@@ -26,7 +26,7 @@ GROW_RATIO = 1.25
 """A job starts again on more devices if it becomes faster by this factor."""
 
 
-def best(job: JobView, way: str, free: int) -> Speed | None:
+def best(job: JobView, method: str, free: int) -> Speed | None:
     """Return the speed of the number of devices that a job should get.
 
     It is the fastest with at most ``free`` devices; among those within `NEAR_RATIO` of
@@ -37,7 +37,7 @@ def best(job: JobView, way: str, free: int) -> Speed | None:
     maximum = min(job.maximum, free)
     rows = [
         row
-        for row in job.speeds.ways.get(way, ())
+        for row in job.speeds.methods.get(method, ())
         if job.minimum <= row.gpus <= maximum
     ]
     if not rows:
@@ -47,7 +47,7 @@ def best(job: JobView, way: str, free: int) -> Speed | None:
 
 
 def growth(
-    way: str, settle_s: float, now_s: float, cluster: ClusterView, jobs: JobsView
+    method: str, settle_s: float, now_s: float, cluster: ClusterView, jobs: JobsView
 ) -> tuple[list[Decision], float | None]:
     """Return which job starts again on more devices, and when to ask again.
 
@@ -62,7 +62,7 @@ def growth(
         has = len(job.devices)
         if job.speed is None:
             continue
-        row = best(job, way, has + free)
+        row = best(job, method, has + free)
         if row is None or row.speedup < GROW_RATIO * job.speed.speedup:
             continue
         due_s = job.placed_s + settle_s
@@ -79,7 +79,7 @@ class SizedPolicy(ExclusivePolicy):
     A job whose speeds are not known gets as many as are free.
     """
 
-    way: ClassVar[str]
+    method: ClassVar[str]
 
     def __init__(
         self, *, patience_s: float = PATIENCE_S, settle_s: float = SETTLE_S
@@ -90,23 +90,23 @@ class SizedPolicy(ExclusivePolicy):
 
     def size(self, job: JobView, free: int) -> tuple[int, str, int | None]:
         """Return the number of devices with the best speed."""
-        row = best(job, self.way, free)
+        row = best(job, self.method, free)
         if row is None:
             return super().size(job, free)
-        return row.gpus, self.way, row.batch
+        return row.gpus, self.method, row.batch
 
     def decide(
         self, now_s: float, cluster: ClusterView, jobs: JobsView
     ) -> list[Decision]:
         """Return starts, or the restart of a job on more devices."""
         found = super().decide(now_s, cluster, jobs)
-        return found or growth(self.way, self._settle_s, now_s, cluster, jobs)[0]
+        return found or growth(self.method, self._settle_s, now_s, cluster, jobs)[0]
 
     def next_s(
         self, now_s: float, cluster: ClusterView, jobs: JobsView
     ) -> float | None:
         """Return when the next job may get more devices."""
-        return growth(self.way, self._settle_s, now_s, cluster, jobs)[1]
+        return growth(self.method, self._settle_s, now_s, cluster, jobs)[1]
 
 
 @final
@@ -114,7 +114,7 @@ class StrongPolicy(SizedPolicy):
     """Keeps each job's batch: more devices get fewer samples each."""
 
     name: ClassVar[str] = "strong"
-    way: ClassVar[str] = DATA_PARALLEL
+    method: ClassVar[str] = DATA_PARALLEL
 
 
 @final
@@ -122,7 +122,7 @@ class WeakPolicy(SizedPolicy):
     """Gives each device the samples that one device had: the batch grows."""
 
     name: ClassVar[str] = "weak"
-    way: ClassVar[str] = WEAK
+    method: ClassVar[str] = WEAK
 
 
 @final
@@ -130,4 +130,4 @@ class BatchOptimalPolicy(SizedPolicy):
     """Takes for each number of devices the batch that reaches the target soonest."""
 
     name: ClassVar[str] = "batch-optimal"
-    way: ClassVar[str] = BATCH_OPTIMAL
+    method: ClassVar[str] = BATCH_OPTIMAL
