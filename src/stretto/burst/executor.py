@@ -31,6 +31,7 @@ from stretto.burst.parts import Settings, parts_of
 from stretto.burst.plan_change import PlanChange
 from stretto.burst.plan_follower import PlanFollower
 from stretto.burst.rank_meeting import RankMeeting
+from stretto.burst.requested_plans import RequestedPlans
 from stretto.burst.requirements import checked_plan, refuse_callers
 from stretto.burst.tracing.reads import normal_tensors
 from stretto.errors import SpecError, StrettoError
@@ -149,6 +150,7 @@ class BurstParallel(nn.Module):
         ended.atexit = False
         self._follower = PlanFollower(checked, self._parts)
         self._plan_change = PlanChange(self._parts, self._follower)
+        self._requested_plans = RequestedPlans(self._parts)
         torch_calls.add(self._parts.seam)
         self.register_load_state_dict_pre_hook(_accept_module_names)  # type: ignore[no-untyped-call]
         if example_inputs is not None or example_kwargs is not None:
@@ -430,6 +432,27 @@ class BurstParallel(nn.Module):
         """
         self._plan_change.apply(plan, optimizers)
         self._parts.clock.marker.predict(())  # what was predicted was the old plan's
+
+    def follow_requests(self, *optimizers: Optimizer) -> bool:
+        """Follow the plan that a cluster requests, if there is one; see `apply_plan`.
+
+        A job of `stretto cluster` whose file has ``"replan": true`` calls this after
+        each ``optimizer.step()``, on every rank, before the next forward. The ranks
+        look for requests about once in a second. Elsewhere it does nothing. A plan that
+        `apply_plan` would reject is not used: rank 0 logs why, and training continues.
+
+        Args:
+            optimizers: as for `apply_plan`.
+
+        Returns:
+            Whether the plan has changed.
+
+        Raises:
+            CommTimeout: a rank was lost, or does not call this.
+        """
+        return self._requested_plans.follow(
+            lambda plan: self.apply_plan(plan, *optimizers)
+        )
 
     @normal_tensors()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

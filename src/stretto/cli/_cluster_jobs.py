@@ -137,6 +137,8 @@ def _details(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if progress.get("idle_s"):
             text += f"; none for {format_s(progress['idle_s'])}: it may hang"
         yield "step", text
+    if replanned := found["replanned"]:
+        yield "replanned", f"at step {replanned.get('step')}, {replanned.get('why')}"
     yield "command", " ".join(found["command"])
     yield "logs", found["logs"]
 

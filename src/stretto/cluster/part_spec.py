@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from stretto.plan_requests import VARIABLE as PLAN_REQUESTS
 from stretto.schema.job import BACKGROUND, DIRECT, INDEPENDENT, STRETTO_RUN
 from stretto.step_counts import VARIABLE as STEP_COUNTS
 
@@ -21,8 +22,26 @@ ATTEMPT_VARIABLE = "STRETTO_CLUSTER_ATTEMPT"
 
 PART_FILE, END_FILE, LOCK_FILE = "part.json", "end.json", "supervisor.lock"
 SOCKET_FILE, STEPS_FILE, CRASH_FILE = "supervisor.sock", "steps", "crash"
+REQUESTS_FOLDER = "requests"
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplanSpec:
+    """What a job's burst plan was made from."""
+
+    plan: str
+    """Its file."""
+
+    profile: str
+    """The layer profile's file."""
+
+    network: str
+    """The measured network's file; empty: a published one."""
+
+    amplification_limit: float | None
 
 
 @final
@@ -74,6 +93,9 @@ class PartSpec:
     extra: dict[str, str] | None = None
     """Variables of the cluster, such as the file of the attempt's plan."""
 
+    replan: ReplanSpec | None = None
+    """What the job's plan was made from, if the plan may change while it runs."""
+
     def save(self, folder: Path) -> None:
         """Write the file, whole or not at all."""
         write_json(folder / PART_FILE, asdict(self))
@@ -90,6 +112,8 @@ class PartSpec:
         try:
             found["command"] = tuple(found["command"])
             found["devices"] = tuple(found["devices"])
+            if (replan := found.pop("replan", None)) is not None:
+                found["replan"] = ReplanSpec(**replan)
             return cls(**found)
         except (TypeError, KeyError) as exc:
             raise ValueError(
@@ -146,6 +170,8 @@ def rank_commands(
             "STRETTO_RUNTIME_DIR": part.boards,
             ATTEMPT_VARIABLE: str(folder),
         }
+        if part.replan is not None:  # on all ranks, which look for requests together
+            environment[PLAN_REQUESTS] = str(folder / REQUESTS_FOLDER)
         if not is_single or not found:
             environment[STEP_COUNTS] = str(folder / STEPS_FILE)
         environment |= _device_variables(

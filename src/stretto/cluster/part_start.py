@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.cluster.commands import PROFILE
-from stretto.cluster.part_spec import PartSpec
+from stretto.cluster.part_spec import PartSpec, ReplanSpec
 from stretto.cluster.views import BURST
 from stretto.lab.ports import free_port
 from stretto.schema.job import BACKGROUND, DIRECT
@@ -78,6 +78,25 @@ def part_spec_of(
         first_watchdog_until_s=watchdog_until_s,
         report_every_s=settings.report_every_s,
         extra=_variables(command, folders, batch),
+        replan=_replan_spec(command, folders, devices, settings.network),
+    )
+
+
+def _replan_spec(
+    command: StartPart, folders: Folders, devices: Sequence[str], network: str
+) -> ReplanSpec | None:
+    """Return what a job's plan was made from, if it may change while the job runs."""
+    spec, plan = command.spec, folders.plan(command.job, command.ranks)
+    if spec.burst is None or not spec.burst.replan:
+        return None
+    if command.purpose == PROFILE or command.method != BURST or not plan.exists():
+        return None
+    profile = spec.burst.profile or profile_path(spec, folders, devices)
+    return ReplanSpec(
+        plan=str(plan),
+        profile=str(Path(spec.directory, profile)),
+        network=network,
+        amplification_limit=spec.burst.amplification_limit,
     )
 
 

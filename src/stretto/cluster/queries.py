@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from stretto.cluster import events as ev
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
@@ -52,13 +54,16 @@ def job_details(ledger: Ledger, job: str, now_s: float) -> dict[str, Any]:
     speed = None
     if view.speeds is not None and view.devices:
         speed = view.speeds.at(view.method, len(view.devices))
+    predicted_s = None if speed is None else speed.step_s
+    replanned = record.progress.get(ev.REPLANNED, {})
     return _row(ledger, record, now_s) | {
         "method": view.method,
         "batch": view.batch or view.spec.batch,
         "failures": view.failures,
         "code": record.code,
         "progress": dict(record.progress.get("step", {})),
-        "predicted_step_s": None if speed is None else speed.step_s,
+        "predicted_step_s": replanned.get("predicted_s") or predicted_s,
+        "replanned": dict(replanned),
         "command": list(view.spec.command),
         "launch": view.spec.launch,
         "directory": view.spec.directory,

@@ -324,6 +324,7 @@ class State:
         for host, numbers in by_host(devices).items():
             self._add_part(attempt, host, numbers)
         record.live = attempt
+        record.progress.pop(ev.REPLANNED, None)
         record.attempts.append(attempt)
         self._mark(record)
         record.num_runs += attempt.purpose == RUN

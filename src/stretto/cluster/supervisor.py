@@ -13,6 +13,7 @@ it, and the agent ends what is left by the variable that marks an attempt's proc
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -26,11 +27,13 @@ from stretto.cluster.channel import Channel, Listener
 from stretto.cluster.loop import Loop, Timer, now_s
 from stretto.cluster.part_spec import (
     END_FILE,
+    REQUESTS_FOLDER,
     STEPS_FILE,
     PartSpec,
     rank_commands,
     write_json,
 )
+from stretto.cluster.plan_changes import PlanChanges
 from stretto.cluster.rank_process import RankProcess
 from stretto.cluster.step_reports import StepReports
 from stretto.lab import syscalls
@@ -72,6 +75,7 @@ class Supervisor:
         """What copies the outputs that are open."""
 
         self._steps: StepReports | None = None
+        self._plan_changes: PlanChanges | None = None
         self._events: list[dict[str, Any]] = []
         self._next_number = 1
         self._agent: Channel | None = None
@@ -138,6 +142,11 @@ class Supervisor:
             part.first_rank,
             part.batch,
         )
+        if part.replan is not None and not part.first_rank:
+            requests = self._folder / REQUESTS_FOLDER
+            changed = functools.partial(self._emit, "replanned")
+            with contextlib.suppress(OSError):  # the job runs by its plan without it
+                self._plan_changes = PlanChanges(requests, part.replan, changed)
         return note
 
     def _start_ranks(self, commands: Sequence[RankCommand]) -> None:
@@ -186,6 +195,8 @@ class Supervisor:
                 return
             if not pid:
                 return
+            if self._plan_changes is not None and pid == self._plan_changes.pid:
+                self._plan_changes.planner_ended()
             for rank in [r for r in self._ranks if r.pid == pid]:
                 # Its last lines first: they say why it has ended.
                 for _ in range(_MAX_PIECES):
@@ -349,6 +360,8 @@ class Supervisor:
         report = None if self._steps is None else self._steps.next()
         if report is not None and self._end is None:
             self._emit("step", **report)
+        if self._plan_changes is not None and self._end is None:
+            self._plan_changes.look(report)
 
     def _emit(self, kind: str, **data: Any) -> None:
         event = {"number": self._next_number, "kind": kind, "data": data}

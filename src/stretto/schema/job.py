@@ -40,6 +40,7 @@ SET_BY_CLUSTER = (
     "CUDA_VISIBLE_DEVICES",
     "STRETTO_RUNTIME_DIR",
     "STRETTO_STEP_COUNTS",
+    "STRETTO_PLAN_REQUESTS",
     "STRETTO_DEVICE",
     "STRETTO_FOREGROUND",
     "STRETTO_BACKGROUND",
@@ -89,6 +90,10 @@ class BurstOptions:
 
     profile: str | None = field(default=None, metadata=_OPTIONAL)
     """Path of a layer profile; ``None``: the job is profiled before it starts."""
+
+    replan: bool = field(default=False, metadata=_OPTIONAL)
+    """Make plans again from steps that the job measures, and change its plan while it
+    runs; the script calls `BurstParallel.follow_requests`."""
 
     def __post_init__(self) -> None:
         file, _, name = self.factory.partition(":")
