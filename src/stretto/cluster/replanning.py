@@ -46,7 +46,7 @@ class Rules:
     """Reports between two measurements."""
 
     patience_reports: int = 30
-    """After so many reports without an answer, a job counts as one that reads no
+    """A job without an answer after this number of reports counts as one that reads no
     requests."""
 
     measured_steps: int = 5
