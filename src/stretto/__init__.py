@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from stretto._api.burst import plan_layers
     from stretto._api.ddp import DistributedDataParallel
     from stretto._api.ddp import DistributedDataParallel as DDP  # noqa: N817
-    from stretto._api.elastic import Elastic
     from stretto._api.measuring import probe
     from stretto._api.planning import compare, plan, simulate
     from stretto.background.foreground import Foreground
     from stretto.background.lease import Background
     from stretto.burst.executor import BurstParallel
     from stretto.burst.profiling.collective_profile import profile_layers
+    from stretto.elastic.training import Elastic
     from stretto.gang.gang import Gang
     from stretto.measure import profile_model as profile
     from stretto.runtime.forward.steps import separable
@@ -67,7 +67,7 @@ _HOMES = {
     "plan_layers": "stretto._api.burst",
     "DDP": "stretto._api.ddp:DistributedDataParallel",
     "DistributedDataParallel": "stretto._api.ddp",
-    "Elastic": "stretto._api.elastic",
+    "Elastic": "stretto.elastic.training",
     "probe": "stretto._api.measuring",
     "profile": "stretto.measure:profile_model",
     "plan": "stretto._api.planning",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from stretto._api.elastic_batches import order_of, share
+from stretto.elastic.batches import order_of, share
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,10 +1,8 @@
-"""Functions and classes that a program calls: a few lines of wiring each.
+"""What programs and commands call: packages below, wired together.
 
 - `ddp`: `stretto.DDP`, which also runs scripts under `stretto run`.
 - `planning`: plan, compare and simulate (for the commands and the demo).
 - `measuring`: probes of networks and devices, and their fits (for `stretto probe`).
-- `elastic`: `stretto.Elastic` for runs that lose and gain ranks, with the shares of a
-  batch from `elastic_batches` (`stretto run --elastic`).
 - `replaying`: replays of plans (for `stretto replay`).
 - `burst`: profiles and plans of burst training (for `stretto burst`).
 """

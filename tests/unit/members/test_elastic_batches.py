@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto._api.elastic_batches import BatchSize, ShareSampler, order_of, share
+from stretto.elastic.batches import BatchSize, ShareSampler, order_of, share
 from stretto.errors import SpecError
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from stretto._api.ddp import DistributedDataParallel
-from stretto._api.elastic_batches import BatchSize, ShareSampler, Stamp, order_of
+from stretto.elastic.batches import BatchSize, ShareSampler, Stamp, order_of
 from stretto.errors import CommTimeout, SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.members.client import MemberClient

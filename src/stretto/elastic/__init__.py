@@ -1,0 +1,6 @@
+"""Training that loses and gains ranks (experimental): `stretto.Elastic`.
+
+`training` runs a failed step again, or takes the state of a rank that has ended it;
+`batches` gives each rank its share of a batch (for `training`). Keepers and memberships
+are in `stretto.members`, groups in `stretto.runtime.regroup`.
+"""
