@@ -42,8 +42,11 @@ SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 JOBS = ("forced", "forced", "forced", "usual", "plan", "negotiated", "horovod", "burst")
 
 CALLS = {
-    "the beginning of a meeting": ("stretto.tune.rank_meeting", "RankMeeting.begin"),
-    "a meeting": ("stretto.tune.rank_meeting", "RankMeeting.meet"),
+    "the beginning of a meeting": (
+        "stretto.tune.tuning_meeting",
+        "TuningMeeting.begin",
+    ),
+    "a meeting": ("stretto.tune.tuning_meeting", "TuningMeeting.meet"),
     "the opening of a lane": ("stretto.runtime.backends.gloo", "GlooLanes._make"),
     "a change of plan": ("stretto.runtime", "DistributedDataParallel._change_plan"),
     "a probe": ("stretto.measure.network", "_Probe._agree"),

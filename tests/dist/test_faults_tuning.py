@@ -24,7 +24,7 @@ from stretto.runtime.backends import gloo
 from stretto.runtime.backends.gloo import GlooLanes
 from stretto.tune import initial_profile
 from stretto.tune.forced import SCHEDULE_VARIABLE
-from stretto.tune.rank_meeting import RankMeeting
+from stretto.tune.tuning_meeting import TuningMeeting
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -46,7 +46,7 @@ def call_is_fatal(owner: Any, name: str, number: int, how: signal.Signals) -> No
 
 
 MOMENTS = {
-    "beginning": (RankMeeting, "begin", 3),
+    "beginning": (TuningMeeting, "begin", 3),
     "lane": (GlooLanes, "_make", 2),
     "probe": (initial_profile, "probe_network", 1),
 }

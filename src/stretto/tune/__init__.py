@@ -1,6 +1,6 @@
 """Measure, plan and apply plans while a training run is under way.
 
-- `controller` runs the phases, and `rank_meeting` lets ranks meet. `initial_profile`
+- `controller` runs the phases, and `tuning_meeting` lets ranks meet. `initial_profile`
   measures (`evaluations` leaves out steps with validation), `online_search` tries plans
   on real steps, `drift_detector` watches. `forced` is a fixed schedule for tests.
 - `search` decides what is tried (`trial`, `starts`, `search_space`), `paired` compares

@@ -237,7 +237,7 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
+class FitCorrection:
     """A corrected model and its factors."""
 
     workload: Workload
@@ -250,7 +250,7 @@ class Correction:
 
 def corrected(
     workload: Workload, cluster: Cluster, observations: Sequence[Observation]
-) -> Correction:
+) -> FitCorrection:
     r"""Return the model that explains the observations with the least change.
 
     Factors $e^{\theta}$ on the start-up, the flow's and the link's rate, the excess of
@@ -274,7 +274,7 @@ def corrected(
             raise SpecError(f"step_s must be finite and > 0, got {seen.step_s}")
     names = list(PRIOR_RATIO)
     if not observations:
-        return Correction(
+        return FitCorrection(
             workload=workload, cluster=cluster, factors=dict.fromkeys(names, 1.0)
         )
     best = _best(_Misses(workload, cluster, observations), _free(cluster))
@@ -283,7 +283,7 @@ def corrected(
         for name, value in zip(names, np.exp(best.theta), strict=True)
     }
     changed, network = scaled(workload, cluster, factors)
-    return Correction(workload=changed, cluster=network, factors=factors)
+    return FitCorrection(workload=changed, cluster=network, factors=factors)
 
 
 def scaled(

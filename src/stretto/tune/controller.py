@@ -16,11 +16,11 @@ Every step trains. The phases of a run, in order:
    (`stretto.tune.drift_detector`).
 
 The controller acts at the end of each reduced backward: DDP brings every rank there
-equally often. Steps are counted there, ranks meet there (`stretto.tune.rank_meeting`),
-and plans change there. Nothing is done in a forward. A failure on any rank is reported
-at the next meeting; then all ranks return to DDP's buckets together, and one log line
-gives the reason. If a run ends before 5, rank 0 saves what is known
-(`stretto.tune.tuning_state`).
+equally often. Steps are counted there, ranks meet there
+(`stretto.tune.tuning_meeting`), and plans change there. Nothing is done in a forward. A
+failure on any rank is reported at the next meeting; then all ranks return to DDP's
+buckets together, and one log line gives the reason. If a run ends before 5, rank 0
+saves what is known (`stretto.tune.tuning_state`).
 """
 
 from __future__ import annotations
@@ -67,13 +67,19 @@ from stretto.tune.online_search import OnlineSearch
 from stretto.tune.options import TuneOptions
 from stretto.tune.plan_cache import (
     CachedPlan,
-    Job,
     PlanCache,
+    TunedJob,
     default_path,
 )
-from stretto.tune.rank_meeting import Ended, RankMeeting, Refused, Stopped, reason_of
 from stretto.tune.result import OnSettled, TuningResult, summary
 from stretto.tune.starts import PROFILED, nearest_plan, retargeted, starts_of
+from stretto.tune.tuning_meeting import (
+    Ended,
+    Refused,
+    Stopped,
+    TuningMeeting,
+    reason_of,
+)
 from stretto.tune.tuning_state import TuningState, save_unfinished, within
 from stretto.units import format_s
 
@@ -114,7 +120,7 @@ class StepReport(TypedDict):
     """In `Phase.SEARCH`, the message of `OnlineSearch` or `ForcedSearch`."""
 
 
-class Answer(TypedDict):
+class MeetingAnswer(TypedDict):
     """What rank 0 answers; all ranks act on it."""
 
     step_s: float | None
@@ -159,7 +165,7 @@ class AutoPlan:
         self._options = options or TuneOptions()
         ranks = model._ranks  # noqa: SLF001
         self._rank_name = ranks.name(ranks.rank)
-        self._sync = RankMeeting(ranks, serial=model._agreement.serial)  # noqa: SLF001
+        self._sync = TuningMeeting(ranks, serial=model._agreement.serial)  # noqa: SLF001
         self._forced = is_forced()
         caches = (
             self._options.memory
@@ -286,13 +292,13 @@ class AutoPlan:
         steps = WINDOW_STEPS if self._phase is Phase.WATCH else 1
         self._next_meeting = self._known.steps + steps
 
-    def _judge(self, messages: list[StepReport]) -> Answer:
+    def _judge(self, messages: list[StepReport]) -> MeetingAnswer:
         """Return rank 0's answer to all ranks' messages.
 
         All ranks end a reduced backward together, so rank 0's clock is enough.
         """
         steps_s = [message["step_s"] for message in messages]
-        found: Answer = {"step_s": None if None in steps_s else steps_s[0]}
+        found: MeetingAnswer = {"step_s": None if None in steps_s else steps_s[0]}
         if self._phase is Phase.WARM_UP:
             hosts = self._count_hosts([message["host"] for message in messages])
             found["hosts"], found["offer"] = hosts, self._cached_plan(hosts)
@@ -300,7 +306,7 @@ class AutoPlan:
             found["trial"] = self._online.judge([row["trial"] for row in messages])
         return found
 
-    def _act(self, found: Answer) -> None:
+    def _act(self, found: MeetingAnswer) -> None:
         """Run this phase's work at the end of a step, the same on all ranks."""
         step_s = math.inf if found["step_s"] is None else float(found["step_s"])
         match self._phase:
@@ -376,9 +382,9 @@ class AutoPlan:
         self._known.checked = found
         return None if found is None else packed(found)
 
-    def _job(self, hosts: int) -> Job:
+    def _job(self, hosts: int) -> TunedJob:
         rows = sorted(self._model.tensor_table())
-        return Job(
+        return TunedJob(
             name=self._name,
             model=tensors_digest(rows),
             hosts=hosts,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stretto.runtime import DistributedDataParallel
-    from stretto.tune.rank_meeting import RankMeeting
+    from stretto.tune.tuning_meeting import TuningMeeting
 
 SCHEDULE_VARIABLE = "STRETTO_TUNE_SCHEDULE"
 
@@ -82,7 +82,7 @@ class ForcedProfiler:
     def __init__(
         self,
         model: DistributedDataParallel,
-        sync: RankMeeting,
+        sync: TuningMeeting,
         *,
         change: Callable[[Plan], None],
     ) -> None:
@@ -138,7 +138,7 @@ class ForcedSearch:
     def __init__(
         self,
         model: DistributedDataParallel,
-        sync: RankMeeting,
+        sync: TuningMeeting,
         change: Callable[..., None],
     ) -> None:
         """Prepare; ``change`` is as for `ForcedProfiler`."""

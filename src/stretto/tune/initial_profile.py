@@ -21,14 +21,14 @@ from stretto.runtime import AbstractStepObserver
 from stretto.runtime.backends.base import LaneFailure
 from stretto.runtime.presence import is_communication_error
 from stretto.schema import Cluster, CollectiveSample, Plan, Workload, codec
-from stretto.tune.rank_meeting import reason_of
+from stretto.tune.tuning_meeting import reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from stretto.runtime import DistributedDataParallel
     from stretto.runtime.recording.step import BucketRow
-    from stretto.tune.rank_meeting import RankMeeting
+    from stretto.tune.tuning_meeting import TuningMeeting
 
 PROFILE_PLANNER = "profile"
 """The planner's name in the plan of a deferred step."""
@@ -315,7 +315,7 @@ class InitialProfiler:
     def __init__(
         self,
         model: DistributedDataParallel,
-        sync: RankMeeting,
+        sync: TuningMeeting,
         *,
         name: str,
         planner: str,

@@ -11,10 +11,10 @@ from stretto.planners.base import predicted_s
 from stretto.runtime import Recorder
 from stretto.schema import Plan, codec
 from stretto.tune.calibration import TRUSTED_RATIO
-from stretto.tune.rank_meeting import Refused
 from stretto.tune.search import CONTROL, START, Search
 from stretto.tune.techniques import AbstractTechnique, SearchContext, technique_of
 from stretto.tune.techniques.aiacc import Bandit
+from stretto.tune.tuning_meeting import Refused
 from stretto.units import format_s
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from stretto.schema import Timeline
     from stretto.tune.calibration import CalibratedModel
     from stretto.tune.options import TuneOptions
-    from stretto.tune.rank_meeting import RankMeeting
     from stretto.tune.trial import Finding, Trial
+    from stretto.tune.tuning_meeting import TuningMeeting
 
 _GAIN_RATIO = 0.01
 """A plan made after a correction is tried if it is predicted this much faster."""
@@ -78,7 +78,7 @@ class OnlineSearch:
     def __init__(
         self,
         model: DistributedDataParallel,
-        sync: RankMeeting,
+        sync: TuningMeeting,
         *,
         calibrated: CalibratedModel | None,
         starts: Sequence[tuple[str, Plan]],

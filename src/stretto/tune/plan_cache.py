@@ -62,7 +62,7 @@ CREATE TABLE IF NOT EXISTS settled (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TunedJob:
     """The job that a plan was settled for: equal jobs may share it."""
 
     name: str
@@ -83,7 +83,7 @@ class Job:
 class CachedPlan:
     """A settled plan, or an unfinished search's best, with its measurements."""
 
-    job: Job
+    job: TunedJob
 
     plan: Plan
 
@@ -152,7 +152,7 @@ class PlanCache:
         self._strict = strict
         self._unreadable: set[int] = set()
 
-    def exact(self, job: Job) -> CachedPlan | None:
+    def exact(self, job: TunedJob) -> CachedPlan | None:
         """Return the plan stored for an equal job.
 
         Raises:
@@ -366,7 +366,7 @@ def _store(
     return True
 
 
-def _key(job: Job) -> tuple[object, ...]:
+def _key(job: TunedJob) -> tuple[object, ...]:
     return job.model, job.hosts, job.ranks_per_host, job.environment
 
 
@@ -388,7 +388,7 @@ def _cached(row: tuple[object, ...]) -> CachedPlan:
     number, at, name, model, hosts, per_host, around, step_s, ddp_s, *rest = row
     w, c, p, steps = rest
     return CachedPlan(
-        job=Job(
+        job=TunedJob(
             name=str(name),
             model=str(model),
             hosts=int(str(hosts)),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from stretto.schema import Cluster, Plan, Workload
     from stretto.tune.calibration import CalibratedModel
-    from stretto.tune.plan_cache import CachedPlan, Job, PlanCache
+    from stretto.tune.plan_cache import CachedPlan, PlanCache, TunedJob
 
 PROFILED = "profiled"
 """Name of the plan of the profiled steps."""
@@ -86,7 +86,7 @@ def retargeted(plan: Plan, workload: Workload, cluster: Cluster) -> Plan | None:
 
 def nearest_plan(
     cache: PlanCache,
-    job: Job,
+    job: TunedJob,
     calibrated: CalibratedModel,
     record: Callable[..., None],
 ) -> Plan | None:

@@ -16,7 +16,7 @@ from stretto.runtime.time_limit import call_within
 from stretto.schema.tuning import Tuning, TuningEvent
 from stretto.tune.cached_plans import ddp_step_s_at, settled_of
 from stretto.tune.initial_profile import ProfileResult
-from stretto.tune.plan_cache import CachedPlan, Job
+from stretto.tune.plan_cache import CachedPlan, TunedJob
 from stretto.tune.result import TuningResult, summary
 from stretto.tune.search import Search
 from stretto.tune.techniques.base import MIN_STEPS
@@ -52,7 +52,7 @@ class TuningState:
     steps: int = 0
     """Training steps that have ended."""
 
-    job: Job | None = None
+    job: TunedJob | None = None
 
     checked: CachedPlan | None = None
     """A plan of an earlier run that is or was executed in this one; rank 0 only."""

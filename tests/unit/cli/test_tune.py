@@ -18,7 +18,7 @@ from stretto.schema import (
     TensorSpec,
     Workload,
 )
-from stretto.tune.plan_cache import VARIABLE, VERSION, CachedPlan, Job, PlanCache
+from stretto.tune.plan_cache import VARIABLE, VERSION, CachedPlan, PlanCache, TunedJob
 from support.instances import one_link
 from support.plans import plan_in_turn
 
@@ -50,7 +50,7 @@ def settled(name: str, *, ddp_step_s: float | None) -> CachedPlan:
         workload_digest=workload.digest,
     )
     return CachedPlan(
-        job=Job(
+        job=TunedJob(
             name=name,
             model=f"sha256:{name}",
             hosts=4,

@@ -16,9 +16,9 @@ from stretto.schema import codec
 from stretto.tune.job_similarity import Topology
 from stretto.tune.plan_cache import (
     CachedPlan,
-    Job,
     PlanCache,
     PlanMemory,
+    TunedJob,
     Unreadable,
     default_path,
     topology_of,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def settled(space: Space, workload: Workload, cluster: Cluster) -> CachedPlan:
     return CachedPlan(
-        job=Job(
+        job=TunedJob(
             name="small",
             model="sha256:1",
             hosts=4,

@@ -10,7 +10,7 @@ import pytest
 from stretto import planners
 from stretto.demo.driver import bound_notes, spread_notes
 from stretto.tune.cached_plans import settled_of
-from stretto.tune.plan_cache import CachedPlan, Job
+from stretto.tune.plan_cache import CachedPlan, TunedJob
 from stretto.tune.result import TuningResult, summary
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def test_no_step_is_more_than_the_whole_of_its_bound(
 def test_a_cached_plan_saves_what_was_measured_in_turns_then(
     settled: TuningResult,
 ) -> None:
-    job = Job(name="j", model="m", hosts=4, ranks_per_host=1, environment="")
+    job = TunedJob(name="j", model="m", hosts=4, ranks_per_host=1, environment="")
     found = CachedPlan(
         job=job,
         plan=settled.plan,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     StepTime = Callable[[Point], float]
 
 
-class Job:
+class TunedJob:
     """Steps whose times are the simulator's, with noise."""
 
     def __init__(
@@ -89,8 +89,8 @@ class Job:
 
 
 @pytest.fixture
-def job(space: Space, cluster: Cluster) -> Job:
-    return Job(space, cluster)
+def job(space: Space, cluster: Cluster) -> TunedJob:
+    return TunedJob(space, cluster)
 
 
 def worst(space: Space, step_s: StepTime) -> Point:
@@ -108,7 +108,7 @@ def ensemble(space: Space, seed: int = 0) -> dict[str, AbstractTechnique]:
 
 
 def test_a_model_that_is_right_is_settled_within_twenty_steps(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     best_s = min(map(step_s, space.points))
     search = job.run(
@@ -130,7 +130,7 @@ def test_the_blind_ensemble_comes_near_within_its_budget(
     best_s = min(map(step_s, space.points))
     found = []
     for seed in range(9):
-        job = Job(space, cluster, noise=0.02, seed=seed)
+        job = TunedJob(space, cluster, noise=0.02, seed=seed)
         search = job.run(job.search(ensemble(space, seed), start=worst(space, step_s)))
         assert search.incumbent is not None
         assert 80 <= search.steps_used <= 100 + 2 * (MAX_TRIAL_STEPS + 1)
@@ -144,7 +144,7 @@ def test_noise_alone_never_replaces_the_incumbent(
     best = min(space.points, key=step_s)
     kept = 0
     for seed in range(20):
-        job = Job(space, cluster, noise=0.05, seed=seed)
+        job = TunedJob(space, cluster, noise=0.05, seed=seed)
         search = job.run(job.search(ensemble(space, seed), start=best))
         assert search.incumbent is not None
         lost = job.true_s(search.incumbent.plan) / step_s(best) - 1
@@ -154,7 +154,7 @@ def test_noise_alone_never_replaces_the_incumbent(
 
 
 def test_an_outlier_of_ten_times_changes_nothing(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     arms = {"predicted": PredictedTechnique(space, step_s, max_ratio=1.3)}
     calm = job.run(job.search(arms, start=worst(space, step_s)))
@@ -166,7 +166,7 @@ def test_an_outlier_of_ten_times_changes_nothing(
 
 
 def test_trials_lose_no_more_than_the_limit_and_one_pair(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     best = min(space.points, key=step_s)
     limits = Limits(steps=100, lost_ratio=0.02)
@@ -182,7 +182,7 @@ def test_trials_lose_no_more_than_the_limit_and_one_pair(
 
 
 def test_pauses_count_among_what_is_lost(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     best = min(space.points, key=step_s)
     limits = Limits(steps=100, lost_ratio=0.05)
@@ -205,7 +205,7 @@ def test_noise_about_the_incumbent_is_no_loss() -> None:
 
 
 def test_a_search_that_can_win_little_costs_little(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     best = min(space.points, key=step_s)
     search = job.search(ensemble(space), start=best, bound_s=0.999 * step_s(best))
@@ -216,7 +216,7 @@ def test_a_search_that_can_win_little_costs_little(
 
 
 def test_hopeless_trials_end_early_and_never_win(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     best = min(space.points, key=step_s)
     search = job.run(job.search(ensemble(space), start=best))
@@ -230,7 +230,7 @@ def test_hopeless_trials_end_early_and_never_win(
 
 
 def test_a_plan_whose_floor_is_above_the_incumbent_is_never_tried(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     best = min(space.points, key=step_s)
     search = Search(
@@ -247,7 +247,7 @@ def test_a_plan_whose_floor_is_above_the_incumbent_is_never_tried(
 
 
 def test_a_plan_that_can_not_run_is_marked_and_the_incumbent_stays(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     order = sorted(space.points, key=step_s)
     search = job.search(
@@ -267,7 +267,7 @@ def test_a_plan_that_can_not_run_is_marked_and_the_incumbent_stays(
 
 
 def test_a_plan_that_was_decided_on_is_not_measured_again(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     search = job.run(job.search(ensemble(space), start=worst(space, step_s)))
     measured: dict[str, int] = {}
@@ -302,7 +302,7 @@ def steps_before_a_challenger(search: Search, step_s: float) -> tuple[int, int]:
 
 
 def test_a_search_waits_until_what_was_lost_before_it_is_a_small_share(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     limits = Limits(steps=100, lost_ratio=0.02)
     start = min(space.points, key=step_s)
@@ -326,7 +326,7 @@ def test_a_search_waits_until_what_was_lost_before_it_is_a_small_share(
 
 
 def test_the_incumbent_s_steps_need_a_decision_now_and_then_only(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     search = job.search(
         {"predicted": PredictedTechnique(space, step_s)},
@@ -347,7 +347,7 @@ def test_what_is_out_of_range_is_refused() -> None:
 
 
 def test_a_slow_spell_under_one_block_does_not_decide(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     order = sorted(space.points, key=step_s)
     slower = next(p for p in order if 1.02 < step_s(p) / step_s(order[0]) < 1.08)
@@ -372,7 +372,7 @@ def test_a_slow_spell_under_one_block_does_not_decide(
 
 
 def test_the_machine_slowing_down_under_a_search_is_not_the_plans_doing(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     order = sorted(space.points, key=step_s)
     search = Search(
@@ -393,7 +393,7 @@ def test_the_machine_slowing_down_under_a_search_is_not_the_plans_doing(
     assert search.incumbent.key == "best"
 
 
-def against_ddp(job: Job, plan: Plan, ddp: Plan, **more: float) -> Search:
+def against_ddp(job: TunedJob, plan: Plan, ddp: Plan, **more: float) -> Search:
     return Search(
         starts=[("planner", plan)],
         arms={},
@@ -406,7 +406,7 @@ def against_ddp(job: Job, plan: Plan, ddp: Plan, **more: float) -> Search:
 
 
 def test_a_plan_stays_only_where_it_beats_ddp_s_buckets_measured(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     order = sorted(space.points, key=step_s)
     fast, slow = job.plan(order[0]), job.plan(order[-1])
@@ -429,14 +429,14 @@ def test_on_a_tie_ddp_s_buckets_stay(
     order = sorted(space.points, key=step_s)
     near = next(p for p in order[1:] if step_s(p) / step_s(order[0]) < 1.015)
     for seed in range(20):
-        job = Job(space, cluster, noise=0.01, seed=seed)
+        job = TunedJob(space, cluster, noise=0.01, seed=seed)
         search = job.run(against_ddp(job, job.plan(order[0]), job.plan(near)))
         assert search.incumbent is not None
         assert search.incumbent.plan.digest == job.plan(near).digest
 
 
 def test_a_comparison_with_slow_buckets_waits_until_it_has_been_earned(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     order = sorted(space.points, key=step_s)
     job.change_s = 1.1 * step_s(order[-1])
@@ -453,7 +453,7 @@ def test_a_comparison_with_slow_buckets_waits_until_it_has_been_earned(
 
 
 def test_noisy_steps_are_not_as_fast_as_the_bound(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     """533 ms with a spread of 200 are not the 258 of the bound."""
     order = sorted(space.points, key=step_s)
@@ -475,7 +475,7 @@ def test_noisy_steps_are_not_as_fast_as_the_bound(
 
 
 def test_a_bound_that_steps_refute_ends_nothing(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     order = sorted(space.points, key=step_s)
     search = Search(
@@ -492,7 +492,7 @@ def test_a_bound_that_steps_refute_ends_nothing(
 
 
 def test_nothing_is_learned_from_a_first_block_slower_than_steps_before_it(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     order = sorted(space.points, key=step_s)
     plan, profiled = job.plan(order[0]), job.plan(order[-1])
@@ -516,21 +516,21 @@ def test_nothing_is_learned_from_a_first_block_slower_than_steps_before_it(
 
 
 def test_one_plan_alone_needs_no_last_comparison(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     best = min(space.points, key=step_s)
     search = job.run(job.search({}, start=best))
     assert [trial.technique for trial in search.trials] == ["start"]
 
 
-def test_short_steps_are_tried_for_longer(job: Job, space: Space) -> None:
+def test_short_steps_are_tried_for_longer(job: TunedJob, space: Space) -> None:
     search = job.search({}, start=space.points[0])
     assert search.next_trial() is not None
     assert [search.step(0.05) for _ in range(5)] == [False] * 4 + [True]
 
 
 def test_what_was_there_before_is_tried_whatever_the_bound_says(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     order = sorted(space.points, key=step_s)
     search = Search(
@@ -547,7 +547,7 @@ def test_what_was_there_before_is_tried_whatever_the_bound_says(
 
 
 def test_patience_ends_a_search_that_brings_nothing(
-    job: Job, space: Space, step_s: StepTime
+    job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     best = min(space.points, key=step_s)
     limits = Limits(lost_ratio=1e9, patience=5)

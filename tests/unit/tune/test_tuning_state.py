@@ -11,7 +11,7 @@ from stretto import planners
 from stretto.schema.tuning import TuningEvent
 from stretto.tune.calibration import CalibratedModel
 from stretto.tune.initial_profile import ProfileResult
-from stretto.tune.plan_cache import CachedPlan, Job, PlanCache
+from stretto.tune.plan_cache import CachedPlan, PlanCache, TunedJob
 from stretto.tune.search import CONTROL, Search
 from stretto.tune.trial import Limits
 from stretto.tune.tuning_state import TuningState, best_so_far, save_unfinished
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stretto.schema import Cluster, Workload
     from stretto.tune.result import TuningResult
 
-JOB = Job(
+JOB = TunedJob(
     name="small",
     model="sha256:1",
     hosts=4,

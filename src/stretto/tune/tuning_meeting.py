@@ -62,7 +62,7 @@ class Stopped(StrettoError):
 
 
 @final
-class RankMeeting:
+class TuningMeeting:
     """Collective helpers; every rank must call them in the same order.
 
     Messages are JSON; no data from another rank is executed.
