@@ -52,7 +52,7 @@ except RuntimeError as error:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class MachineCheck:
     """The result of one check."""
 
     name: str
@@ -68,7 +68,7 @@ class Check:
 
 def interface_checks(
     environment: Mapping[str, str], interfaces: list[str]
-) -> Iterator[Check]:
+) -> Iterator[MachineCheck]:
     """Check the interfaces, and whether the requested one is among them."""
     shown = ", ".join(interfaces) or "none"
     missing = [
@@ -78,17 +78,17 @@ def interface_checks(
     ]
     if missing:
         others = [name for name in interfaces if name != "lo"] or interfaces
-        yield Check(
+        yield MachineCheck(
             name="interfaces",
             status=WRONG,
             found=f"GLOO_SOCKET_IFNAME names {', '.join(missing)}; there are {shown}",
             remedy=f"export GLOO_SOCKET_IFNAME={others[0] if others else 'lo'}",
         )
     else:
-        yield Check(name="interfaces", status=OK, found=shown)
+        yield MachineCheck(name="interfaces", status=OK, found=shown)
 
 
-def gloo_checks(output: str, environment: Mapping[str, str]) -> Iterator[Check]:
+def gloo_checks(output: str, environment: Mapping[str, str]) -> Iterator[MachineCheck]:
     """Check what Gloo can send with, from the output `output` of `try_gloo`."""
     lines = output.splitlines()
     has = [line.removeprefix("has ") for line in lines if line.startswith("has ")]
@@ -96,7 +96,7 @@ def gloo_checks(output: str, environment: Mapping[str, str]) -> Iterator[Check]:
     found = f"transports {', '.join(has)}" if has else "no transport"
     failed = [line for line in lines if line.startswith("default fails: ")]
     if asked and asked not in has:
-        yield Check(
+        yield MachineCheck(
             name="gloo transport",
             status=WRONG,
             found=f"GLOO_DEVICE_TRANSPORT={asked} is not in this build; {found}",
@@ -104,14 +104,14 @@ def gloo_checks(output: str, environment: Mapping[str, str]) -> Iterator[Check]:
         )
     elif failed or not has:
         reason = failed[0].removeprefix("default fails: ") if failed else "no answer"
-        yield Check(
+        yield MachineCheck(
             name="gloo transport",
             status=WRONG,
             found=f"{found}; the default device fails: {reason}",
             remedy="export GLOO_SOCKET_IFNAME=lo (or the interface that others reach)",
         )
     else:
-        yield Check(name="gloo transport", status=OK, found=found)
+        yield MachineCheck(name="gloo transport", status=OK, found=found)
 
 
 def try_gloo() -> str:
@@ -132,7 +132,9 @@ def try_gloo() -> str:
     return done.stdout
 
 
-def limit_checks(*, descriptors: int | None, threads: int | None) -> Iterator[Check]:
+def limit_checks(
+    *, descriptors: int | None, threads: int | None
+) -> Iterator[MachineCheck]:
     """Check whether a process may open the lanes of a usual plan.
 
     ``None`` means no limit.
@@ -140,7 +142,7 @@ def limit_checks(*, descriptors: int | None, threads: int | None) -> Iterator[Ch
     wanted = _DESCRIPTORS_BESIDE + USUAL_LANES * (USUAL_RANKS + _DESCRIPTORS_PER_LANE)
     limit = "any number of" if descriptors is None else f"{descriptors}"
     short = descriptors is not None and descriptors < wanted
-    yield Check(
+    yield MachineCheck(
         name="descriptors",
         status=NOTE if short else OK,
         found=f"a process may have {limit} files and connections"
@@ -154,7 +156,7 @@ def limit_checks(*, descriptors: int | None, threads: int | None) -> Iterator[Ch
     need = USUAL_LANES * _THREADS_PER_LANE
     few = threads is not None and threads < 8 * need
     count = "any number of" if threads is None else f"{threads}"
-    yield Check(
+    yield MachineCheck(
         name="threads",
         status=NOTE if few else OK,
         found=f"this user may have {count} threads"
@@ -177,13 +179,13 @@ def own_limits() -> dict[str, int | None]:
 
 def nccl_check(
     built: tuple[int, ...] | None, loaded: tuple[int, ...] | None, devices: int
-) -> Check:
+) -> MachineCheck:
     """Check that torch was built with the NCCL version that is loaded."""
     from stretto.runtime.backends.nccl import NcclBackend
 
     name = NcclBackend.name
     if built is None:
-        return Check(
+        return MachineCheck(
             name=name,
             status=NOTE if devices else OK,
             found="not in this build of torch"
@@ -192,13 +194,15 @@ def nccl_check(
         )
     texts = [".".join(map(str, version)) for version in (loaded or built, built)]
     if loaded is not None and loaded != built:
-        return Check(
+        return MachineCheck(
             name=name,
             status=NOTE,
             found=f"{texts[0]} is loaded, torch was built with {texts[1]}",
             remedy="unset LD_PRELOAD, unless another NCCL is wanted",
         )
-    return Check(name=name, status=OK, found=f"{texts[0]}, as built and as loaded")
+    return MachineCheck(
+        name=name, status=OK, found=f"{texts[0]}, as built and as loaded"
+    )
 
 
 def nccl_versions() -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
@@ -214,24 +218,24 @@ def nccl_versions() -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     return tuple(built), None if ask is None else tuple(ask())
 
 
-def mps_check(environment: Mapping[str, str], program: str | None) -> Check:
+def mps_check(environment: Mapping[str, str], program: str | None) -> MachineCheck:
     """Check whether several processes can share a GPU without taking turns."""
     pipes = environment.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
     if Path(pipes, "control").exists():
         found = f"the daemon of {pipes} serves this machine"
-        return Check(name="mps", status=OK, found=found)
+        return MachineCheck(name="mps", status=OK, found=found)
     if program is None:
         found = "not installed: several ranks on one GPU take turns in time slices"
     else:
         found = "not running: several ranks on one GPU take turns in time slices"
-    return Check(name="mps", status=OK, found=found)
+    return MachineCheck(name="mps", status=OK, found=found)
 
 
-def file_checks(settings: Mapping[str, tuple[str, str]]) -> Iterator[Check]:
+def file_checks(settings: Mapping[str, tuple[str, str]]) -> Iterator[MachineCheck]:
     """Check for NCCL variables that are set in a file, not in the environment."""
     for name, (value, where) in settings.items():
         if where != "the environment":
-            yield Check(
+            yield MachineCheck(
                 name="environment",
                 status=NOTE,
                 found=f"{name}={value} is set in {where}, which NCCL reads",
@@ -239,7 +243,7 @@ def file_checks(settings: Mapping[str, tuple[str, str]]) -> Iterator[Check]:
             )
 
 
-def machine_checks(environment: Mapping[str, str]) -> Iterator[Check]:
+def machine_checks(environment: Mapping[str, str]) -> Iterator[MachineCheck]:
     """Run all of these checks on this machine."""
     import torch
 

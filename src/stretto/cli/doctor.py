@@ -19,7 +19,7 @@ from stretto._version import (
     __version__,
 )
 from stretto.background.priority import probe
-from stretto.cli._machine import NOTE, OK, WRONG, Check, machine_checks
+from stretto.cli._machine import NOTE, OK, WRONG, MachineCheck, machine_checks
 from stretto.errors import LabError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def command(*, as_json: bool) -> None:
         sys.exit(1)
 
 
-def _print(checks: list[Check]) -> None:
+def _print(checks: list[MachineCheck]) -> None:
     width = max(len(check.name) for check in checks)
     for check in checks:
         color = {OK: "green", NOTE: "yellow", WRONG: "red"}[check.status]
@@ -88,21 +88,21 @@ def _print(checks: list[Check]) -> None:
             click.echo(f"{'':>5}  {'':<{width}}  -> {check.remedy}")
 
 
-def _python_checks() -> Iterator[Check]:
+def _python_checks() -> Iterator[MachineCheck]:
     version = platform.python_version()
-    yield Check(
+    yield MachineCheck(
         name="python",
         status=OK if sys.version_info >= (3, 11) else WRONG,
         found=f"{version} on {platform.system()} {platform.machine()}",
         remedy="" if sys.version_info >= (3, 11) else "install Python 3.11 or newer",
     )
-    yield Check(
+    yield MachineCheck(
         name="cores", status=OK, found=f"{len(os.sched_getaffinity(0))} usable cores"
     )
     try:
         import torch
     except ImportError as error:
-        yield Check(
+        yield MachineCheck(
             name="torch",
             status=WRONG,
             found=f"cannot be imported: {error}",
@@ -113,13 +113,13 @@ def _python_checks() -> Iterator[Check]:
     yield from _backend_checks()
 
 
-def torch_version_check(version: str) -> Check:
+def torch_version_check(version: str) -> MachineCheck:
     """Check whether stretto was written for a version of torch."""
     parts = version.split("+")[0].split(".")
     found = tuple(int(part) if part.isdigit() else -1 for part in parts[:2])
     if FIRST_TORCH <= found <= LAST_TORCH:
-        return Check(name="torch", status=OK, found=version)
-    return Check(
+        return MachineCheck(name="torch", status=OK, found=version)
+    return MachineCheck(
         name="torch",
         status=WRONG if found < FIRST_TORCH else NOTE,
         found=f"{version}; stretto is tested with {TORCH_VERSIONS}",
@@ -127,12 +127,12 @@ def torch_version_check(version: str) -> Check:
     )
 
 
-def _backend_checks() -> Iterator[Check]:
+def _backend_checks() -> Iterator[MachineCheck]:
     import torch
     from torch import distributed
 
     if not distributed.is_available():
-        yield Check(
+        yield MachineCheck(
             name="torch.distributed",
             status=WRONG,
             found="this build of torch lacks torch.distributed",
@@ -140,14 +140,16 @@ def _backend_checks() -> Iterator[Check]:
         )
         return
     gloo = distributed.is_gloo_available()
-    yield Check(
+    yield MachineCheck(
         name="gloo",
         status=OK if gloo else NOTE,
         found="usable, on CPU" if gloo else "not in this build of torch",
         remedy="" if gloo else "pip install torch (a build with Gloo)",
     )
     if not torch.cuda.is_available():
-        yield Check(name="cuda", status=OK, found="no device: training runs on CPU")
+        yield MachineCheck(
+            name="cuda", status=OK, found="no device: training runs on CPU"
+        )
         yield from machine_checks(os.environ)
         return
     for i in range(torch.cuda.device_count()):
@@ -156,17 +158,17 @@ def _backend_checks() -> Iterator[Check]:
             f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
             f"{properties.multi_processor_count} SMs"
         )
-        yield Check(name=f"cuda:{i}", status=OK, found=found)
+        yield MachineCheck(name=f"cuda:{i}", status=OK, found=found)
     yield from machine_checks(os.environ)
 
 
-def environment_checks(environment: Mapping[str, str]) -> Iterator[Check]:
+def environment_checks(environment: Mapping[str, str]) -> Iterator[MachineCheck]:
     """Check for variables that would silently change the effect of a plan."""
     nothing = True
     for name, effect in OVERRIDES.items():
         if name in environment:
             nothing = False
-            yield Check(
+            yield MachineCheck(
                 name="environment",
                 status=NOTE,
                 found=f"{name}={environment[name]}: {effect}",
@@ -174,7 +176,7 @@ def environment_checks(environment: Mapping[str, str]) -> Iterator[Check]:
             )
     if environment.get(_OVERLAP) == "1":
         nothing = False
-        yield Check(
+        yield MachineCheck(
             name="environment",
             status=NOTE,
             found=f"{_OVERLAP}=1: communication cannot overlap computation on CUDA",
@@ -182,7 +184,7 @@ def environment_checks(environment: Mapping[str, str]) -> Iterator[Check]:
         )
     if environment.get(_ORDER) == "0":
         nothing = False
-        yield Check(
+        yield MachineCheck(
             name="environment",
             status=NOTE,
             found=f"{_ORDER}=0: NCCL lanes may start in different orders and deadlock, "
@@ -190,18 +192,18 @@ def environment_checks(environment: Mapping[str, str]) -> Iterator[Check]:
             remedy=f"export {_ORDER}=1",
         )
     if nothing:
-        yield Check(
+        yield MachineCheck(
             name="environment",
             status=OK,
             found="no variable overrides a plan",
         )
 
 
-def isolation_check(found: Isolation) -> Check:
+def isolation_check(found: Isolation) -> MachineCheck:
     """Check whether a background job on this host yields the processors."""
     if found.works:
-        return Check(name="background", status=OK, found=str(found))
-    return Check(
+        return MachineCheck(name="background", status=OK, found=str(found))
+    return MachineCheck(
         name="background",
         status=NOTE,
         found=str(found),
@@ -210,13 +212,15 @@ def isolation_check(found: Isolation) -> Check:
     )
 
 
-def _lab_checks() -> Iterator[Check]:
+def _lab_checks() -> Iterator[MachineCheck]:
     """Check whether a lab of each mode works, by building one for a moment."""
     from stretto.lab import LabSpec, Mode, run_lab
 
     program = shutil.which("true")
     if program is None:
-        yield Check(name="lab", status=NOTE, found="no program `true` to try it with")
+        yield MachineCheck(
+            name="lab", status=NOTE, found="no program `true` to try it with"
+        )
         return
     spec = LabSpec(hosts=2, link_bytes_per_s=1.25e8, flow_bytes_per_s=3.75e7)
 
@@ -232,13 +236,15 @@ def _lab_checks() -> Iterator[Check]:
     failure = attempt(Mode.NAMESPACES)
     if failure is None:
         who = "as root" if os.geteuid() == 0 else "in a user namespace"
-        yield Check(
+        yield MachineCheck(
             name="lab", status=OK, found=f"namespaces, {who}: link and flow caps"
         )
         return
-    yield Check(name="lab", status=NOTE, found=failure, remedy=_lab_remedy(failure))
+    yield MachineCheck(
+        name="lab", status=NOTE, found=failure, remedy=_lab_remedy(failure)
+    )
     failure = attempt(Mode.PACED)
-    yield Check(
+    yield MachineCheck(
         name="lab",
         status=OK if failure is None else NOTE,
         found=failure or "paced: a limit per connection, no limit per link",

@@ -230,7 +230,7 @@ def _run_elastic(
     convert: bool,
 ) -> None:
     """Run a script's ranks under a keeper; exit with their status."""
-    from stretto.members.keeper import ElasticJob, Keeper
+    from stretto.members.keeper import ElasticJob, RankKeeper
 
     least, most = _limits(elastic)
     refused = [f"--{name}" for name in _NOT_ELASTIC if settings[name] is not None]
@@ -251,7 +251,7 @@ def _run_elastic(
         min_ranks=least,
         max_ranks=most,
     )
-    sys.exit(Keeper(job).run())
+    sys.exit(RankKeeper(job).run())
 
 
 def _limits(text: str) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stretto.demo.settings import DemoSettings, Outcome
+from stretto.demo.settings import DemoOutcome, DemoSettings
 from stretto.errors import LabError, MissingPackage, SpecError
 from stretto.lab import LabSpec, Mode, run_lab
 from stretto.measure.others import OthersLoad, busy_note
@@ -123,7 +123,7 @@ def _report(
     settings: DemoSettings, spec: LabSpec, scratch: Path, busy: str | None
 ) -> RunReport:
     out = Path(settings.out)
-    outcome = Outcome.load(scratch / OUTCOME_FILE)
+    outcome = DemoOutcome.load(scratch / OUTCOME_FILE)
     cluster = Cluster.load(out / "cluster.json")
     workload = Workload.load(out / "workload.json")
     medians = {m.name: statistics.median(m.steps_s) for m in outcome.methods}
@@ -171,7 +171,7 @@ def _network(spec: LabSpec) -> str:
 
 
 def _environment(
-    settings: DemoSettings, spec: LabSpec, outcome: Outcome
+    settings: DemoSettings, spec: LabSpec, outcome: DemoOutcome
 ) -> dict[str, Any]:
     return {
         **outcome.environment,
@@ -189,7 +189,7 @@ def _environment(
     }
 
 
-def _notes(outcome: Outcome) -> tuple[str, ...]:
+def _notes(outcome: DemoOutcome) -> tuple[str, ...]:
     sizes = ", ".join(
         f"{label} {format_s(step_s)}"
         for label, step_s in outcome.bucket_sizes_s.items()

@@ -104,7 +104,7 @@ class MethodOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome(Exchanged):
+class DemoOutcome(Exchanged):
     """Results of the ranks: written by rank 0, read by the command."""
 
     methods: list[MethodOutcome]

@@ -30,9 +30,9 @@ from stretto.demo import tasks
 from stretto.demo.driver import OUTCOME_FILE, SETTINGS_FILE, plan_file
 from stretto.demo.settings import (
     BUCKET_SIZES_MIB,
+    DemoOutcome,
     DemoSettings,
     MethodOutcome,
-    Outcome,
     size_label,
 )
 from stretto.planners.base import predicted_s
@@ -347,7 +347,7 @@ def main() -> None:
         bound = ours.plan.predicted
         if bound is None:
             raise AssertionError("a planner's plan has no prediction")
-        Outcome(
+        DemoOutcome(
             methods=[
                 MethodOutcome(
                     name=m.name,

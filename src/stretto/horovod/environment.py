@@ -50,7 +50,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class HorovodSettings:
     """Settings with Horovod's names; ``None`` means the library's own default."""
 
     unit_bytes: int | None = None
@@ -144,7 +144,7 @@ def place(environment: Mapping[str, str]) -> Place | None:
     return found
 
 
-def settings(environment: Mapping[str, str]) -> Settings:
+def settings(environment: Mapping[str, str]) -> HorovodSettings:
     """Return the settings.
 
     Raises:
@@ -163,7 +163,7 @@ def settings(environment: Mapping[str, str]) -> Settings:
     stall_s = _decimal(environment, "HOROVOD_STALL_CHECK_TIME_SECONDS") or None
     if _flag(environment, "HOROVOD_STALL_CHECK_DISABLE"):
         stall_s = float("inf")
-    return Settings(
+    return HorovodSettings(
         unit_bytes=unit_bytes,
         cycle_s=None if cycle_ms is None else cycle_ms / 1000,
         lanes=_number(environment, "HOROVOD_NUM_NCCL_STREAMS"),

@@ -36,7 +36,7 @@ Ballot = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class VotePolicy:
     """Limits and times of a job's membership."""
 
     min_ranks: int = 1
@@ -163,7 +163,7 @@ class KeeperCore:
     """What one keeper knows and decides."""
 
     def __init__(
-        self, keeper: int, peers: Iterable[int], first: View, policy: Policy
+        self, keeper: int, peers: Iterable[int], first: View, policy: VotePolicy
     ) -> None:
         """Begin with the launcher's view.
 
@@ -217,7 +217,7 @@ class KeeperCore:
         return self._advance(now_s)
 
     def tick(self, now_s: float) -> list[Command]:
-        """Time has passed; call it several times per `Policy.gather_s`."""
+        """Time has passed; call it several times per `VotePolicy.gather_s`."""
         beat = Beat(generation=self.view.generation, hears=self._hears(now_s))
         return [*self._to_peers(beat), *self._advance(now_s)]
 

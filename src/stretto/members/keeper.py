@@ -24,7 +24,7 @@ from stretto.cluster.loop import Loop, now_s
 from stretto.lab import syscalls
 from stretto.lab.ports import free_port
 from stretto.logs import get_logger
-from stretto.members.ballots import Deliver, KeeperCore, Policy
+from stretto.members.ballots import Deliver, KeeperCore, VotePolicy
 from stretto.members.view import Member, View
 from stretto.members.wire import (
     JOINS_VARIABLE,
@@ -91,7 +91,7 @@ class _Rank:
 
 
 @final
-class Keeper:
+class RankKeeper:
     """Runs one job's ranks on this host."""
 
     def __init__(self, job: ElasticJob) -> None:
@@ -101,7 +101,7 @@ class Keeper:
             generation=0,
             members=tuple(Member(id=i, keeper=_KEEPER) for i in range(job.ranks)),
         )
-        policy = Policy(min_ranks=job.min_ranks, max_ranks=job.max_ranks)
+        policy = VotePolicy(min_ranks=job.min_ranks, max_ranks=job.max_ranks)
         self._core = KeeperCore(_KEEPER, (), first, policy)
         self._loop = Loop()
         self._ranks: dict[int, _Rank] = {}

@@ -28,7 +28,7 @@ over the message as in LIBRA (Eq. 9-11)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class FlowSlice:
     """Timeline data of a flow apart from its times."""
 
     name: str
@@ -46,7 +46,7 @@ def plan_flows(
     origin_s: float,
     part: str = "all_reduce",
     startup: str = "phase",
-) -> tuple[list[Flow], list[Slice]]:
+) -> tuple[list[Flow], list[FlowSlice]]:
     """Return a plan's flows in launch order, with backward starting at ``origin_s``.
 
     Raises:
@@ -58,7 +58,7 @@ def plan_flows(
             place=".startup",
         )
     flows: list[Flow] = []
-    slices: list[Slice] = []
+    slices: list[FlowSlice] = []
     if cluster.ranks == 1:
         return flows, slices
     rates = flow_rates(cluster)
@@ -91,7 +91,7 @@ def plan_flows(
             name = f"bucket {i}"
             if len(bounds) > 1:
                 name += f" slice {j + 1}/{len(bounds)}"
-            slices.append(Slice(name, i, j, round(size_bytes), len(held)))
+            slices.append(FlowSlice(name, i, j, round(size_bytes), len(held)))
             startup_s = cost.startup_of(size_bytes)
             wire_bytes = cost.wire_factor * size_bytes
             flow_caps = caps
@@ -163,7 +163,7 @@ def curve_caps(
 
 
 def flow_spans(
-    flows: Sequence[Flow], slices: Sequence[Slice], outcome: Outcome
+    flows: Sequence[Flow], slices: Sequence[FlowSlice], outcome: Outcome
 ) -> Iterator[Span]:
     """Return the spans of each flow: waiting for its lane, and sending."""
     for i, (flow, part) in enumerate(zip(flows, slices, strict=True)):

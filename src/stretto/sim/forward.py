@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from stretto.schema import Cluster, Plan, Workload
     from stretto.sim.engine import Flow, Outcome
-    from stretto.sim.flows import Slice
+    from stretto.sim.flows import FlowSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ def run_period(
     plan: Plan,
     *,
     flows: Sequence[Flow],
-    slices: Sequence[Slice],
+    slices: Sequence[FlowSlice],
     gates: Sequence[Gate],
 ) -> Period:
     """Run a backward and the next forward, which waits at gates, on the event engine.

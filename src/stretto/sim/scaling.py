@@ -24,7 +24,7 @@ MAX_RANKS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingPoint:
+class StepOnRanks:
     """One step of a workload on a number of ranks."""
 
     ranks: int
@@ -83,7 +83,7 @@ def scaling(
     plan: Plan | Callable[[Workload, Cluster], Plan],
     *,
     ranks: Iterable[int] | None = None,
-) -> tuple[ScalingPoint, ...]:
+) -> tuple[StepOnRanks, ...]:
     """Return step times over the number of ranks.
 
     ``plan`` is one plan for all, or a function that makes one for each cluster (a
@@ -110,7 +110,7 @@ def scaling(
         else:
             bound_s = lower_bound(workload, resized, algorithms=algorithms).value_s
         points.append(
-            ScalingPoint(
+            StepOnRanks(
                 ranks=count,
                 iteration_s=result.iteration_s,
                 exposed_communication_s=result.exposed_communication_s,

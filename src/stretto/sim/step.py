@@ -31,7 +31,7 @@ from stretto.sim.forward import simulate_halves, simulate_period
 if TYPE_CHECKING:
     from stretto.schema import Cluster, Plan, Workload
     from stretto.sim.engine import Flow, Outcome
-    from stretto.sim.flows import Slice
+    from stretto.sim.flows import FlowSlice
 
 _PERIODS = {"forward": simulate_period, "halves": simulate_halves}
 """The simulators of overlaps that extend beyond backward."""
@@ -106,7 +106,7 @@ def _timeline(
     workload: Workload,
     plan: Plan,
     flows: list[Flow],
-    slices: list[Slice],
+    slices: list[FlowSlice],
     outcome: Outcome,
 ) -> Timeline:
     spans: list[Span] = []

@@ -9,7 +9,14 @@ from stretto.zoo.clusters import CLUSTERS, cluster
 from stretto.zoo.graph import Layer, LayerGraph, Parameter
 from stretto.zoo.models import MODELS, model
 from stretto.zoo.profiles import layer_profile
-from stretto.zoo.timing import ANCHORS, DEVICES, Anchor, Device, anchor, workload
+from stretto.zoo.timing import (
+    ANCHORS,
+    DEVICES,
+    Anchor,
+    RooflineDevice,
+    anchor,
+    workload,
+)
 
 __all__ = [
     "ANCHORS",
@@ -17,10 +24,10 @@ __all__ = [
     "DEVICES",
     "MODELS",
     "Anchor",
-    "Device",
     "Layer",
     "LayerGraph",
     "Parameter",
+    "RooflineDevice",
     "anchor",
     "cluster",
     "layer_profile",

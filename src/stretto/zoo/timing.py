@@ -28,7 +28,7 @@ _LAUNCH_S = 5e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class RooflineDevice:
     """Figures of a device for the roofline."""
 
     name: str
@@ -42,9 +42,11 @@ class Device:
     """The share of the peak that large convolutions and products reach."""
 
 
-RTX_2080TI = Device(name="RTX 2080 Ti", peak_flops=13.45e12, memory_bytes_per_s=616e9)
-V100 = Device(name="V100", peak_flops=15.7e12, memory_bytes_per_s=900e9)
-A100 = Device(name="A100", peak_flops=19.5e12, memory_bytes_per_s=1555e9)
+RTX_2080TI = RooflineDevice(
+    name="RTX 2080 Ti", peak_flops=13.45e12, memory_bytes_per_s=616e9
+)
+V100 = RooflineDevice(name="V100", peak_flops=15.7e12, memory_bytes_per_s=900e9)
+A100 = RooflineDevice(name="A100", peak_flops=19.5e12, memory_bytes_per_s=1555e9)
 
 DEVICES = {"2080ti": RTX_2080TI, "v100": V100, "a100": A100}
 
@@ -112,7 +114,9 @@ def anchor(name: str, device: str | None = None) -> Anchor | None:
     return None
 
 
-def layer_times_s(graph: LayerGraph, batch: int, device: Device) -> tuple[float, ...]:
+def layer_times_s(
+    graph: LayerGraph, batch: int, device: RooflineDevice
+) -> tuple[float, ...]:
     """Return each layer's forward by the roofline, for ``batch`` samples."""
     operations_per_s = device.reached * device.peak_flops
     bytes_per_s = _MEMORY_SHARE * device.memory_bytes_per_s

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore
 
 from stretto.errors import SpecError
-from stretto.horovod.environment import Place, Settings, place, settings, unknown
+from stretto.horovod.environment import HorovodSettings, Place, place, settings, unknown
 from stretto.horovod.torch.topology import arrange, exchange
 from stretto.runtime.ranks import Ranks
 
@@ -65,7 +65,7 @@ def test_a_place_that_can_not_be_is_refused(wrong: dict[str, str]) -> None:
 
 
 def test_settings_with_horovods_units() -> None:
-    assert settings({}) == Settings()
+    assert settings({}) == HorovodSettings()
     assert settings(
         {
             "HOROVOD_FUSION_THRESHOLD": "67108864",
@@ -78,7 +78,7 @@ def test_settings_with_horovods_units() -> None:
             "HOROVOD_TIMELINE": "t.json",
             "HOROVOD_TIMELINE_MARK_CYCLES": "1",
         }
-    ) == Settings(
+    ) == HorovodSettings(
         unit_bytes=64 * 2**20,
         cycle_s=0.0035,
         lanes=4,
@@ -91,7 +91,7 @@ def test_settings_with_horovods_units() -> None:
     )
     assert settings({"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_s == float("inf")
     assert settings({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}).timeout_s is None
-    assert settings({"HOROVOD_DYNAMIC_PROCESS_SETS": "0"}) == Settings()
+    assert settings({"HOROVOD_DYNAMIC_PROCESS_SETS": "0"}) == HorovodSettings()
     for name in ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD"):
         with pytest.raises(SpecError, match=name):
             settings({name: "often"})

@@ -20,10 +20,10 @@ from stretto.members.ballots import (
     Deliver,
     KeeperCore,
     Message,
-    Policy,
     Prepare,
     Promise,
     Send,
+    VotePolicy,
     all_hearing,
 )
 from stretto.members.view import Member, View
@@ -41,8 +41,8 @@ class Host:
 class World:
     """Keepers, their ranks, and a network that does what a test asks of it."""
 
-    def __init__(self, ranks: list[int], policy: Policy | None = None) -> None:
-        self.policy = policy or Policy()
+    def __init__(self, ranks: list[int], policy: VotePolicy | None = None) -> None:
+        self.policy = policy or VotePolicy()
         self.now_s = 0.0
         members, number = [], 0
         for keeper, count in enumerate(ranks):
@@ -125,7 +125,7 @@ class World:
         return self.hosts[keeper].core.view
 
 
-def formed(ranks: list[int], policy: Policy | None = None) -> World:
+def formed(ranks: list[int], policy: VotePolicy | None = None) -> World:
     world = World(ranks, policy)
     world.all_ready()
     world.run(1.0)
@@ -233,7 +233,7 @@ def test_ranks_that_leave_after_training_change_nothing() -> None:
 
 
 def test_no_view_has_less_than_the_least_ranks() -> None:
-    world = formed([3], Policy(min_ranks=3))
+    world = formed([3], VotePolicy(min_ranks=3))
     world.kill(0, 1)
     world.run(2.0)
     assert world.view(0).generation == 1
@@ -243,7 +243,7 @@ def test_no_view_has_less_than_the_least_ranks() -> None:
 
 
 def test_no_view_has_more_than_the_most_ranks() -> None:
-    world = formed([2], Policy(max_ranks=2))
+    world = formed([2], VotePolicy(max_ranks=2))
     world.newcomer(0)
     world.run(1.0)
     assert world.view(0).ids == (0, 1)

@@ -22,7 +22,7 @@ job = keeper.ElasticJob(
     command=(sys.executable, sys.argv[1]), ranks=3, min_ranks=int(sys.argv[2]),
     max_ranks=3, replaces=False,
 )
-sys.exit(keeper.Keeper(job).run())
+sys.exit(keeper.RankKeeper(job).run())
 """
 
 RANK = """

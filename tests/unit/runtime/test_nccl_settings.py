@@ -7,7 +7,7 @@ import pytest
 from stretto.cli import doctor
 from stretto.errors import PlanMismatch
 from stretto.runtime.backends import nccl_settings
-from stretto.runtime.backends.nccl_settings import LAUNCH_ORDER, LaunchOrder
+from stretto.runtime.backends.nccl_settings import LAUNCH_ORDER, OrderSetting
 
 
 def settings(**values):
@@ -52,12 +52,12 @@ def test_the_order_of_launches_is_set_in_time_or_logged_or_refused():
     def order(found, lanes, *, launched=False):
         return nccl_settings.launch_order(found, lanes=lanes, launched=launched)
 
-    assert order({}, 1) is LaunchOrder.FIXED
-    assert order({}, 2) is LaunchOrder.SET
-    assert order({}, 2, launched=True) is LaunchOrder.TOO_LATE
+    assert order({}, 1) is OrderSetting.FIXED
+    assert order({}, 2) is OrderSetting.SET
+    assert order({}, 2, launched=True) is OrderSetting.TOO_LATE
     yes, no = (settings(**{LAUNCH_ORDER: value}) for value in ("1", "0"))
-    assert order(yes, 2, launched=True) is LaunchOrder.FIXED
-    assert order(no, 1) is LaunchOrder.FIXED
+    assert order(yes, 2, launched=True) is OrderSetting.FIXED
+    assert order(no, 1) is OrderSetting.FIXED
     with pytest.raises(PlanMismatch, match=rf"2 lanes.*{LAUNCH_ORDER}=0.*unset"):
         order(no, 2)
 

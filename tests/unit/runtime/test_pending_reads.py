@@ -21,7 +21,7 @@ from torch.utils import checkpoint
 
 from stretto.runtime.forward import raw_access
 from stretto.runtime.forward.lazy import METADATA
-from stretto.runtime.forward.member import Member
+from stretto.runtime.forward.member import BucketMember
 from stretto.runtime.forward.pending import PendingParameter, guard, unguard
 from stretto.runtime.forward.undisturbed import undisturbed
 
@@ -39,12 +39,12 @@ class Owner:
     def __init__(self) -> None:
         self.parameter = nn.Parameter(torch.full((4, 4), float("nan")))
         overlap: Any = self
-        self.member = Member(overlap, "weight", self.parameter, 0, 0, 0)
+        self.member = BucketMember(overlap, "weight", self.parameter, 0, 0, 0)
         self.settled = False
         assert guard(self.member, [])
         raw_access.watch(self)
 
-    def touch(self, _member: Member) -> None:
+    def touch(self, _member: BucketMember) -> None:
         unguard(self.member)
         if not self.settled:
             self.settled = True

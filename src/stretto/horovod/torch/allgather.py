@@ -10,7 +10,7 @@ from stretto.horovod.torch.alltoall import alltoall
 from stretto.horovod.torch.process_sets import ProcessSet, global_process_set
 from stretto.horovod.torch.submission import (
     Operation,
-    Row,
+    OperationRow,
     submit,
     synchronize,
     through,
@@ -39,7 +39,7 @@ def _start(
                 "scalar. Add one with reshape(1)."
             )
         rows.append(
-            Row(
+            OperationRow(
                 tensor=tensor,
                 shape=tuple(tensor.shape[1:]),
                 fields={"rows": tensor.shape[0]},

@@ -16,7 +16,7 @@ from stretto.horovod.torch.reduce_ops import (
 )
 from stretto.horovod.torch.submission import (
     Operation,
-    Row,
+    OperationRow,
     submit,
     synchronize,
     through,
@@ -50,7 +50,9 @@ def _start(
         "postscale": float(postscale_factor),
     }
     rows = [
-        Row(tensor=tensor, output=output, shape=tuple(tensor.shape), fields=fields)
+        OperationRow(
+            tensor=tensor, output=output, shape=tuple(tensor.shape), fields=fields
+        )
         for tensor, output in zip(tensors, outputs, strict=True)
     ]
     return submit(_KIND, rows, name, process_set, grouped=grouped)

@@ -12,7 +12,7 @@ from stretto.horovod.torch import world
 from stretto.horovod.torch.process_sets import ProcessSet, global_process_set
 from stretto.horovod.torch.submission import (
     Operation,
-    Row,
+    OperationRow,
     submit,
     synchronize,
     through,
@@ -58,7 +58,7 @@ def alltoall_async(
         )
     size = len(world.current().member(process_set).ranks)
     parts = _parts(splits, tensor.shape[0], size)
-    row = Row(
+    row = OperationRow(
         tensor=tensor[: sum(parts)],
         shape=tuple(tensor.shape[1:]),
         fields={"splits": parts},

@@ -12,7 +12,7 @@ from stretto.horovod.torch.process_sets import ProcessSet, global_process_set
 from stretto.horovod.torch.reduce_ops import Average
 from stretto.horovod.torch.submission import (
     Operation,
-    Row,
+    OperationRow,
     submit,
     synchronize,
     through,
@@ -36,7 +36,7 @@ def _start(
             f"broadcast: root_rank must be a global rank of the process set, one of "
             f"{list(member.ranks)}, got {root_rank}"
         )
-    row = Row(
+    row = OperationRow(
         tensor=tensor,
         output=output,
         shape=tuple(tensor.shape),

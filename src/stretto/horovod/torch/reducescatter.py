@@ -19,7 +19,7 @@ from stretto.horovod.torch.reduce_ops import (
 )
 from stretto.horovod.torch.submission import (
     Operation,
-    Row,
+    OperationRow,
     submit,
     synchronize,
     through,
@@ -56,7 +56,7 @@ def _start(
                 "scalar. Add one with reshape(1)."
             )
     rows = [
-        Row(tensor=tensor, shape=tuple(tensor.shape), fields=fields)
+        OperationRow(tensor=tensor, shape=tuple(tensor.shape), fields=fields)
         for tensor in tensors
     ]
     return submit(_KIND, rows, name, process_set, grouped=grouped)

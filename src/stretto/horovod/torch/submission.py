@@ -27,7 +27,7 @@ _under_way: weakref.WeakValueDictionary[tuple[int, str], Handle] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class OperationRow:
     """One tensor of an operation."""
 
     tensor: torch.Tensor
@@ -95,7 +95,7 @@ class Operation:
 
 def submit(
     kind: Kind,
-    rows: Sequence[Row],
+    rows: Sequence[OperationRow],
     name: str | None,
     process_set: ProcessSet,
     *,
@@ -119,7 +119,7 @@ def submit(
 def _submit(
     member: JoinedSet,
     kind: Kind,
-    rows: Sequence[Row],
+    rows: Sequence[OperationRow],
     name: str | None,
     *,
     grouped: bool,

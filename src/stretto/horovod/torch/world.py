@@ -25,7 +25,7 @@ from stretto.runtime.negotiated import Engine, EngineOptions
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from stretto.horovod.environment import Settings
+    from stretto.horovod.environment import HorovodSettings
     from stretto.horovod.torch.topology import Topology
     from stretto.runtime.ranks import Ranks
 
@@ -69,7 +69,7 @@ class JoinedSet:
 class World:
     """The state between `init` and `shutdown`."""
 
-    def __init__(self, ranks: Ranks, group: Any, settings: Settings) -> None:
+    def __init__(self, ranks: Ranks, group: Any, settings: HorovodSettings) -> None:
         self.ranks = ranks
         self.settings = settings
         self.dynamic = settings.dynamic_process_sets

@@ -35,7 +35,7 @@ from stretto.runtime.backends.host_work import HostThreads
 from stretto.runtime.backends.shared_memory import (
     DESCRIPTION_BYTES,
     SLOT_BYTES,
-    Segment,
+    SharedSegment,
 )
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _as_bytes(tensor: torch.Tensor, *, changes: bool) -> Iterator[Array]:
 class LocalLane:
     """One lane: the memory, and the threads that execute its collectives."""
 
-    def __init__(self, number: int, segment: Segment, ranks: Ranks) -> None:
+    def __init__(self, number: int, segment: SharedSegment, ranks: Ranks) -> None:
         self._number = number
         self._segment = segment
         self._rank, self._size = ranks.rank, ranks.size
@@ -508,7 +508,7 @@ class LocalLane:
         self._slots(0, mine)
 
 
-def _guarded(segment: Segment, execute: Callable[[], None]) -> None:
+def _guarded(segment: SharedSegment, execute: Callable[[], None]) -> None:
     """Execute a collective on a lane on which none has failed."""
     segment.require_open()
     try:

@@ -14,7 +14,7 @@ from stretto.process_identity import Identity, own_identity
 from stretto.runtime.backends.base import AbstractLanes
 from stretto.runtime.backends.local_collectives import LocalLane
 from stretto.runtime.backends.shared_memory import (
-    Segment,
+    SharedSegment,
     close_all,
     create_memory,
     new_token,
@@ -59,7 +59,7 @@ class LocalLanes(AbstractLanes):
                 self._all.add(lane)
         return {need: self._lanes[need[0]] for need in needs}
 
-    def _share(self, numbers: Sequence[int]) -> list[Segment]:
+    def _share(self, numbers: Sequence[int]) -> list[SharedSegment]:
         """Return memory for new lanes, mapped by every rank.
 
         Raises:
@@ -93,7 +93,7 @@ class LocalLanes(AbstractLanes):
 
     def _meet(
         self, name: str, numbers: Sequence[int], held: list[int]
-    ) -> list[Segment]:
+    ) -> list[SharedSegment]:
         """Exchange processes and memory; ``held`` gets descriptors to close."""
         ranks, store = self._ranks, self._store_for(name)
         is_first = ranks.rank == 0
@@ -115,7 +115,7 @@ class LocalLanes(AbstractLanes):
             for number in rows[0]["memory"]:
                 held.append(open_memory(processes[0], number))
         segments = [
-            Segment(
+            SharedSegment(
                 descriptor,
                 ranks=ranks,
                 processes=processes,

@@ -63,7 +63,7 @@ from stretto.runtime.backends.base import (
 )
 from stretto.runtime.backends.nccl_settings import (
     LAUNCH_ORDER,
-    LaunchOrder,
+    OrderSetting,
     check_settings,
     launch_order,
     nccl_settings,
@@ -349,9 +349,9 @@ class NcclLanes(AbstractLanes):
         order = launch_order(
             nccl_settings(os.environ), lanes=lanes, launched=_collectives_issued() > 0
         )
-        if order is LaunchOrder.SET:
+        if order is OrderSetting.SET:
             os.environ[LAUNCH_ORDER] = "1"
-        elif order is LaunchOrder.TOO_LATE:
+        elif order is OrderSetting.TOO_LATE:
             _log_once(
                 f"{LAUNCH_ORDER} was not set when NCCL ran its first collective: lanes "
                 f"may deadlock if they do not fit at once. Start with {LAUNCH_ORDER}=1"

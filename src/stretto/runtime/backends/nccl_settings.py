@@ -34,7 +34,7 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 SYSTEM_FILE = Path("/etc/nccl.conf")
 
 
-class LaunchOrder(enum.Enum):
+class OrderSetting(enum.Enum):
     """Action needed for lanes' kernels to start in one order on every rank."""
 
     FIXED = "nothing: it is set, or there is one lane"
@@ -105,7 +105,7 @@ def check_settings(
 
 def launch_order(
     settings: Mapping[str, tuple[str, str]], *, lanes: int, launched: bool
-) -> LaunchOrder:
+) -> OrderSetting:
     """Return how kernels of several communicators get one order on all ranks.
 
     A device chooses the order in which it starts kernels of different communicators,
@@ -126,10 +126,10 @@ def launch_order(
                 "devices start their collectives in different orders, which can end "
                 f"in a deadlock: unset {LAUNCH_ORDER}, or plan with 1 lane."
             )
-        return LaunchOrder.FIXED
+        return OrderSetting.FIXED
     if lanes <= 1:
-        return LaunchOrder.FIXED
-    return LaunchOrder.TOO_LATE if launched else LaunchOrder.SET
+        return OrderSetting.FIXED
+    return OrderSetting.TOO_LATE if launched else OrderSetting.SET
 
 
 def _read(path: Path) -> str | None:

@@ -131,7 +131,7 @@ def _data_at(ranks: int) -> int:
 
 
 @final
-class Segment:
+class SharedSegment:
     """One lane's memory in one rank.
 
     Only the lane's current thread may call the methods that enter steps or wait; any

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class DeferredUpdate(Protocol):
     """An optimizer's step that is executed in parts."""
 
-    def execute(self, members: Sequence[Member]) -> None:
+    def execute(self, members: Sequence[BucketMember]) -> None:
         """Execute it on these parameters, whose gradients are in place."""
 
 
@@ -30,10 +30,10 @@ class Overlap(Protocol):
     def settle_finished(self) -> None:
         """Settle the buckets whose communication has ended."""
 
-    def defer(self, update: DeferredUpdate, members: Iterable[Member]) -> None:
+    def defer(self, update: DeferredUpdate, members: Iterable[BucketMember]) -> None:
         """Execute an optimizer's step on these members when they are settled."""
 
-    def touch(self, member: Member) -> None:
+    def touch(self, member: BucketMember) -> None:
         """Settle a member's bucket, because something reads the member."""
 
     def enter(self) -> None:
@@ -44,7 +44,7 @@ class Overlap(Protocol):
 
 
 @final
-class Member:
+class BucketMember:
     """One parameter, its place in the bucket, and what is pending for it."""
 
     __slots__ = (

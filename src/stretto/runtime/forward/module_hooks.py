@@ -18,7 +18,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from stretto.runtime.forward.member import Member, Overlap
+    from stretto.runtime.forward.member import BucketMember, Overlap
 
 _KEY = "stretto-settle"
 """Of the hook among a module's; handles of other hooks have numbers."""
@@ -36,8 +36,8 @@ class _SettlingHook:
     def __init__(
         self,
         overlap: Overlap,
-        own: tuple[Member, ...],
-        below: tuple[Member, ...],
+        own: tuple[BucketMember, ...],
+        below: tuple[BucketMember, ...],
         *,
         is_root: bool,
     ) -> None:
@@ -76,10 +76,10 @@ class ModuleHooks:
         self._installed = False
         self._compiled: tuple[nn.Module, ...] = ()
         self._rows: list[tuple[nn.Module, _SettlingHook]] = []
-        self.at_entry: tuple[Member, ...] = ()
+        self.at_entry: tuple[BucketMember, ...] = ()
         """Members inside compiled modules, whose hooks would be compiled, too."""
 
-    def build(self, members: Iterable[Member]) -> None:
+    def build(self, members: Iterable[BucketMember]) -> None:
         """Make the hooks of all modules outside of compiled ones."""
         of = {id(member.parameter): member for member in members}
         modules = list(self._root.modules())
@@ -134,8 +134,8 @@ class ModuleHooks:
 
 
 def _members(
-    parameters: Iterable[nn.Parameter], of: Mapping[int, Member]
-) -> tuple[Member, ...]:
+    parameters: Iterable[nn.Parameter], of: Mapping[int, BucketMember]
+) -> tuple[BucketMember, ...]:
     found = (of.get(id(parameter)) for parameter in parameters)
     return tuple(member for member in found if member is not None)
 

@@ -36,7 +36,7 @@ import torch
 from stretto.logs import get_logger
 from stretto.runtime.forward import raw_access, steps
 from stretto.runtime.forward.lazy import is_held, is_shared, uses_of, wrap
-from stretto.runtime.forward.member import Member
+from stretto.runtime.forward.member import BucketMember
 from stretto.runtime.forward.module_hooks import ModuleHooks
 from stretto.runtime.forward.pending import exchange_back, guard, plainly, unguard
 from stretto.runtime.forward.undisturbed import undisturbed
@@ -109,13 +109,13 @@ class ForwardOverlap:
         self._parts: dict[int, tuple[int, list[torch.Tensor]]] = {}
         """Addresses of reduced buckets, and the views of their parts."""
 
-        self._pending: dict[Member, None] = {}
+        self._pending: dict[BucketMember, None] = {}
         """Members with an update."""
 
-        self._watched: dict[Member, None] = {}
+        self._watched: dict[BucketMember, None] = {}
         """Members that are guarded without an update."""
 
-        self._members: tuple[tuple[Member, ...], ...] = tuple(
+        self._members: tuple[tuple[BucketMember, ...], ...] = tuple(
             self._members_of(schedule, table) for schedule in schedules
         )
         self._unseen = {m: None for row in self._members for m in row}
@@ -134,11 +134,13 @@ class ForwardOverlap:
 
     def _members_of(
         self, schedule: BucketSchedule, table: Sequence[tuple[str, nn.Parameter]]
-    ) -> tuple[Member, ...]:
+    ) -> tuple[BucketMember, ...]:
         found, offset = [], 0
         for place, position in enumerate(schedule.parameters):
             name, parameter = table[position]
-            found.append(Member(self, name, parameter, schedule.index, place, offset))
+            found.append(
+                BucketMember(self, name, parameter, schedule.index, place, offset)
+            )
             offset += parameter.numel()
         return tuple(found)
 
@@ -197,7 +199,7 @@ class ForwardOverlap:
             self.warn(why)
             self.settle_all()
 
-    def _replace_gradient(self, member: Member) -> str | None:
+    def _replace_gradient(self, member: BucketMember) -> str | None:
         """Set a wrapper as gradient; return why it must be complete at once, if so."""
         parameter = member.parameter
         gradient = parameter.grad
@@ -230,13 +232,13 @@ class ForwardOverlap:
                 for index in self._arrived():
                     self._settle((index,))
 
-    def defer(self, update: DeferredUpdate, members: Iterable[Member]) -> None:
+    def defer(self, update: DeferredUpdate, members: Iterable[BucketMember]) -> None:
         """Execute an optimizer's step on these members when they are settled."""
         with self._lock:
             found = [member for member in members if member.gradient is not None]
             # As after a step: a backward of an older graph must fail.
             torch.autograd.graph.increment_version([m.parameter for m in found])
-            weakly: list[Member] = []
+            weakly: list[BucketMember] = []
             for member in found:
                 self._unwatch(member)
                 member.update = update
@@ -257,7 +259,7 @@ class ForwardOverlap:
                 )
                 self.touch(member)
 
-    def _poison(self, member: Member, states: list[torch.Tensor]) -> None:
+    def _poison(self, member: BucketMember, states: list[torch.Tensor]) -> None:
         with torch.no_grad():
             for tensor in (member.parameter, *states):
                 if tensor.is_floating_point() or tensor.is_complex():
@@ -267,7 +269,7 @@ class ForwardOverlap:
 
     # Settle.
 
-    def touch(self, member: Member) -> None:
+    def touch(self, member: BucketMember) -> None:
         """Settle a member's bucket, because something reads the member."""
         with self._lock:
             if self._in_forward:
@@ -359,7 +361,7 @@ class ForwardOverlap:
             known = self._parts[index] = (address, parts)
         return known[1]
 
-    def _release_lazy(self, member: Member) -> None:
+    def _release_lazy(self, member: BucketMember) -> None:
         """Keep a wrapper for the next step, if nothing else refers to it."""
         lazy = member.lazy
         if lazy is None:
@@ -371,9 +373,9 @@ class ForwardOverlap:
         else:
             lazy.target = None
 
-    def _execute(self, members: Sequence[Member]) -> None:
+    def _execute(self, members: Sequence[BucketMember]) -> None:
         """Execute the deferred steps on members whose gradients are complete."""
-        by_update: dict[int, tuple[DeferredUpdate, list[Member]]] = {}
+        by_update: dict[int, tuple[DeferredUpdate, list[BucketMember]]] = {}
         for member in members:
             assert member.update is not None  # noqa: S101
             found = by_update.setdefault(id(member.update), (member.update, []))
@@ -386,7 +388,9 @@ class ForwardOverlap:
             for member in members:
                 self._end(member)
 
-    def _execute_one(self, update: DeferredUpdate, members: Sequence[Member]) -> None:
+    def _execute_one(
+        self, update: DeferredUpdate, members: Sequence[BucketMember]
+    ) -> None:
         with undisturbed():
             now = [member.parameter.grad for member in members]
             for member in members:
@@ -402,7 +406,7 @@ class ForwardOverlap:
                     # Cleared, replaced or kept by the program in the meantime.
                     member.parameter.grad = gradient
 
-    def _end(self, member: Member) -> None:
+    def _end(self, member: BucketMember) -> None:
         """Forget what was pending for a member."""
         unguard(member)
         self._pending.pop(member, None)
@@ -474,11 +478,11 @@ class ForwardOverlap:
                 self._watch(member)
             self._module_hooks.remove()
 
-    def _watch(self, member: Member) -> None:
+    def _watch(self, member: BucketMember) -> None:
         if guard(member, []):
             self._watched[member] = None
 
-    def _unwatch(self, member: Member) -> None:
+    def _unwatch(self, member: BucketMember) -> None:
         if member in self._watched:
             del self._watched[member]
             unguard(member)

@@ -32,9 +32,9 @@ from torch import nn
 from stretto.runtime.forward.lazy import METADATA, references_to
 
 if TYPE_CHECKING:
-    from stretto.runtime.forward.member import Member
+    from stretto.runtime.forward.member import BucketMember
 
-_guarded: dict[int, Member] = {}
+_guarded: dict[int, BucketMember] = {}
 """Members by the id of each of their tensors that has one of the classes here."""
 
 _held: set[int] = set()
@@ -240,12 +240,12 @@ def settle_all_in(values: Any) -> bool:
     return found
 
 
-def member_of(parameter: torch.Tensor) -> Member | None:
+def member_of(parameter: torch.Tensor) -> BucketMember | None:
     """Return the member of a guarded parameter."""
     return _guarded.get(id(parameter))
 
 
-def guard(member: Member, states: list[torch.Tensor]) -> bool:
+def guard(member: BucketMember, states: list[torch.Tensor]) -> bool:
     """Give a parameter, and tensors of its optimizer state, the classes above.
 
     Returns:
@@ -269,7 +269,7 @@ def guard(member: Member, states: list[torch.Tensor]) -> bool:
     return True
 
 
-def _exchange(member: Member) -> bool:
+def _exchange(member: BucketMember) -> bool:
     """Let the parameter have its twin's implementation, and the twin its own."""
     twin = member.twin
     if twin is None:
@@ -290,7 +290,7 @@ def _exchange(member: Member) -> bool:
     return True
 
 
-def exchange_back(member: Member) -> None:
+def exchange_back(member: BucketMember) -> None:
     """Give a parameter its own implementation back, while it keeps its class."""
     twin = member.swapped
     if twin is not None:
@@ -307,7 +307,7 @@ def exchange_back(member: Member) -> None:
         member.swapped = None
 
 
-def unguard(member: Member) -> None:
+def unguard(member: BucketMember) -> None:
     """Give them their own classes back."""
     exchange_back(member)
     if member.swapped is not None:

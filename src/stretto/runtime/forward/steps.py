@@ -32,7 +32,7 @@ from stretto.runtime.forward.lazy import (
     is_shared,
     references_to,
 )
-from stretto.runtime.forward.member import Member, Overlap
+from stretto.runtime.forward.member import BucketMember, Overlap
 from stretto.runtime.forward.pending import member_of, plainly
 from stretto.runtime.forward.undisturbed import has_modes, undisturbed
 from stretto.runtime.torch_compat import without_dynamo
@@ -123,7 +123,7 @@ class Update:
             for index in groups
         }
 
-    def execute(self, members: Sequence[Member]) -> None:
+    def execute(self, members: Sequence[BucketMember]) -> None:
         """Execute the step on these parameters, whose gradients are in place."""
         groups: dict[int, list[torch.Tensor]] = {}
         for member in members:
@@ -178,7 +178,7 @@ class _Hidden:
 
     optimizer: Any
     lists: list[tuple[dict[str, Any], list[torch.Tensor]]]
-    members: list[Member]
+    members: list[BucketMember]
     others: list[tuple[int, list[torch.Tensor]]]
 
 
@@ -293,13 +293,13 @@ def _settle_earlier(optimizer: Any) -> None:
 
 def _sorted_out(
     optimizer: Any,
-) -> tuple[list[Overlap], list[Member], list[tuple[int, list[torch.Tensor]]]]:
+) -> tuple[list[Overlap], list[BucketMember], list[tuple[int, list[torch.Tensor]]]]:
     """Return the models with unfinished gradients, their members, and the others.
 
     If a program has moved a gradient under way to another parameter, it is settled.
     """
     owners: dict[int, Overlap] = {}
-    members: list[Member] = []
+    members: list[BucketMember] = []
     others: list[tuple[int, list[torch.Tensor]]] = []
     with plainly():
         for index, group in enumerate(optimizer.param_groups):
@@ -325,7 +325,7 @@ def _sorted_out(
     return list(owners.values()), members, others
 
 
-def _why_not(optimizer: Any, members: Sequence[Member]) -> str | None:
+def _why_not(optimizer: Any, members: Sequence[BucketMember]) -> str | None:
     """Return why a step can't be deferred, or "" to wait without a log line."""
     kind = type(optimizer)
     if kind not in _SEPARABLE and optimizer not in _declared:
@@ -405,7 +405,7 @@ def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         {member.group for member in hidden.members},
         [member.parameter for member in hidden.members],
     )
-    owners: dict[int, tuple[Overlap, list[Member]]] = {}
+    owners: dict[int, tuple[Overlap, list[BucketMember]]] = {}
     for member in hidden.members:
         found = owners.setdefault(id(member.owner), (member.owner, []))
         found[1].append(member)
