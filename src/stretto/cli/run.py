@@ -173,7 +173,7 @@ def _torchrun_options() -> dict[str, argparse.Action]:
 @click.option(
     "--elastic",
     metavar="MIN:MAX",
-    help="(Experimental) Go on with the ranks that are left when one is lost, for a "
+    help="(Experimental) Continue with the remaining ranks when one is lost, for a "
     "script that uses stretto.Elastic on this machine.",
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, required=True)

@@ -81,7 +81,7 @@ class ShareSampler:
     """Yields a rank's indices of each step, as a ``batch_sampler`` of a DataLoader.
 
     A loader fetches ahead, so a batch comes with a stamp, by which the reader knows
-    those that were divided among other ranks. Workers go on when the ranks change.
+    those that were divided among other ranks. Workers continue when the ranks change.
     """
 
     def __init__(self, order: list[int], size: BatchSize) -> None:

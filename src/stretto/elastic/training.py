@@ -1,4 +1,4 @@
-"""Training that goes on when ranks are lost (experimental)."""
+"""Training that continues when ranks are lost (experimental)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Elastic:
     """Trains with the ranks that are there, under ``stretto run --elastic MIN:MAX``.
 
     When a rank ends, the others keep their processes: they form a new group without it
-    and run the step in hand again, with its samples divided among them. Parameters and
+    and run the current step again, with its samples divided among them. Parameters and
     optimizer are equal bit for bit on all of them. Without ``--elastic`` nothing is
     regrouped and a lost rank ends the job, as usual.
 

@@ -425,7 +425,7 @@ class Gang:
     # checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs to go on, or to replay its last step.
+        """Return what a checkpoint needs to continue, or to replay its last step.
 
         Any member may call it after `reduce`; the others need not. It has the number of
         steps and, for each member, the micro-batches of the last step in their order.

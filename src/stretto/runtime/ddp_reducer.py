@@ -186,7 +186,7 @@ class ReplaceableReducerDDP(RankedDDP):
                 views=self.gradient_as_bucket_view,
                 sender=planned.sender,
                 marker=self._marker,
-                speaks=self._ranks.rank == 0,
+                logs=self._ranks.rank == 0,
             )
         )
 

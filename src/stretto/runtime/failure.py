@@ -72,7 +72,7 @@ class FailureReporter:
             key: Separates the model from others of these ranks, whose failures do not
                 concern it: equal on all ranks, and called at a failure.
             hand_over: If given, it is called at a failure instead of a search for the
-                lost rank: another part of the program knows it, and training goes on
+                lost rank: another part of the program knows it, and training continues
                 with other ranks.
         """
         self._ranks = ranks

@@ -9,8 +9,8 @@ on r connections of its lane. Measured, 2 ranks, connections paced at 18.75 MB/s
 all-reduce of 4 MiB: 220 ms on 1 connection and 2 threads, 224 on 1 and 8, 224 on 4 and
 4 in one piece, 57 on 4 and 4 in four pieces, 56 in four slices on four lanes (256 KiB:
 10.8, 13.7, 10.9, 3.3, 3.3; two busy cores; benchmarks/gloo_resources.py). A resource is
-thus worth as much as slices, but it does not occupy other lanes, which is what a
-planner that gives each bucket its share on one lane (LIBRA) needs.
+as effective as slices, but it does not occupy other lanes, which is what a planner that
+gives each bucket its share on one lane (LIBRA) needs.
 
 Buckets with different resources on one lane share the lane's connections in turn. A
 bucket with more pieces than the previous one may begin on connections that are already

@@ -76,7 +76,7 @@ class ForwardOverlap:
         views: bool,
         sender: BucketSender,
         marker: StepMarker,
-        speaks: bool,
+        logs: bool,
     ) -> None:
         """Prepare.
 
@@ -87,13 +87,13 @@ class ForwardOverlap:
             views: Whether gradients are views of the buckets.
             sender: Waits for launched buckets.
             marker: Marks waits for a background.
-            speaks: Whether this rank logs.
+            logs: Whether this rank logs.
         """
         self._schedules = tuple(schedules)
         self._views = views
         self._sender = sender
         self._marker = marker
-        self._speaks = speaks
+        self._logs = logs
         self._said: set[str] = set()
         self._lock = threading.RLock()
         self._poisons = os.environ.get(POISON_VARIABLE) == "1"
@@ -146,7 +146,7 @@ class ForwardOverlap:
 
     def warn(self, why: str) -> None:
         """Say once, on one rank, why a step does not overlap with forward."""
-        if self._speaks and why not in self._said:
+        if self._logs and why not in self._said:
             self._said.add(why)
             _log.warning("no overlap with forward: %s", why)
 
