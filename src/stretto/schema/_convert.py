@@ -25,6 +25,10 @@ FORMERLY = "formerly"
 """Metadata key of a field's earlier name, which is refused with the new one."""
 
 
+EARLIER = "earlier"
+"""Metadata key of a field's name in files of earlier releases, which is read too."""
+
+
 def convert(body: Any, value_type: type[_T], *, source: str, place: str = "$") -> _T:
     """Return a value from plain JSON data that has no header.
 
@@ -33,6 +37,7 @@ def convert(body: Any, value_type: type[_T], *, source: str, place: str = "$") -
     """
     import msgspec  # late, as in `stretto.schema._json`
 
+    body = _with_present_keys(body, value_type)
     for at, rule in _key_errors(body, value_type, place):
         raise SpecError(f"{source}: {at}: {rule}", place=at)
     try:
@@ -42,6 +47,25 @@ def convert(body: Any, value_type: type[_T], *, source: str, place: str = "$") -
     except SpecError as exc:
         at = place + exc.place
         raise SpecError(f"{source}: {at}: {exc}", place=at) from exc
+
+
+def _with_present_keys(body: Any, value_type: Any) -> Any:
+    """Return plain data with the present names of fields in place of earlier ones."""
+    value_type = _dataclass_in(value_type)
+    if value_type is None or not _has_earlier_names(value_type):
+        return body
+    if isinstance(body, list):
+        return [_with_present_keys(item, value_type) for item in body]
+    if not isinstance(body, dict):
+        return body
+    fields = dataclasses.fields(value_type)
+    hints = _hints_of(value_type)
+    now = {f.metadata[EARLIER]: f.name for f in fields if EARLIER in f.metadata}
+    names = {key: now[key] if now.get(key, key) not in body else key for key in body}
+    return {
+        name: _with_present_keys(body[key], hints.get(name))
+        for key, name in names.items()
+    }
 
 
 def _key_errors(body: Any, value_type: Any, place: str) -> Iterator[tuple[str, str]]:
@@ -70,6 +94,15 @@ def _key_errors(body: Any, value_type: Any, place: str) -> Iterator[tuple[str, s
         # A field added in a later release has a default that gives older files' meaning
         if key not in body and not known_field.metadata.get(ADDED):
             yield f"{place}.{key}", "is missing"
+
+
+@functools.cache
+def _has_earlier_names(value_type: type) -> bool:
+    """Return whether a field of a dataclass, or of one within it, has another name."""
+    if any(EARLIER in f.metadata for f in dataclasses.fields(value_type)):
+        return True
+    inner = map(_dataclass_in, _hints_of(value_type).values())
+    return any(_has_earlier_names(kind) for kind in inner if kind is not None)
 
 
 @functools.cache

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stretto.errors import SpecError
 from stretto.schema import _rules
+from stretto.schema._convert import EARLIER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +46,13 @@ class HostCosts:
     """Time for the ranks to exchange how many samples each has, from the last rank's
     request until all know."""
 
-    behind_s: float = 0.0
+    connection_s: float = field(default=0.0, metadata={EARLIER: "behind_s"})
     """Processor time of a message in the connections' own threads, on each side. It
     slows computation only where ranks share processors."""
 
-    behind_s_per_byte: float = 0.0
+    connection_s_per_byte: float = field(
+        default=0.0, metadata={EARLIER: "behind_s_per_byte"}
+    )
     """Additional processor time per byte."""
 
     slowdowns: tuple[Slowdown, ...] = ()
@@ -61,8 +64,8 @@ class HostCosts:
             "message_s_per_byte",
             "copy_s_per_byte",
             "exchange_s",
-            "behind_s",
-            "behind_s_per_byte",
+            "connection_s",
+            "connection_s_per_byte",
         ):
             _rules.finite(f".{name}", getattr(self, name))
         for i, (one, two) in enumerate(itertools.pairwise(self.slowdowns)):

@@ -361,11 +361,11 @@ class _Run:
         if host is None:
             return 0.0
         used = sum(
-            flow.ends * rate * host.behind_s_per_byte
+            flow.ends * rate * host.connection_s_per_byte
             for flow, rate in zip(sending, rates, strict=True)
         )
         return used + sum(
-            min(flow.ends, flow.startup_rate * host.behind_s)
+            min(flow.ends, flow.startup_rate * host.connection_s)
             for flow in self._flows
             if flow.startup_s > _NONE
         )

@@ -205,7 +205,7 @@ def test_what_runs_behind_communication_slows_those_who_share_processors():
         message_s_per_byte=0.0,
         copy_s_per_byte=0.0,
         exchange_s=0.0,
-        behind_s_per_byte=2.5e-9,
+        connection_s_per_byte=2.5e-9,
     )
     shared = replace(some, host=host)
     free = burst.simulate(shared, places, cluster(), bucket_bytes=1)

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from stretto.errors import SpecError
 from stretto.schema import Cluster, Plan, Prediction, Span, Timeline, Workload, codec
+from stretto.schema._convert import convert
+from stretto.schema.burst_host import HostCosts
 from stretto.schema.plan import OVERLAPS
 from stretto.schema.timeline import load_timelines, save_timelines, trace_events
 from stretto.testing import strategies as drawn
@@ -572,3 +574,26 @@ def test_a_file_says_its_kind(tmp_path):
     file.write_text('{"kind": 3}')
     with pytest.raises(SpecError, match=r"\$\.kind"):
         codec.kind_in(file)
+
+
+HOST = {
+    "message_s": 1e-5,
+    "message_s_per_byte": 0.0,
+    "copy_s_per_byte": 0.0,
+    "exchange_s": 0.0,
+    "behind_s": 2e-5,
+    "behind_s_per_byte": 1e-9,
+    "slowdowns": [],
+}
+"""Costs as files of release 0.2.0 name them."""
+
+
+def test_a_fields_earlier_name_is_read() -> None:
+    found = convert(HOST, HostCosts, source="profile")
+    assert (found.connection_s, found.connection_s_per_byte) == (2e-5, 1e-9)
+
+
+def test_a_field_under_both_names_is_refused() -> None:
+    both = {**HOST, "connection_s": 1e-5}
+    with pytest.raises(SpecError, match=r"\$\.behind_s: is an unknown key"):
+        convert(both, HostCosts, source="profile")

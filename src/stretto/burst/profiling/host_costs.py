@@ -85,15 +85,15 @@ def measure_host(
     message_s, message_s_per_byte = _line(
         *(median(row[size][0] for row in every) for size in (0, 1))
     )
-    behind_s, behind_s_per_byte = _line(
+    connection_s, connection_s_per_byte = _line(
         *(median(row[size][1] for row in every) for size in (0, 1))
     )
     rounds = list(zip(*(row[3] for row in every), strict=True))
     return HostCosts(
         message_s=message_s,
         message_s_per_byte=message_s_per_byte,
-        behind_s=behind_s,
-        behind_s_per_byte=behind_s_per_byte,
+        connection_s=connection_s,
+        connection_s_per_byte=connection_s_per_byte,
         copy_s_per_byte=median(row[2] for row in every) / _COPIED_BYTES,
         # The last rank to arrive waits least.
         exchange_s=median(min(each) for each in rounds) if rounds else 0.0,
@@ -131,17 +131,17 @@ def _message_s(
         num_before=1,
         num_after=1,
     )
-    found, behind_s = [], 0.0
+    found, connection_s = [], 0.0
     for _ in range(repetitions):
         ready()
-        behind_s -= time.process_time() - time.thread_time()
+        connection_s -= time.process_time() - time.thread_time()
         begin_s = perf_counter()
         pending = activations.begin(rows, shift, activations.next_tags(2), "measured")
         found.append((perf_counter() - begin_s) / 2)
         activations.end(pending, "measured")
         activations.finish_sends()
-        behind_s += time.process_time() - time.thread_time()
-    return median(found), max(0.0, behind_s) / (2 * repetitions)
+        connection_s += time.process_time() - time.thread_time()
+    return median(found), max(0.0, connection_s) / (2 * repetitions)
 
 
 def _copy_s(device: torch.device, repetitions: int) -> float:
