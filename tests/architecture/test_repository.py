@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import fnmatch
 import importlib
 import importlib.metadata
@@ -128,6 +129,53 @@ def test_a_package_names_its_files():
         unnamed = files - set(re.findall(r"`(\w+)`", text))
         missing += [f"{init.parent.name}/{name}" for name in sorted(unnamed)]
     assert missing == []
+
+
+OTHERS_NAMES = {
+    "STRETTO_MEMORY",
+    "UninitializedParameter",
+    "_extract_tensors",
+    "logging.lastResort",
+    "module.",
+    "pyproject.toml",
+    "pytest.mark.parametrize",
+    "socket.gethostname",
+}
+"""What docstrings name that is not the package's; names of torch need no entry."""
+
+
+def words_of(file):
+    """The names in a file's code, and the comments and docstrings beside it."""
+    text = file.read_text()
+    names, prose = set(), re.findall(r"#.*", text)
+    for node in ast.walk(ast.parse(text)):
+        names |= {
+            getattr(node, key)
+            for key in ("id", "attr", "name", "arg", "asname")
+            if isinstance(getattr(node, key, None), str)
+        }
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            prose.append(str(node.value.value))
+    return names, prose
+
+
+def test_docstrings_and_comments_name_what_exists():
+    """A name in single backticks that a later change has removed misleads readers."""
+    known, named = set(dir(builtins)), {}
+    for file in SOURCES:
+        names, prose = words_of(file)
+        known |= {part for name in names for part in name.split(".")}
+        known |= {file.stem, file.parent.name}
+        for text in prose:
+            for name in re.findall(r"(?<!`)`([A-Za-z_][\w.]*)`(?!`)", text):
+                named.setdefault(name, file.relative_to(ROOT).as_posix())
+    missing = {
+        name: file
+        for name, file in named.items()
+        if not name.startswith(("torch.", "dist.")) and name not in OTHERS_NAMES
+        if not set(name.split(".")) <= known
+    }
+    assert missing == {}
 
 
 def test_no_tracked_file_is_large():

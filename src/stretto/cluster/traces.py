@@ -1,6 +1,6 @@
 """Traces of real clusters as jobs: Philly, Helios, PAI 2020, Alibaba spot-gpu 2026.
 
-No trace names the models of its jobs: `simulation_jobs` draws a model of the zoo for
+No trace names the models of its jobs: `replay.jobs_of` draws a model of the zoo for
 each by a seed. Durations are those on the trace's own hardware, so a job's work is its
 duration times its speed, here, on the number of devices that it had there.
 """

@@ -161,7 +161,7 @@ class Reads:
             del kind.__getattribute__
 
     def _called(self, frame: types.FrameType, _event: str, _arg: Any) -> None:
-        """Record a function of the user's that forward calls, see `_add_helpers`.
+        """Record a function of the user's that forward calls, see `_add_helper`.
 
         It returns None so that the function's lines are not traced.
         """
