@@ -3,8 +3,8 @@
 `local_lanes` opens them, `local_collectives` executes their collectives.
 
 # Note [What resource means on shared memory]
-Nothing: a collective is limited by the memory, not by connections. Buckets with
-different resources on a lane share it.
+It means nothing: a collective is limited by the memory, not by connections. Buckets
+with different resources use the same lane in the same way.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 def why_backward(
     model: Any, parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> str | None:
-    """Return what prevents it, of the model's options and modules, or ``None``.
+    """Return which option, module or parameter prevents overlap, or ``None``.
 
-    ``model`` is one of DDP's class; it ends its backward as without a forward plan.
+    ``model`` is of DDP's class. With a reason, its backward waits for communication.
     """
     options = (
         ("find_unused_parameters", "which parameters were used is reduced as well"),
