@@ -34,6 +34,8 @@ MODULES = {
         "LaneFailure",
     ),
     "stretto.runtime.backends.host_work": ("HostThreads",),
+    "stretto.runtime.ranks": ("Ranks",),
+    "stretto.runtime.store": ("missing_after",),
     "stretto.testing.backends": ("CASES", "check_case", "run_case"),
 }
 """What a backend of one's own needs, by module: these modules have no ``__all__``."""
