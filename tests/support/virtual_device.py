@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from stretto.background.board import COMPUTING, WAITING, Mark
 from stretto.background.foreground_view import ForegroundView
-from stretto.background.pacing import OPEN, Controller, Gate, StepRecord
+from stretto.background.pacing import OPEN, Controller, Gate
+from stretto.background.paired_steps import StepRecord
 
 
 @dataclass

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from stretto.background.board import COMMUNICATING, COMPUTING, WAITING
-from stretto.background.pacing import Situation, StepRecord
+from stretto.background.pacing import Situation
+from stretto.background.paired_steps import StepRecord
 from stretto.background.windows import Window, WindowLearner
 
 if TYPE_CHECKING:

@@ -73,8 +73,9 @@ class Background:
     A lease opens at once while no foreground runs. Otherwise it opens when the task's
     usual length fits what is left of the foreground's wait, or, on processors where
     this process's priority was shown to be below the foreground's, at any time. One
-    step of the foreground in sixteen, more at first, runs without background; from the
-    difference the background keeps the foreground's loss under ``max_loss``.
+    step of the foreground in sixteen (more at first, one in 64 once the loss is clearly
+    small) runs without background; from the difference the background keeps the
+    foreground's loss under ``max_loss``.
     """
 
     def __init__(

@@ -14,19 +14,24 @@ prediction says which task is its last. But the cost is known: tasks until the e
 the k longest waits of a step cost k * (m - 1/2) * b. While that is a small share of the
 step (`Gate.late_ratio`), tasks run in these waits until they end.
 
-# Note [Paired steps]
-A block of steps with background lies between two control steps without. Its loss is its
-median step over the mean of the two, less 1; drift cancels. The decision uses the mean
-of the blocks since the last change, less two standard errors, as they follow from the
-steps within blocks and from the differences of blocks. So noise changes little, and a
-loss that is large against it counts at once.
+# Note [What is acted upon]
+Losses of the last 1, 2, 4 and up to 32 blocks are compared with the limit (see
+`paired_steps`), each less some standard errors. So a loss that is large against the
+noise counts at once, a smaller one when enough blocks show it, and noise alone changes
+little.
 
 # Note [Several ranks]
 Ranks of one job wait for each other, so a background on any of them lengthens the steps
-of all. Control steps are those whose numbers divide by 16 (by 4 and then by 8 while
-little is known). The ranks of a job count the same steps, so these are without
-background on all ranks, and each controller keeps the loss by all backgrounds within
-the limit.
+of all. One step in 16 is a control step (in 4 and then in 8 while little is known), and
+one in 64 once the loss is clearly within its limit. Ranks agree on them, so the control
+steps of the longest period are without background on all ranks, and each controller
+keeps the loss by all backgrounds within the limit. While steps become longer than
+before, one in 16 is a control step again.
+
+# Note [What is tried again]
+A loss may come from other work on the machine, which ends. So whatever the controller
+has closed, banned or changed is tried again, after twice as long each time, up to 16
+times. A trial lasts one short block.
 """
 
 from __future__ import annotations
@@ -35,23 +40,22 @@ import dataclasses
 import enum
 import math
 import statistics
-from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import TYPE_CHECKING, final
 
+from stretto.background.paired_steps import PairedSteps, is_control_step
 from stretto.background.windows import Expected
 from stretto.errors import SpecError
 
-BLOCK = 7
-"""Steps with background between two control steps."""
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-SHORT_BLOCK = 3
-"""The same while little is known, at the start and after a change."""
+    from stretto.background.paired_steps import Block, StepRecord
 
-LONG_BLOCK = 15
-"""The same after several blocks within the limit: a control step is idle time that no
-task uses, so one in eight costs an eighth of it."""
+PERIODS = (4, 8, 16, 64)
+"""Steps of which one is a control step: while little is known, at the start and after a
+change; then; after several blocks within the limit; and while the loss is clearly
+within it. A control step is idle time that no task uses."""
 
 MAX_MARGIN = 4.0
 """Margin beyond which the background is closed."""
@@ -59,20 +63,32 @@ MAX_MARGIN = 4.0
 _FIRST_MARGIN = 0.1
 _MIN_MARGIN = 0.05
 _GOOD_BLOCKS = 4
-"""Blocks within the limit before limits are relaxed by one step, and before blocks are
-long."""
+"""Blocks within the limit before limits are relaxed by one step, and before one step in
+16 is a control step."""
+
+_SETTLED_BLOCKS = 12
+"""The same before one step in 64 is."""
 
 _CLOSED_STEPS = 256
-"""Steps before a closed background is tried again; doubles each time."""
+"""Steps before a closed background is tried again, or the device's own policy; doubles
+each time, `_DOUBLINGS` times."""
 
 _BANNED_BLOCKS = 8
-"""Blocks before a banned kind of wait is tried again; doubles each time."""
+"""Blocks before a banned kind of wait is tried again; doubles in the same way."""
+
+_DOUBLINGS = 4
 
 _USUAL_NOISE = 0.02
 """Of one block's loss."""
 
-_SURE = 2.0
-"""Standard errors by which a loss must exceed its limit."""
+_SURE, _SURE_OF_FEW = 2.0, 2.5
+"""Standard errors by which a loss must exceed its limit; for one or two blocks more."""
+
+_LOOK_EVERY = 4
+"""Steps between two looks for steps that become longer."""
+
+_SHOWN_BLOCKS = 8
+"""Last blocks whose loss is shown."""
 
 _ROUNDING_S = 1e-9
 
@@ -82,9 +98,6 @@ _TO_BLAME = 0.5
 _LATE_TO_BLAME = 0.25
 """Share of the loss from which tasks that outlast waits are to blame instead. A step
 waits for the latest of several ranks, which loses more than each one's own tasks."""
-
-_MIN_STEPS = 2
-"""With background between two control steps."""
 
 
 class Policy(enum.Enum):
@@ -237,30 +250,10 @@ class Gate:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """A complete step of the foreground."""
-
-    duration_s: float
-
-    had_task: bool
-    """Whether a task of the background ran in it."""
-
-    number: int | None = None
-    """The foreground's number of it; the next one if ``None``."""
-
-    late_s: float = 0.0
-    """How long tasks outlasted the waits in which they ran."""
-
-    waited_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds waited, by kind."""
-
-
-@final
 @dataclass(slots=True)
 class _Ban:
     blocks_left: int
-    next_blocks: int
+    tries: int
 
 
 @final
@@ -285,7 +278,7 @@ class Controller:
         self.gate = gate
         self.max_loss = max_loss
         self.loss = 0.0
-        """Mean loss of the blocks since the last change of limits."""
+        """Loss of the last blocks since the last change of limits."""
 
         self.closings = 0
         """How often the background has been closed because of its loss."""
@@ -295,42 +288,45 @@ class Controller:
         background, in seconds; ``None`` if there is no such block."""
 
         self.keep_first()
-        self._control: StepRecord | None = None
-        self._steps: list[StepRecord] = []
-        self._losses: list[float] = []
-        self._variances: deque[float] = deque(maxlen=8)
-        self._good = 0
+        self._paired = PairedSteps()
         self._bans: dict[str, _Ban] = {}
-        self._closed_left = 0
-        self._number = self._control_at = 0
-        gate.is_control = True
+        self._begin()
 
     def keep_first(self) -> None:
         """Make the gate's limits those that `reset` restores."""
         self._first = dataclasses.replace(self.gate, banned=set())
+
+    def _begin(self) -> None:
+        self._good, self._period = 0, PERIODS[0]
+        self._closed_left = self._policy_left = self._policy_changes = 0
+        self._number = self._control_at = 0
+        self.gate.is_control = True
 
     def add(self, step: StepRecord) -> bool:
         """Add the foreground's next step; return whether a control step has ended."""
         self._number = self._number + 1 if step.number is None else step.number
         if self.gate.is_closed:
             self._wait_closed()
-        elif self.gate.is_control:
-            if not step.had_task and self._number >= self._control_at:
-                self._end_block(step)
-                return True
-        else:
-            if step.had_task:
-                self._steps.append(step)
-            following = self._number + 1
-            period = 1 + self._block()
-            if len(self._steps) >= _MIN_STEPS and following % period == 0:
-                self.gate.is_control, self._control_at = True, following
+            return False
+        self._wait_for_policy()
+        if self.gate.is_control:
+            if step.had_task or self._number < self._control_at:
+                return False
+            self._end_control(step)
+            self._plan_control()
+            return True
+        if step.had_task:
+            self._paired.add_step(self._number, step)
+            looks = self._period == PERIODS[-1] and self._number % _LOOK_EVERY == 0
+            if looks and self._paired.has_drifted(self.max_loss):
+                self._good, self._period = _GOOD_BLOCKS, PERIODS[-2]
+        self._plan_control()
         return False
 
-    def _block(self) -> int:
-        if self._good >= _GOOD_BLOCKS:
-            return LONG_BLOCK
-        return BLOCK if self._good >= 2 else SHORT_BLOCK
+    def _plan_control(self) -> None:
+        following = self._number + 1
+        self.gate.is_control = is_control_step(following, self._period)
+        self._control_at = following
 
     def reset(self) -> None:
         """Start again, for another foreground."""
@@ -339,65 +335,77 @@ class Controller:
         gate.margin, gate.is_closed = self._first.margin, False
         gate.late_ratio = self._first.late_ratio
         gate.banned.clear()
-        gate.is_control = True
-        self._control, self._good, self.loss = None, 0, 0.0
-        self._steps, self._losses = [], []
-        self._variances.clear()
-        self._number = self._control_at = 0
+        self.loss, self.closings = 0.0, 0
+        self._paired.reset()
         self._bans.clear()
-        self.closings = 0
+        self._begin()
 
-    def _end_block(self, control: StepRecord) -> None:
-        before, self._control = self._control, control
-        steps, self._steps = self._steps, []
-        self.gate.is_control = False
+    def _end_control(self, control: StepRecord) -> None:
+        paired = self._paired
         self.last_block = (None, 0.0)
-        if before is None or not steps:
+        if not paired.add_control(self._number, control):
             return
         self._end_bans()
-        base_s = (before.duration_s + control.duration_s) / 2
-        durations = [s.duration_s / base_s for s in steps]
-        loss = statistics.median(durations) - 1.0
-        # The variance of their median and of the mean of the two control steps.
-        spread = statistics.variance(durations)
-        self._variances.append(spread * (math.pi / 2 / len(steps) + 0.5))
-        self.last_block = (loss, base_s)
-        self._losses = [*self._losses[-7:], loss]
-        self.loss = statistics.fmean(self._losses)
-        if self.loss - self._error() > self.max_loss:
-            self._tighten(steps, (before, control))
-        elif self.loss <= self.max_loss:
+        (block,) = paired.last_blocks(1)
+        base_s = statistics.fmean(c.record.duration_s for c in block.controls)
+        self.last_block = (paired.compare(1).loss, base_s)
+        shown = paired.compare(min(paired.blocks, _SHOWN_BLOCKS), _SURE)
+        self.loss = shown.loss
+        if (count := self._harmful_blocks()) is not None:
+            self._tighten(paired.last_blocks(count))
+            return
+        if self.loss <= self.max_loss:
             self._good += 1
             if self._good % _GOOD_BLOCKS == 0:
                 self._relax()
+        is_settled = self._good >= _SETTLED_BLOCKS and shown.high <= self.max_loss
+        known = (self._good >= 2) + (self._good >= _GOOD_BLOCKS) + is_settled
+        self._period = PERIODS[known]
 
-    def _error(self) -> float:
-        """Return by how much noise may have raised the loss."""
-        blocks = len(self._losses)
-        between = statistics.variance(self._losses) if blocks > 1 else 0.0
-        within = statistics.fmean(self._variances)
-        seen = math.sqrt(max(between, within) / blocks)
-        return max(_SURE * seen, _USUAL_NOISE / blocks)
+    def _harmful_blocks(self) -> int | None:
+        """Return of how many last blocks the loss exceeds the limit, if of any."""
+        count = 1
+        while count <= self._paired.blocks:
+            found = self._paired.compare(count, _SURE if count > 2 else _SURE_OF_FEW)
+            if min(found.low, found.loss - _USUAL_NOISE / count) > self.max_loss:
+                return count
+            count *= 2
+        return None
 
-    def _tighten(
-        self, steps: list[StepRecord], controls: tuple[StepRecord, StepRecord]
-    ) -> None:
-        self._good, self._losses = 0, []
+    def _tighten(self, blocks: Sequence[Block]) -> None:
         gate = self.gate
-        kind = _to_blame(steps, controls)
+        kind = _to_blame(blocks)
         if kind is not None and kind not in gate.banned:
-            blocks = self._bans[kind].next_blocks if kind in self._bans else 0
-            blocks = blocks or _BANNED_BLOCKS
-            self._bans[kind] = _Ban(blocks, 2 * blocks)
+            tries = self._bans[kind].tries if kind in self._bans else 0
+            self._bans[kind] = _Ban(_BANNED_BLOCKS << min(tries, _DOUBLINGS), tries + 1)
             gate.banned.add(kind)
         elif gate.policy is Policy.OUTSTANDING and gate.depth == 1:
             gate.policy = Policy.FITS
+            tries, self._policy_changes = (
+                self._policy_changes,
+                self._policy_changes + 1,
+            )
+            self._policy_left = _CLOSED_STEPS << min(tries, _DOUBLINGS)
         else:
             gate.depth = max(1, gate.depth // 2)
             gate.margin = max(2.0 * gate.margin, _FIRST_MARGIN)
             gate.late_ratio /= 2.0
             if gate.policy is Policy.FITS and gate.margin > MAX_MARGIN:
                 self._close()
+        self._changed()
+
+    def _changed(self) -> None:
+        """Begin to compare again: the background is another."""
+        self._good, self._period = 0, PERIODS[0]
+        self._paired.clear(keeps_control=not self.gate.is_closed)
+
+    def _wait_for_policy(self) -> None:
+        """Try the device's own policy again once its time has come."""
+        if self._policy_left:
+            self._policy_left -= 1
+            if not self._policy_left:
+                self.gate.policy = self._first.policy
+                self._changed()
 
     def _relax(self) -> None:
         gate = self.gate
@@ -414,9 +422,8 @@ class Controller:
 
     def _close(self) -> None:
         self.gate.is_closed = True
-        self._closed_left = _CLOSED_STEPS * 2**self.closings
+        self._closed_left = _CLOSED_STEPS << min(self.closings, _DOUBLINGS)
         self.closings += 1
-        self._control = None
 
     def _wait_closed(self) -> None:
         self._closed_left -= 1
@@ -425,19 +432,19 @@ class Controller:
             self.gate.margin = MAX_MARGIN
 
 
-def _to_blame(
-    steps: list[StepRecord], controls: tuple[StepRecord, StepRecord]
-) -> str | None:
+def _to_blame(blocks: Sequence[Block]) -> str | None:
     """Return the kind of wait that accounts for most of the loss, if there is one.
 
     Where tasks outlast waits, ranks wait longer for each other: no kind suffers then.
     """
-    excess_s = statistics.median(s.duration_s for s in steps) - statistics.fmean(
+    steps = [step.record for block in blocks for step in block.steps]
+    controls = [step.record for block in blocks for step in block.controls]
+    excess_s = statistics.median(s.duration_s for s in steps) - statistics.median(
         s.duration_s for s in controls
     )
     more_s = {
         kind: statistics.median(s.waited_s.get(kind, 0.0) for s in steps)
-        - statistics.fmean(s.waited_s.get(kind, 0.0) for s in controls)
+        - statistics.median(s.waited_s.get(kind, 0.0) for s in controls)
         for kind in {kind for s in steps for kind in s.waited_s}
     }
     late_s = statistics.fmean(s.late_s for s in steps)

@@ -19,7 +19,8 @@ from stretto.background import named_device
 from stretto.background.board import COMMUNICATING, COMPUTING, WAITING, Mark
 from stretto.background.devices.base import EndedTask
 from stretto.background.foreground_view import ForegroundView
-from stretto.background.pacing import Policy, Reason, StepRecord
+from stretto.background.pacing import Policy, Reason
+from stretto.background.paired_steps import StepRecord
 from stretto.background.windows import KNOWN_AFTER, Window
 from stretto.errors import BackgroundError, SpecError
 from stretto.foreground_marks import NO_MARKS, StepMarker

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from stretto.background.pacing import (
     MAX_MARGIN,
-    SHORT_BLOCK,
     Controller,
     Gate,
     Policy,
     Reason,
     Situation,
-    StepRecord,
 )
+from stretto.background.paired_steps import StepRecord, is_control_step
 from stretto.background.windows import KNOWN_AFTER, Window, usable_s
 from stretto.errors import SpecError
 from support.virtual_device import VirtualDevice, alone_s, gated
@@ -205,14 +204,36 @@ def test_drift_of_the_foreground_is_not_counted_as_loss():
     assert controller.gate.policy is OUTSTANDING
 
 
-def test_one_step_in_sixteen_runs_without_background_once_all_is_well():
+def without_background(steps, duration_of=lambda number: 1.0, *, max_loss=0.05):
+    """Return the numbers of the steps without background."""
     gate = Gate(policy=OUTSTANDING)
-    controller = Controller(gate, max_loss=0.05)
-    without = []
-    for _ in range(200):
-        without.append(gate.is_control)
-        controller.add(StepRecord(duration_s=1.0, had_task=not gate.is_control))
-    assert sum(without[-80:]) == 5
+    controller = Controller(gate, max_loss=max_loss)
+    found = []
+    for number in range(1, steps + 1):
+        if gate.is_control:
+            found.append(number)
+        controller.add(
+            StepRecord(duration_s=duration_of(number), had_task=not gate.is_control)
+        )
+    return found
+
+
+def test_one_step_in_sixteen_and_then_in_64_runs_without_background_if_all_is_well():
+    found = without_background(640)
+    assert sum(48 <= number < 112 for number in found) == 4
+    assert sum(320 <= number < 640 for number in found) == 5
+
+
+def test_one_step_in_sixteen_is_a_control_step_again_while_steps_become_longer():
+    found = without_background(640, lambda number: 1.0 if number < 390 else 1.2)
+    assert sum(320 <= number < 384 for number in found) == 1
+    assert sum(400 <= number < 464 for number in found) >= 3
+
+
+def test_one_step_in_sixteen_stays_a_control_step_while_noise_hides_the_limit():
+    rng = random.Random(0)
+    found = without_background(640, lambda number: rng.gauss(1.0, 0.15))
+    assert sum(320 <= number < 640 for number in found) == 20
 
 
 def test_a_control_step_is_one_in_which_no_task_ran_at_all():
@@ -228,7 +249,7 @@ def test_a_control_step_is_one_in_which_no_task_ran_at_all():
 def test_a_loss_above_the_limit_doubles_the_margin_and_halves_the_depth_at_once():
     gate = Gate(policy=FITS, depth=8, margin=0.1)
     controller = Controller(gate, max_loss=0.05)
-    noisy(random.Random(0), lambda gate: 0.5, SHORT_BLOCK + 2, controller, noise=0.0)
+    noisy(random.Random(0), lambda gate: 0.5, 5, controller, noise=0.0)
     assert (gate.depth, gate.margin) == (4, 0.2)
     before = gate.margin
     noisy(random.Random(0), lambda gate: 0.0, 40, controller, noise=0.0)
@@ -360,6 +381,97 @@ def test_a_loss_is_found_in_the_noise_of_a_busy_machine():
         assert gate.margin > 0.3 or gate.is_closed, seed
 
 
+def costs_before_it_fits(gate):
+    """30 % while tasks run at any time, and 3 % at most in waits."""
+    return 0.3 if gate.policy is OUTSTANDING else 0.03 * 0.1 / gate.margin
+
+
+FOREGROUNDS = {
+    "two lengths in turn": lambda number, rng: 1.0 + number % 2,
+    "the same, the other first": lambda number, rng: 2.0 - number % 2,
+    "every fourth long": lambda number, rng: 3.0 if number % 4 == 0 else 1.0,
+    "every 16th long": lambda number, rng: 3.0 if number % 16 == 0 else 1.0,
+    "every 16th long, another": lambda number, rng: 3.0 if number % 16 == 1 else 1.0,
+    "evaluation in every fifth": lambda number, rng: 1.0 if number % 5 else 10.0,
+    "evaluation in every 100th": lambda number, rng: 1.0 if number % 100 else 20.0,
+    "one in twenty very long": lambda number, rng: 8.0 if rng.random() < 0.05 else 1.0,
+    "any length": lambda number, rng: rng.uniform(0.7, 1.3),
+    "slow at first": lambda number, rng: 1.0 + 4.0 * 0.98**number,
+    "two phases of 64": lambda number, rng: 3.0 - 2.0 * (number // 64 % 2),
+}
+"""Steps without background, by their number."""
+
+
+def beside(length_of, loss_of, *, seed, steps=1000):
+    """Return the loss and the share of steps with background, of the second half."""
+    rng = random.Random(seed)
+    gate = Gate(policy=OUTSTANDING)
+    controller = Controller(gate, max_loss=0.05)
+    rows = []
+    for number in range(1, steps + 1):
+        had = not (gate.is_control or gate.is_closed)
+        alone_s = length_of(number, rng)
+        lost_s = alone_s * loss_of(gate) if had else 0.0
+        duration_s = (alone_s + lost_s) * rng.gauss(1.0, 0.02)
+        controller.add(StepRecord(duration_s=duration_s, had_task=had, number=number))
+        rows.append((alone_s, lost_s, had))
+    alone, lost, had = zip(*rows[steps // 2 :], strict=True)
+    return sum(lost) / sum(alone), statistics.fmean(had)
+
+
+@pytest.mark.parametrize("name", FOREGROUNDS)
+def test_no_pattern_of_steps_hides_a_loss(name):
+    losses = [
+        beside(FOREGROUNDS[name], costs_before_it_fits, seed=seed)[0]
+        for seed in range(3)
+    ]
+    assert statistics.median(losses) <= 0.05 + 0.02
+
+
+@pytest.mark.parametrize("name", FOREGROUNDS)
+def test_no_pattern_of_steps_closes_a_harmless_background(name):
+    shares = [
+        beside(FOREGROUNDS[name], lambda gate: 0.0, seed=seed)[1] for seed in range(2)
+    ]
+    assert min(shares) >= 0.8
+
+
+def test_a_background_that_was_harmful_for_a_while_gets_its_policy_back():
+    """Other work on the machine made it harmful, and has ended."""
+    gate = Gate(policy=OUTSTANDING, depth=1)
+    controller = Controller(gate, max_loss=0.05)
+    noisy(random.Random(0), costs_before_it_fits, 100, controller)
+    assert gate.policy is FITS
+    noisy(random.Random(1), lambda gate: 0.0, 300, controller)
+    assert gate.policy is OUTSTANDING
+
+
+def test_tasks_at_any_time_are_tried_ever_less_often_if_they_stay_harmful():
+    gate = Gate(policy=OUTSTANDING, depth=1)
+    controller = Controller(gate, max_loss=0.05)
+    tried = []
+    for number in range(4000):
+        noisy(random.Random(number), costs_before_it_fits, 1, controller, noise=0.0)
+        if gate.policy is OUTSTANDING:
+            tried.append(number)
+    begins = [b for a, b in itertools.pairwise(tried) if b > a + 1]
+    gaps = [b - a for a, b in itertools.pairwise(begins)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] > 3 * gaps[0]
+    assert len(tried) < 0.015 * 4000
+
+
+def test_a_closed_background_is_tried_again_at_least_every_4096_steps():
+    gate = Gate(policy=FITS)
+    controller = Controller(gate, max_loss=0.01)
+    opened = []
+    for number in range(40_000):
+        noisy(random.Random(number), lambda gate: 0.3, 1, controller, noise=0.0)
+        if not gate.is_closed:
+            opened.append(number)
+    assert max(b - a for a, b in itertools.pairwise(opened)) <= 4096 + 1
+
+
 def test_ranks_that_wait_for_each_other_keep_the_loss_by_all_of_them_in_the_limit():
     """Four backgrounds, each of which lengthens every rank's step by 3 %."""
     gates = [Gate(policy=FITS) for _ in range(4)]
@@ -375,7 +487,7 @@ def test_ranks_that_wait_for_each_other_keep_the_loss_by_all_of_them_in_the_limi
         for controller, is_on in zip(controllers, runs, strict=True):
             controller.add(StepRecord(duration_s=step_s, had_task=is_on, number=number))
     free = [i for i, loss in enumerate(losses) if not loss]
-    assert all((first + i) % 4 == 0 for i in free[1:])
+    assert all(is_control_step(first + i, 4) for i in free[1:])
     assert statistics.fmean(losses[30:]) <= 0.05
 
 
