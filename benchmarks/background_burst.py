@@ -38,7 +38,7 @@ import stretto
 from _record import on_time, spread, store
 from burst_run import cores, start
 from stretto._api.burst import simulate
-from stretto.background.pacing import LONG_BLOCK, Reason
+from stretto.background.pacing import PERIODS, Reason
 from stretto.background.windows import usable_s, windows_of
 from stretto.burst.executor import BUCKET_BYTES
 from stretto.demo.background_job import BackgroundJob
@@ -69,7 +69,8 @@ def bounds(options, accounts: list[dict], step: Any) -> dict:
     """Return what the throughput can be at most, if the foreground loses nothing.
 
     ``idle``: every idle moment is used. ``whole_tasks``: whole tasks, in windows whose
-    ends are known. ``control_steps``: and none in one step of 16.
+    ends are known. ``control_steps``: and none in one step of 64, as once the loss is
+    clearly small.
     """
     ranks = len(accounts)
     idle = fmean(step.idle_s) / step.iteration_s
@@ -84,7 +85,7 @@ def bounds(options, accounts: list[dict], step: Any) -> dict:
         )
         used = used_s / step.iteration_s
         found["whole_tasks"] = 1.0 + used
-        found["control_steps"] = 1.0 + used * LONG_BLOCK / (LONG_BLOCK + 1)
+        found["control_steps"] = 1.0 + used * (1.0 - 1.0 / PERIODS[-1])
     return found
 
 

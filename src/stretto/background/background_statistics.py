@@ -31,13 +31,17 @@ class BackgroundStatistics:
     """How many foregrounds it has been beside."""
 
     beside_s: float
-    """How long tasks had the device while there was a foreground."""
+    """How long tasks had the device in foregrounds' steps that were seen as a whole."""
 
     steps_s: float
-    """Length of the foregrounds' steps that were seen as a whole."""
+    """Length of these steps."""
 
     idle_s: float
-    """How long the foregrounds waited in these steps."""
+    """How long the foregrounds waited in them."""
+
+    children_s: float
+    """Processor time, beside foregrounds, of processes that this one has started, such
+    as a DataLoader's workers. They take no leases."""
 
     unused_s: Mapping[str, float]
     """How long leases were waited for while a foreground waited, by reason, such as

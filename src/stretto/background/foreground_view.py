@@ -30,6 +30,7 @@ class _Step:
     begin_s: float
     waits: list[Window]
     late_s: float = 0.0
+    used_s: float = 0.0
 
 
 @final
@@ -69,8 +70,9 @@ class ForegroundView:
             (WAITING, COMMUNICATING) if idles_in_communication else (WAITING,)
         )
         self._predicted: tuple[Window, ...] = ()
-        self.steps_s = self.idle_s = 0.0
-        """Length of all foregrounds' complete steps, and of the waits in them."""
+        self.steps_s = self.idle_s = self.used_s = 0.0
+        """Length of all foregrounds' complete steps, of the waits in them, and of the
+        tasks that ended in them."""
 
         self.forget(0)
 
@@ -143,6 +145,7 @@ class ForegroundView:
         self.steps += 1
         self.steps_s += duration_s
         self.idle_s += sum(wait.length_s for wait in step.waits)
+        self.used_s += step.used_s
         self.learner.add(step.waits)
         self._longest_s = self._longest()
         waited: dict[str, float] = {}
@@ -166,10 +169,12 @@ class ForegroundView:
         """Record that a task of the background has been started."""
         self._open.append(_Ran(self._step, time_s, time_s))
 
-    def task_ended(self, time_s: float) -> None:
-        """Record that the oldest task has ended."""
+    def task_ended(self, time_s: float, length_s: float = 0.0) -> None:
+        """Record that the oldest task has ended, and how long it had the device."""
         if not self._open:
             return
+        if self._step is not None:
+            self._step.used_s += length_s
         task = self._open.popleft()
         task.end_s = time_s
         if self._late_from_s is not None and self._step is not None:

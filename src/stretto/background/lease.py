@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from stretto.background.background_statistics import BackgroundStatistics
 from stretto.background.board import FREE, BackgroundStatus, Board
+from stretto.background.child_processes import child_processes
 from stretto.background.devices import open_device
 from stretto.background.foreground_view import ForegroundView
 from stretto.background.pacing import (
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _LOOK_EVERY_S = 0.1
+_CHILDREN_EVERY_S = 1.0
+_CHILDREN_S = 1.0
+"""Processor time of child processes before a warning."""
+
 _MIN_PAUSE_S, _PAUSE_S = 5e-5, 2e-4
 _PAUSES_S = {Reason.CLOSED: 1e-2, Reason.STALE: 1e-3, Reason.CONTROL: 1e-3}
 """Pauses between looks at the board, longer where a wait is long."""
@@ -142,7 +147,9 @@ class Background:
         self._measure_after: dict[str, int] = {}
         self._label = ""
         self._unused_s = dict.fromkeys(Reason, 0.0)
-        self._beside_s = 0.0
+        self._children_s, self._children_at_s = 0.0, 0.0
+        self._children_before_s: float | None = None
+        self._warned_of_children = False
         self._status = BackgroundStatus(is_preempted=is_preempted)
         self._begin_s, self._look_at_s = perf_counter(), 0.0
         self._closings = 0
@@ -236,13 +243,15 @@ class Background:
     def _decide(self, label: str) -> Reason:
         board = self._claimed()
         if not board.has_foreground:
-            self._foreground = 0
+            self._foreground, self._children_before_s = 0, None
             return Reason.NO_FOREGROUND
         now_s = perf_counter()
         if now_s > self._look_at_s:
             self._look_at_s = now_s + _LOOK_EVERY_S
             if board.clear_ended_foreground():
                 return Reason.NO_FOREGROUND
+            if now_s > self._children_at_s:
+                self._look_at_children(now_s)
         if board.foreground_pid != self._foreground:
             self._meet(board)
         if board.last_number != self._view.last_number:
@@ -256,6 +265,30 @@ class Background:
         self._collect()
         situation = self._view.situation(now_s, self._device.outstanding)
         return self._gate.decide(situation, self._usual_s.get(label))
+
+    def _look_at_children(self, now_s: float) -> None:
+        """Count what child processes use of the processors beside a foreground."""
+        self._children_at_s = now_s + _CHILDREN_EVERY_S
+        found = child_processes()
+        before_s, self._children_before_s = self._children_before_s, found.used_s
+        if before_s is not None:
+            self._children_s += max(0.0, found.used_s - before_s)
+        if self.isolation is not None:
+            self.isolation.extend_to(found.pids)
+        if self._status.is_preempted or self._warned_of_children:
+            return
+        if self._children_s >= _CHILDREN_S:
+            self._warned_of_children = True
+            _log.warning(
+                "background on %s: the processes that it has started, such as a "
+                "DataLoader's workers, compute without leases, whatever the foreground "
+                "does, and the measured loss leaves out what that costs: %.1f s of "
+                "processor time so far. Only the main process waits for the device: "
+                "compute there, and load data with num_workers=0 if the foreground "
+                "needs the processors",
+                self._device.name,
+                self._children_s,
+            )
 
     def _meet(self, board: Board) -> None:
         """Start to follow another foreground."""
@@ -297,8 +330,7 @@ class Background:
         before_s = self._usual_s.get(task.label, 0.0)
         self._usual_s[task.label] = usual_s
         if self._foreground:
-            self._view.task_ended(task.end_s)
-            self._beside_s += task.length_s
+            self._view.task_ended(task.end_s, task.length_s)
         self._measurement.add_task(
             task.end_s,
             task.length_s,
@@ -372,6 +404,8 @@ class Background:
     def statistics(self) -> BackgroundStatistics:
         """What it has done so far."""
         self._collect()
+        if self._children_before_s is not None and self._owner == os.getpid():
+            self._look_at_children(perf_counter())
         return BackgroundStatistics(
             tasks=self._status.tasks,
             running_s=self._status.running_s,
@@ -379,9 +413,10 @@ class Background:
             elapsed_s=perf_counter() - self._begin_s,
             loss=self._status.loss,
             foregrounds=self._foregrounds,
-            beside_s=self._beside_s,
+            beside_s=self._view.used_s,
             steps_s=self._view.steps_s,
             idle_s=self._view.idle_s,
+            children_s=self._children_s,
             unused_s={r.value: s for r, s in self._unused_s.items() if s},
             isolation="not asked for"
             if self.isolation is None

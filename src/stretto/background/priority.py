@@ -39,7 +39,7 @@ from stretto.logs import get_logger
 from stretto.process_identity import stat_row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 CGROUP, SESSION, SCHEDULER = "cgroup", "session", "scheduler"
 METHODS = (CGROUP, SESSION, SCHEDULER)
@@ -96,6 +96,18 @@ class Isolation:
     def works(self) -> bool:
         """Whether the test showed that a foreground comes first."""
         return self.ratio is not None and self.ratio <= MAX_RATIO
+
+    def extend_to(self, pids: Iterable[int]) -> None:
+        """Lower the sessions that children have opened, where sessions are groups.
+
+        Children inherit all else.
+        """
+        if self.method != SESSION:
+            return
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                if os.getsid(pid) != os.getsid(0):
+                    _write(_PROC / f"{pid}/autogroup", str(_NICE))
 
     def __str__(self) -> str:
         """Return one line for logs and `stretto doctor`."""

@@ -53,6 +53,9 @@ NAMES_VARIABLE = "STRETTO_BACKGROUND_NAMES"
 
 _NAMES = "foreground:background"
 
+_CHILDREN_S = 0.1
+"""Processor time of child processes from which the last line names it."""
+
 MICRO_BATCH, LAYER = "micro-batch", "layer"
 SEGMENTS = (MICRO_BATCH, LAYER)
 
@@ -252,6 +255,11 @@ def _end(leases: ScriptLeases, background: Background, owner: int) -> None:
         if found.foregrounds
         else f"no foreground was seen in {runtime_folder()}"
     )
+    if found.children_s >= _CHILDREN_S:
+        beside += (
+            f"; processes that it has started used {found.children_s:.3g} s of the "
+            "processors without leases"
+        )
     _log.info(
         "background on %s: %d tasks, %.3g s of %.3g s (%.0f %%) on the device; %s",
         background.device_name,

@@ -442,3 +442,21 @@ def test_the_next_wait_is_expected_where_it_began_in_earlier_steps():
     assert view.until_wait_s(at_s + 4.0, 50.0) == 96.0  # none: until the next step
     mark(KNOWN_AFTER + 2, at_s + 10.0, WAITING)
     assert view.until_wait_s(at_s + 10.5, 0.5) == 19.5
+
+
+def test_a_task_in_a_step_that_is_never_complete_is_no_use_of_idle_time(foreground):
+    """Such as the last task of a background that runs out of memory in it."""
+    with background(adapts=False, policy=Policy.OUTSTANDING) as job:
+        job.wait(timeout_s=0.0)
+        for _ in range(4):
+            foreground.step()
+            with foreground.waiting("network"):
+                assert job.wait(timeout_s=5.0)
+                job.end_task()
+        foreground.step()
+        job.wait(timeout_s=5.0)
+        before_s = job.statistics.beside_s
+        job._device._running = "", job._device._running[1] - 20.0
+        job.end_task()
+        assert job.statistics.running_s > 20.0
+        assert job.statistics.beside_s == before_s > 0.0
