@@ -242,6 +242,11 @@ class ForegroundView:
         self._predicted = windows
         self._longest_s = self._longest()
 
+    @property
+    def longest_s(self) -> float:
+        """Length of the longest window, learned or predicted; 0 without any."""
+        return self._longest_s
+
     def _longest(self) -> float:
         return self.learner.longest_s or _longest_s(self._predicted)
 

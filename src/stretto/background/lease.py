@@ -377,7 +377,10 @@ class Background:
             self._too_long[label], self._measure_after[label] = 0, 2 * limit
 
     def _warn_unfit(self, *, had_task: bool) -> None:
-        if had_task or self._gate.policy is not Policy.FITS or self._gate.is_closed:
+        gate = self._gate
+        # Where a window fits, there was no task to run: it loads data, for instance.
+        fits = self._shortest_s() * (1.0 + gate.margin) <= self._view.longest_s
+        if had_task or fits or gate.policy is not Policy.FITS or gate.is_closed:
             self._unfit_steps = 0
             return
         self._unfit_steps += 1
@@ -386,9 +389,12 @@ class Background:
                 "background on %s: no window fits its tasks of %.3g s; the longest is "
                 "%.3g s: use shorter tasks",
                 self._device.name,
-                min(self._usual_s.values(), default=0.0),
-                max((w.length_s for w in self._view.windows), default=0.0),
+                self._shortest_s(),
+                self._view.longest_s,
             )
+
+    def _shortest_s(self) -> float:
+        return min(self._usual_s.values(), default=0.0)
 
     @property
     def device_name(self) -> str:

@@ -335,6 +335,20 @@ def test_tasks_that_fit_no_window_are_reported_once(foreground, caplog):
     ] == [1]
 
 
+def test_a_background_that_has_no_task_to_run_is_not_said_to_fit_no_window(
+    foreground, caplog
+):
+    """It loads data, for instance."""
+    foreground.set_windows([Window(begin_s=0.0, length_s=60.0, kind="network")])
+    with background(adapts=False) as job:
+        job.wait(timeout_s=0.0)
+        job._usual_s[""] = 0.5
+        with caplog.at_level(logging.WARNING, logger="stretto"):
+            for _ in range(200):
+                job._step_ended(StepRecord(duration_s=100.0, had_task=False))
+    assert not caplog.records
+
+
 def test_a_task_that_fits_no_window_is_measured_again_after_ever_more_steps():
     """The first task of a job is often its longest."""
     with background(adapts=False) as job:
