@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from stretto.background.board import COMPUTING, WAITING, Mark
 from stretto.background.foreground_view import ForegroundView
 from stretto.background.pacing import OPEN, Controller, Gate
-from stretto.background.paired_steps import StepRecord
+
+if TYPE_CHECKING:
+    from stretto.background.paired_steps import StepRecord
 
 
 @dataclass
