@@ -379,7 +379,8 @@ class Background:
     def _warn_unfit(self, *, had_task: bool) -> None:
         gate = self._gate
         # Where a window fits, there was no task to run: it loads data, for instance.
-        fits = self._shortest_s() * (1.0 + gate.margin) <= self._view.longest_s
+        task_s = self._usual_s.get(self._label, 0.0)
+        fits = task_s * (1.0 + gate.margin) <= self._view.longest_s
         if had_task or fits or gate.policy is not Policy.FITS or gate.is_closed:
             self._unfit_steps = 0
             return
@@ -389,12 +390,9 @@ class Background:
                 "background on %s: no window fits its tasks of %.3g s; the longest is "
                 "%.3g s: use shorter tasks",
                 self._device.name,
-                self._shortest_s(),
+                task_s,
                 self._view.longest_s,
             )
-
-    def _shortest_s(self) -> float:
-        return min(self._usual_s.values(), default=0.0)
 
     @property
     def device_name(self) -> str:

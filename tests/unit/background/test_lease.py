@@ -335,6 +335,19 @@ def test_tasks_that_fit_no_window_are_reported_once(foreground, caplog):
     ] == [1]
 
 
+def test_tasks_that_fit_no_window_are_reported_although_others_fit(foreground, caplog):
+    foreground.set_windows([Window(begin_s=0.0, length_s=0.4, kind="network")])
+    with background(adapts=False) as job:
+        job.wait(timeout_s=0.0)
+        job._usual_s |= {"short": 0.001, "long": 0.5}
+        job._label = "long"
+        with caplog.at_level(logging.WARNING, logger="stretto"):
+            for _ in range(200):
+                job._step_ended(StepRecord(duration_s=1.0, had_task=False))
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert "no window fits its tasks of 0.5 s; the longest is 0.4 s" in line
+
+
 def test_a_background_that_has_no_task_to_run_is_not_said_to_fit_no_window(
     foreground, caplog
 ):
