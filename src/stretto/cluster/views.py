@@ -291,8 +291,11 @@ class ClusterView:
     def may_join(self, job: JobView, device: Device) -> bool:
         """Return whether a job may be on a device beside what is there.
 
-        A foreground decides what runs beside it, and both need their memory.
+        A foreground decides what runs beside it, and both need their memory. A
+        foreground on a host that is lost or drained gets no background.
         """
+        if not self.free.is_usable(device):
+            return False
         size = self.hosts[device.host].memory_bytes[device.number]
         if 0 < size < job.memory_bytes:
             return False

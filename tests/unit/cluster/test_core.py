@@ -250,3 +250,22 @@ def test_a_part_that_starts_late_counts_the_ranks_of_one_that_has_ended(world):
     world.beat(first)
     (command,) = world.ledger.commands(second.name)
     assert (command.first_rank, command.ranks) == (2, 4)
+
+
+@pytest.mark.parametrize("fault", ["silent", "drained"])
+def test_no_background_joins_a_foreground_on_a_host_that_takes_nothing_new(fault):
+    world = World(registry.get("deeppool"), (5, 1))
+    foreground = world.submit(minimum=5, burst="profiled")  # two ranks never compute
+    world.advance(4.0, 4)
+    world.submit(allow=False)  # on the other host
+    world.advance(1.0, 1)
+    assert state(world, foreground) == "running"
+    if fault == "silent":
+        world.hosts[0].fail("cut", world.now_s + 10)
+        world.advance(6.0, 6)
+    else:
+        world.coordinator.drain("h0")
+    background = world.submit("background")
+    world.advance(1.0, 1)
+    assert world.ledger.job(background).devices == ()
+    assert world.ledger.refused_decision == ""
