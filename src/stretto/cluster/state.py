@@ -259,6 +259,8 @@ class State:
         self._release(view, host, part.held)
         part.held = part.wanted = ()
         self.touched[attempt.job] = None
+        if view.is_silent:
+            self._show_silence(attempt)
         self._show_running(attempt)
 
     def _uses(self, event: Event) -> None:
@@ -514,9 +516,22 @@ class State:
                 usable &= ~sum(1 << number for number in numbers)
         self.cluster.free.set_host(name, host.memory_bytes, usable)
         self.on_host.setdefault(name, {})
-        for job, _ in self.on_host[name]:
+        for (job, _), attempt in self.on_host[name].items():
             self.touched[job] = None
+            self._show_silence(attempt)
         self.changed = True
+
+    def _show_silence(self, attempt: Attempt) -> None:
+        """Show whether a part of an attempt is on a host that is lost."""
+        hosts = self.cluster.hosts
+        view = self.records[attempt.job].view
+        parts = attempt.parts.values()
+        silent = any(
+            not part.has_ended and not hosts[part.host].is_up for part in parts
+        )
+        if silent != view.is_silent:
+            view.is_silent = silent
+            self.jobs.show_growth(view)
 
 
 def by_host(devices: Sequence[Device]) -> dict[str, tuple[int, ...]]:

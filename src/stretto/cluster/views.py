@@ -100,6 +100,10 @@ class JobView:
     speed: Speed | None = None
     """The known speed of the live attempt."""
 
+    is_silent: bool = False
+    """A part of the live attempt is on a host that is lost, so it gets no more
+    devices."""
+
     beside: int = 0
     """Bits of the live attempt's ranks that have a background beside them."""
 
@@ -224,7 +228,7 @@ class JobsView:
 
     def show_growth(self, job: JobView) -> None:
         """Show whether a live job could use more devices than it has now."""
-        live = job.id in self._live.get(job.role, {})
+        live = job.id in self._live.get(job.role, {}) and not job.is_silent
         if live and len(job.devices) < job.maximum:
             self._growable.setdefault(job.role, {})[job.id] = job
         elif job.role in self._growable:

@@ -269,3 +269,21 @@ def test_no_background_joins_a_foreground_on_a_host_that_takes_nothing_new(fault
     world.advance(1.0, 1)
     assert world.ledger.job(background).devices == ()
     assert world.ledger.refused_decision == ""
+
+
+def test_a_background_on_a_lost_host_gets_no_more_devices_elsewhere():
+    world = World(registry.get("deeppool"), (1, 2))
+    foreground = world.submit(allow=False)
+    world.advance(2.0, 2)
+    background = world.submit("background", 1, 3)
+    world.advance(2.0, 2)
+    assert [d.host for d in world.ledger.job(background).devices] == ["h1", "h1"]
+    world.hosts[1].fail("cut", world.now_s + 8)
+    world.advance(6.0, 6)
+    world.coordinator.stop(foreground)
+    world.advance(1.0, 2)
+    assert len(world.ledger.job(background).devices) == 2
+    world.restart()  # decides the same
+    world.advance(8.0, 8)
+    assert len(world.ledger.job(background).devices) == 3  # it has not been stopped
+    assert world.ledger.job(background).attempt == 1
