@@ -1,7 +1,8 @@
 """Train a multilayer perceptron on digits by the burst plan that the cluster made.
 
-`stretto cluster` profiles what `make` returns, and names the plan's file. Without a
-plan, for instance because the profile was too noisy, the job is data parallel.
+`stretto cluster` profiles what `make` returns, and names the plan's file. While the job
+runs, it may request another plan. Without a plan, for instance because the profile was
+too noisy, the job is data parallel.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def main() -> None:
         loss = nn.functional.cross_entropy(model(x[mine]), y[mine])
         loss.backward()
         optimizer.step()
+        if isinstance(model, stretto.BurstParallel):
+            model.follow_requests()  # on every rank, before the next forward
         if rank == 0 and step % 50 == 49:
             sys.stdout.write(f"step {step + 1}: loss {loss.item():.4f}\n")
             sys.stdout.flush()

@@ -21,7 +21,8 @@ MEASURE, CHANGE = "measure", "change"
 """Kinds of requests: to report the layers' times, and to follow another plan."""
 
 MEASURED, CHANGED, REFUSED = "measured", "changed", "refused"
-"""Kinds of reports. `CHANGED` of request 0: the job has changed its plan by itself."""
+"""Kinds of reports: of the layers' times, of a plan that is followed, and of a request
+that changes nothing."""
 
 _REQUEST, _REPORTS = "request.json", "reports.jsonl"
 _MAX_LINE_BYTES = 1 << 24

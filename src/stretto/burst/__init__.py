@@ -10,7 +10,7 @@ The model:
 - `parts`: construct what a model consists of, and connect it.
 - `plan_follower`: set a model up, and keep it on its plan, modes and parameters.
 - `plan_change`: bring parameters to other ranks: refreshes and changes of plan.
-- `requested_plans`: follow the plans that a cluster requests.
+- `requested_plans`: plans that a cluster requests while the model trains.
 - `requirements`: what a module, a plan and a call must be.
 - `ownership`: which ranks run which layer.
 - `schedule`: what a rank does in a forward, computed once per plan (for `forward`).

@@ -109,7 +109,8 @@ class RequestedPlans:
             self._report(REFUSED, request.number, why="the program measures steps")
             return
         self._parts.timings.start(request.steps)
-        self._measuring, self._left = request.number, request.steps + 1
+        self._measuring = request.number
+        self._left = self._interval = request.steps + 1
 
     def _change(
         self, request: PlanRequest, change: Callable[[BurstPlan], None]

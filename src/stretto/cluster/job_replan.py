@@ -81,7 +81,7 @@ def ask(folder: Path, question: Mapping[str, Any]) -> list[str]:
 
 
 def read_answer(folder: Path) -> PlanPrediction | str:
-    """Return the prediction, or why it failed."""
+    """Return the prediction, or why it is missing."""
     try:
         found = json.loads((folder / ANSWER).read_bytes())
         why = found.pop("why")

@@ -82,11 +82,9 @@ class PlanChanges:
 
     def _on_report(self, row: Mapping[str, Any]) -> None:
         kind = row.get("kind")
-        if kind == CHANGED and row["number"] == 0:  # by the job itself
-            self._report(**{k: v for k, v in row.items() if k not in _HEADER})
-        elif row["number"] != self._number:
+        if row["number"] != self._number:
             return
-        elif kind == MEASURED and self._replanning.measured():
+        if kind == MEASURED and self._replanning.measured():
             self._plan(row.get("timings"))
         elif kind == CHANGED:
             self._on_changed(row)
@@ -96,10 +94,9 @@ class PlanChanges:
     def _on_changed(self, row: Mapping[str, Any]) -> None:
         took_s = row.get("took_s")
         took_s = float(took_s) if isinstance(took_s, int | float) else 0.0
-        found = self._replanning.changed(took_s)
-        if found is None:
+        change = self._replanning.changed(took_s)
+        if change is None:
             return
-        change, _ = found
         self._report(
             step=self._steps,
             step_s=change.step_s,
@@ -142,9 +139,6 @@ class PlanChanges:
             )
         except OSError:
             self._replanning.planned(None)
-
-
-_HEADER = ("kind", "number")
 
 
 def _before_exec() -> None:

@@ -46,7 +46,7 @@ class Rules:
     """Reports between two measurements."""
 
     patience_reports: int = 30
-    """A job without an answer after this number of reports counts as one that reads no
+    """Reports without an answer, after which a job counts as one that reads no
     requests."""
 
     measured_steps: int = 5
@@ -152,7 +152,7 @@ class Replanning:
             self._candidate = found
         return self._repaid()
 
-    def changed(self, took_s: float) -> tuple[Change, str] | None:
+    def changed(self, took_s: float) -> Change | None:
         """Take in that the job follows the requested plan; return the change."""
         if self.state != CHANGING or self._change is None:
             return None
@@ -167,7 +167,7 @@ class Replanning:
         else:
             self._before = before, change.step_s
             self.state = CHECKING
-        return change, before
+        return change
 
     def refused(self) -> None:
         """Take in that the job keeps its plan."""
