@@ -59,11 +59,13 @@ def _start(decision: Start, record: Record, state: State, now_s: float) -> Event
             f"{len(decision.devices)}"
         )
     _check_free(view, decision.devices, state)
-    devices = [
-        Device(host, number)
-        for host, numbers in by_host(decision.devices).items()
-        for number in numbers
-    ]
+    devices = list(decision.devices)
+    if any(device.host != devices[0].host for device in devices):
+        devices = [
+            Device(host, number)
+            for host, numbers in by_host(decision.devices).items()
+            for number in numbers
+        ]
     profiled = view.role == view.spec.role
     return Event(
         ev.PLACED,
@@ -135,11 +137,11 @@ def _check_free(view: JobView, devices: tuple[Device, ...], state: State) -> Non
     foreground = view.role == FOREGROUND
     held = cluster.foreground if foreground else cluster.background
     for device in devices:
-        if not cluster.free.is_usable(device):
-            raise SpecError(f"{device} cannot be used")
         if device in held:
             raise SpecError(f"{device} has {held[device].id}")
         if not cluster.may_join(view, device):
+            if not cluster.free.is_usable(device):
+                raise SpecError(f"{device} cannot be used")
             raise SpecError(
                 f"{device}: too little memory, or the foreground permits no background"
             )

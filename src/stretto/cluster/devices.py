@@ -196,9 +196,16 @@ class DeviceMap:
 
     def _bits(self, devices: Iterable[Device]) -> dict[int, int]:
         found: dict[int, int] = {}
+        last, bits = -1, 0
         for name, number in devices:
             host = self.numbers[name]
-            found[host] = found.get(host, 0) | 1 << number
+            if host != last:  # fast: devices of a host come together
+                if bits:
+                    found[last] = found.get(last, 0) | bits
+                last, bits = host, 0
+            bits |= 1 << number
+        if bits:
+            found[last] = found.get(last, 0) | bits
         return found
 
     def set_host(self, name: str, memory_bytes: Sequence[int], usable: int) -> None:

@@ -332,7 +332,9 @@ class Ledger:
         while self.state.touched:
             touched = [records[job] for job in self.state.touched]
             self.state.touched.clear()
-            for record in sorted(touched, key=lambda r: r.view.number):
+            if len(touched) > 1:
+                touched.sort(key=lambda r: r.view.number)
+            for record in touched:
                 found = follows(record, self.state, now_s)
                 if found is not None:
                     out += self._applied([found])

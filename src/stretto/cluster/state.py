@@ -313,7 +313,7 @@ class State:
         if record.in_queue:
             self.jobs.remove_waiting(view)
             record.in_queue = False
-        devices = tuple(Device(*pair) for pair in event.data["devices"])
+        devices = tuple(map(_device, event.data["devices"]))
         attempt = Attempt(
             job=event.job,
             number=event.attempt,
@@ -371,15 +371,16 @@ class State:
         self.changed = True
 
     def _release(self, view: JobView, host: str, numbers: Iterable[int]) -> None:
-        cluster = self.cluster
-        devices = [Device(host, number) for number in numbers]
+        cluster, is_foreground = self.cluster, view.role == FOREGROUND
+        known = cluster.free.devices_of(host)
+        devices = [known[number] for number in numbers]
         for device in devices:
-            if view.role == FOREGROUND:
+            if is_foreground:
                 del cluster.foreground[device], cluster.ranks[device]
             else:
                 del cluster.background[device]
                 self._show_beside(device, is_there=False)
-        cluster.free.release(devices, foreground=view.role == FOREGROUND)
+        cluster.free.release(devices, foreground=is_foreground)
         self.changed = True
 
     def _show_beside(self, device: Device, *, is_there: bool) -> None:
@@ -532,6 +533,11 @@ class State:
         if silent != view.is_silent:
             view.is_silent = silent
             self.jobs.show_growth(view)
+
+
+def _device(pair: Sequence[Any]) -> Device:
+    """Return a device of an event, which is a list if the event was kept."""
+    return pair if isinstance(pair, Device) else Device(*pair)
 
 
 def by_host(devices: Sequence[Device]) -> dict[str, tuple[int, ...]]:
