@@ -75,6 +75,9 @@ class PartSpec:
     profile: str = ""
     """The layer profile that the command writes, if that is its purpose."""
 
+    host_memory_bytes: int = 0
+    """Of a rank with all that it starts; 0: no limit."""
+
     gang: str = ""
     batch: int | None = None
     max_loss: float = 0.05

@@ -67,6 +67,7 @@ def part_spec_of(
         logs=str(folders.logs(command.job, command.attempt)),
         boards=str(folders.host(command.host) / "boards"),
         profile=profile,
+        host_memory_bytes=0 if profile else spec.host_memory_bytes,
         gang="" if spec.gang is None else spec.gang.kind,
         batch=batch,
         max_loss=spec.background.max_loss,

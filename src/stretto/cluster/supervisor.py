@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any, final
 from stretto.cluster import processes
 from stretto.cluster.channel import Channel, Listener
 from stretto.cluster.loop import Loop, Timer, now_s
+from stretto.cluster.memory_use import memory_bytes, out_of_memory_kills
 from stretto.cluster.part_spec import (
     END_FILE,
     REQUESTS_FOLDER,
@@ -38,6 +39,7 @@ from stretto.cluster.rank_process import RankProcess
 from stretto.cluster.step_reports import StepReports
 from stretto.lab import syscalls
 from stretto.schema.job import BACKGROUND, INDEPENDENT
+from stretto.units import format_bytes
 
 if TYPE_CHECKING:
     import socket
@@ -57,6 +59,9 @@ _DRAIN_S = 1.0
 _RETRY_S = 1.0
 _LEAVE_S = 5.0
 """A rank whose device is taken away is killed after this time, or its grace."""
+
+_MEMORY_S = 0.5
+"""Between two looks at the ranks' memory."""
 
 _NOT_STARTED = 127
 """Exit status of a command that does not start, as in a shell."""
@@ -85,6 +90,7 @@ class Supervisor:
         self._wanted: tuple[str, ...] | None = None
         self._why, self._code = "", 0
         self._failed_rank: int | None = None
+        self._memory_kills = out_of_memory_kills()
         self._stop_name, self._is_signaled = "", False
         self._kill_timer: Timer | None = None
         self._end: dict[str, Any] | None = None
@@ -129,6 +135,8 @@ class Supervisor:
         else:
             self._emit("started", pid=os.getpid(), note=note)
             self._loop.every(self._part.report_every_s, self._report_steps)
+            if self._part.host_memory_bytes:
+                self._loop.every(_MEMORY_S, self._check_memory)
 
     def _prepare(self) -> str:
         """Create the ranks' folders; return why their priority stays low, or empty."""
@@ -212,6 +220,8 @@ class Supervisor:
             return
         if rank.code and not self._why:
             self._why, self._failed_rank = rank.failure(), rank.number
+            if rank.code == -signal.SIGKILL:
+                self._why += self._memory_hint()
             self._code = rank.code if rank.code > 0 else 128 - rank.code
             self._loop.call_in(
                 self._part.peers_grace_s,
@@ -222,6 +232,31 @@ class Supervisor:
             processes.kill_children()
             self._loop.call_in(_DRAIN_S, self._finish)
             self._end_if_over()
+
+    def _check_memory(self) -> None:
+        """End the attempt if a rank uses more memory than its job may."""
+        limit = self._part.host_memory_bytes
+        for rank in self._ranks:
+            if not rank.runs or rank.pid is None or self._why:
+                continue
+            used = memory_bytes(rank.pid, above=limit)
+            if used > limit:
+                self._why = (
+                    f"rank {rank.number} and what it started use {format_bytes(used)} "
+                    f"of the host's memory; host_memory_bytes permits "
+                    f"{format_bytes(limit)}"
+                )
+                self._code, self._failed_rank = 128 + signal.SIGKILL, rank.number
+                self._kill()  # a grace would let it take more
+
+    def _memory_hint(self) -> str:
+        """Return what to say of a rank that was killed, if the host lacked memory."""
+        if out_of_memory_kills() == self._memory_kills:
+            return ""
+        return (
+            "; the kernel ended a process for memory meanwhile: the host has too "
+            "little for its jobs, see host_memory_bytes"
+        )
 
     @property
     def _has_ended(self) -> bool:

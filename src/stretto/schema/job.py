@@ -214,6 +214,9 @@ class Job:
     memory_bytes: int = field(default=0, metadata=_OPTIONAL)
     """Largest memory on a device; 0: unknown, so it is not counted."""
 
+    host_memory_bytes: int = field(default=0, metadata=_OPTIONAL)
+    """Largest memory on the host of a rank with all that it starts; 0: no limit."""
+
     burst: BurstOptions | None = field(default=None, metadata=_OPTIONAL)
 
     background: BackgroundRules = field(
@@ -240,6 +243,7 @@ class Job:
         if self.batch is not None:
             _rules.at_least(".batch", self.batch, 1)
         _rules.at_least(".memory_bytes", self.memory_bytes, 0)
+        _rules.at_least(".host_memory_bytes", self.host_memory_bytes, 0)
         self._check_role()
         for i, name in enumerate(self.after):
             _rules.not_empty(f".after[{i}]", name)

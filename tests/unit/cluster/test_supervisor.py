@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from stretto.cluster import processes, supervisor_start
+from stretto.cluster import memory_use, processes, supervisor_start
 from stretto.cluster.channel import connected, encoded
 from stretto.cluster.loop import now_s
 from stretto.cluster.part_spec import ATTEMPT_VARIABLE, LOCK_FILE, SOCKET_FILE, PartSpec
@@ -381,3 +381,38 @@ def test_steps_are_reported_with_their_rate(folder: Path) -> None:
     assert step["step"] == 20
     assert step["step_s"] >= 0.005
     assert step["samples_per_s"] == pytest.approx(32 / step["step_s"])
+
+
+def test_a_rank_that_uses_too_much_memory_ends_the_attempt_and_says_so(
+    folder: Path,
+) -> None:
+    script = "import time; held = bytearray(200 << 20); time.sleep(600)"
+    part = part_spec_of(
+        folder, sys.executable, "-c", script, host_memory_bytes=100 << 20
+    )
+    end = started(folder, part).event("ended")
+    assert end["code"] == 137
+    assert end["signaled"] is False  # it counts as a failure
+    assert "use 2" in end["why"]
+    assert "MiB of the host's memory; host_memory_bytes permits 100 MiB" in end["why"]
+
+
+def test_memory_that_processes_share_counts_once() -> None:
+    script = (
+        "import os, sys, time\nheld = bytearray(b'x') * (80 << 20)\n"
+        "for _ in range(3):\n    if not os.fork():\n        time.sleep(600)\n"
+        "print('ready', flush=True)\ntime.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            used = memory_use.memory_bytes(process.pid, above=0)
+            counted = memory_use.memory_bytes(process.pid, above=1 << 40)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert 80 << 20 < used < 160 << 20
+    assert counted > 4 * (80 << 20)
