@@ -24,7 +24,10 @@ from stretto.cluster.roles import Role, end_holders
 from stretto.errors import ClusterError, Infeasible, SpecError, StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+COORDINATOR_ENDS = ": the coordinator ends: "
+"""In the line with which a coordinator says why it cannot run."""
 
 _LOOK_S = 0.1
 _ANSWER_S = 10.0
@@ -138,6 +141,7 @@ def start(folders: Folders, settings: Settings) -> dict[str, Any]:
     folders.save_settings(settings)
     folders.found_hosts.unlink(missing_ok=True)
     drained = folders.take_down_mark()
+    log_bytes = _size(folders.coordinator_log)
     start_keeper(folders)
     limit_s = _START_S if settings.ray is None else _RAY_START_S
     deadline_s = now_s() + limit_s
@@ -147,6 +151,9 @@ def start(folders: Folders, settings: Settings) -> dict[str, Any]:
             found = ask(folders, {"do": "status"}, patience_s=1.0)
             if found["hosts"] and all(row["joined"] for row in found["hosts"]):
                 break
+        if why := _refused(folders, log_bytes):
+            folders.mark_down(drained)  # it would be started again and again
+            raise ClusterError(why)
         time.sleep(0.02)
     else:
         logs = [folders.coordinator_log]
@@ -159,6 +166,24 @@ def start(folders: Folders, settings: Settings) -> dict[str, Any]:
         if host in {row["host"] for row in found["hosts"]}:
             ask(folders, {"do": "drain", "host": host, "open": True, "user": "start"})
     return ask(folders, {"do": "status"})
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _refused(folders: Folders, log_bytes: int) -> str:
+    """Return why the coordinator has ended since its log had a size, or empty."""
+    try:
+        with folders.coordinator_log.open("rb") as file:
+            file.seek(log_bytes)
+            lines = file.read(1 << 16).decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if COORDINATOR_ENDS in line), "")
 
 
 def _refuse_strangers(folders: Folders, settings: Settings) -> None:
@@ -218,13 +243,19 @@ def down(folders: Folders, *, timeout_s: float) -> bool:
     """End a cluster: its jobs stop with their grace, and wait for the next start.
 
     Returns:
-        Whether all jobs had ended in time. Otherwise their supervisors end them when
-        their watchdog fires.
+        Whether all jobs had ended in time. Otherwise, and if the coordinator cannot
+        start, their supervisors end them when their watchdog fires.
 
     Raises:
         ClusterError: no cluster runs here.
     """
-    status = ask(folders, {"do": "status"})
+    try:
+        status = ask(folders, {"do": "status"})
+    except ClusterError:
+        if folders.down.exists() or not processes.is_locked(folders.keeper_lock):
+            raise
+        _end_processes(folders, [])
+        return False
     drained = [row["host"] for row in status["hosts"] if not row["drained"]]
     for host in drained:
         ask(folders, {"do": "drain", "host": host, "user": "down"})
@@ -235,11 +266,16 @@ def down(folders: Folders, *, timeout_s: float) -> bool:
         has_ended = not status["attempts"]
         if not has_ended:
             time.sleep(0.05)
+    _end_processes(folders, drained)
+    return has_ended
+
+
+def _end_processes(folders: Folders, drained: Sequence[str]) -> None:
+    """End a cluster's processes, and note the hosts that this has drained."""
     folders.mark_down(drained)
     for stage in stages(folders, folders.load_settings()):
         end_holders([role.lock for role in stage], timeout_s=2 * _ANSWER_S)
     end_holders([folders.keeper_lock], timeout_s=2 * _ANSWER_S)
-    return has_ended
 
 
 def main(folder: str) -> int:

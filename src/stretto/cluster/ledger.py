@@ -64,6 +64,7 @@ from stretto.cluster import events as ev
 from stretto.cluster import outstanding
 from stretto.cluster.consequences import follows
 from stretto.cluster.decisions import event_of
+from stretto.cluster.devices import count_text
 from stretto.cluster.events import Event
 from stretto.cluster.records import ENDS
 from stretto.cluster.state import State
@@ -200,7 +201,7 @@ class Ledger:
             devices = sum(len(h.memory_bytes) for h in hosts)
             of = f"{large} of that memory" if large < devices else str(devices)
             raise Infeasible(
-                f"job {spec.name!r} needs {need} devices"
+                f"job {spec.name!r} needs {count_text(need)}"
                 + (f" with {size} bytes of memory" if size else "")
                 + f", the cluster has {of}: ask for fewer, or add hosts"
             )
@@ -411,7 +412,7 @@ class Ledger:
             return f"starts again in {left_s:.0f} s, because {record.why}"
         usable = self.cluster.free.num_usable
         if usable < view.minimum:
-            return f"needs {view.minimum} devices, the open hosts have {usable}"
+            return f"needs {count_text(view.minimum)}, the open hosts have {usable}"
         return self._policy.why_waiting(view, now_s, self.cluster, self.state.jobs)
 
     def job(self, job: str) -> JobView:

@@ -19,7 +19,7 @@ from stretto.cluster import job_plans, queries
 from stretto.cluster.channel import Channel, Listener, listening
 from stretto.cluster.commands import Command, MakePlan, StartPart
 from stretto.cluster.coordinator import Clock, Coordinator
-from stretto.cluster.engine_local import start_keeper
+from stretto.cluster.engine_local import COORDINATOR_ENDS, start_keeper
 from stretto.cluster.folders import Folders
 from stretto.cluster.ledger import Ledger, Limits
 from stretto.cluster.loop import Loop, Timer, now_s
@@ -333,7 +333,7 @@ def main(folder: str) -> int:
     try:
         Server(folders).run()
     except StrettoError as error:
-        _log.error("the coordinator of %s ends: %s", folder, error)
+        _log.error("%s%s%s", folder, COORDINATOR_ENDS, error)
         return error.exit_code
     return 0
 

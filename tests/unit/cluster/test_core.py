@@ -287,3 +287,10 @@ def test_a_background_on_a_lost_host_gets_no_more_devices_elsewhere():
     world.advance(8.0, 8)
     assert len(world.ledger.job(background).devices) == 3  # it has not been stopped
     assert world.ledger.job(background).attempt == 1
+
+
+def test_a_reason_counts_one_device_as_one(world):
+    world.submit(minimum=4)
+    world.advance(1.0, 1)
+    job = world.submit(minimum=1)
+    assert world.ledger.reason(job, world.now_s) == "needs 1 device, 0 are free"

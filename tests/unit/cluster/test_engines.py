@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stretto import zoo
-from stretto.cluster import engine_local
+from stretto.cluster import engine_local, processes
+from stretto.cluster.folders import Folders
 from stretto.cluster.part_spec import ATTEMPT_VARIABLE
 from stretto.cluster.processes import marked_processes
 from stretto.errors import ClusterError, Infeasible, SpecError
@@ -395,6 +396,37 @@ def test_files_of_a_cluster_are_this_users_alone(shared: Cluster) -> None:
     assert root.stat().st_mode & 0o777 == 0o700
     sockets = [shared.folders.socket]
     assert [path.stat().st_mode & 0o777 for path in sockets] == [0o600]
+
+
+def test_a_start_on_a_damaged_store_says_so_and_leaves_nothing_running(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "c").mkdir(mode=0o700)
+    (tmp_path / "c" / "cluster.db").write_bytes(b"no database, but long enough" * 99)
+    with (
+        pytest.raises(ClusterError, match="the coordinator ends: "),
+        cluster(tmp_path / "c"),
+    ):
+        pass
+    keeper = Folders(tmp_path / "c").keeper_lock
+    await_that(lambda: not processes.is_locked(keeper), lambda: "the keeper runs")
+
+
+def test_a_cluster_whose_coordinator_cannot_start_can_be_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(tmp_path / "c", hosts=1) as found:
+
+        def no_answer(*_: object, **__: object) -> None:
+            raise ClusterError("the coordinator does not answer")
+
+        monkeypatch.setattr(engine_local, "ask", no_answer)
+        assert not engine_local.down(found.folders, timeout_s=60.0)
+        assert not processes.is_locked(found.folders.keeper_lock)
+        assert not processes.is_locked(found.folders.agent_lock("host0"))
+        with pytest.raises(ClusterError):  # none runs
+            engine_local.down(found.folders, timeout_s=60.0)
+        monkeypatch.undo()
 
 
 def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:

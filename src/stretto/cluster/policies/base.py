@@ -6,7 +6,7 @@ import abc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from stretto.cluster.devices import Device
+from stretto.cluster.devices import Device, are_text, count_text
 from stretto.cluster.views import DATA_PARALLEL
 
 if TYPE_CHECKING:
@@ -98,5 +98,5 @@ class AbstractPolicy(abc.ABC):
         del now_s, jobs
         free = cluster.free.num_free()
         if free < job.minimum:
-            return f"needs {job.minimum} devices, {free} are free"
+            return f"needs {count_text(job.minimum)}, {are_text(free)} free"
         return "waits for its turn"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, final
 
-from stretto.cluster.devices import EMPTY, NO_FOREGROUND
+from stretto.cluster.devices import EMPTY, NO_FOREGROUND, are_text, count_text
 from stretto.cluster.policies.base import (
     AbstractPolicy,
     Attach,
@@ -193,10 +193,11 @@ class DeepPoolPolicy(AbstractPolicy):
         among = NO_FOREGROUND if job.role == FOREGROUND else EMPTY
         free = cluster.free.num_free(among)
         if job.role == FOREGROUND:
-            return f"needs {job.minimum} devices, {free} have no foreground"
+            return f"needs {count_text(job.minimum)}, without a foreground: {free}"
         offered = self._offers.num_offered(jobs)
         return (
-            f"needs {job.minimum} devices, {free} are free and {offered} are idle for "
+            f"needs {count_text(job.minimum)}, {are_text(free)} free and "
+            f"{are_text(offered)} idle for "
             "long enough beside a foreground"
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, final
 
-from stretto.cluster.devices import EMPTY, NO_FOREGROUND
+from stretto.cluster.devices import EMPTY, NO_FOREGROUND, count_text
 from stretto.cluster.policies.base import AbstractPolicy, Decision, Start
 from stretto.cluster.policies.exclusive import PATIENCE_S, at_least_zero, in_turn
 from stretto.errors import SpecError
@@ -91,7 +91,7 @@ class PartitionPolicy(AbstractPolicy):
         """Return what is missing in the role's part."""
         part = self.parts(cluster)[job.role]
         if part < job.minimum:
-            return f"needs {job.minimum} devices, {job.role}s have {part}"
+            return f"needs {count_text(job.minimum)}, {job.role}s have {part}"
         first = jobs.first(job.role)
         if first is not None and first is not job and self._keeps(first, now_s):
             return f"free devices are kept for {first.id}, which waits longer"
