@@ -1,6 +1,34 @@
 """What every engine must do: jobs on a cluster, and what happens when parts of it die.
 
 Tests on Ray are slow, and skipped without it: `make test-cluster-ray` runs them.
+
+What fails, and the test of it, here (on both engines) unless a file is named:
+
+- the coordinator: test_a_killed_coordinator_answers_again_and_disturbs_no_job,
+  test_a_job_that_ends_without_coordinator_is_done_once_it_is_back
+- an agent: test_a_killed_agents_jobs_are_adopted,
+  test_a_job_that_ends_without_agent_is_done_once_it_is_back
+- a supervisor: test_a_killed_supervisors_job_starts_again_and_leaves_nothing
+- a supervisor without an agent for its watchdog's time: test_supervisor.py,
+  test_without_a_reset_watchdog_the_supervisor_ends_the_attempt
+- the keeper: test_a_killed_keeper_is_replaced_when_the_coordinator_dies_too
+- a host, or its connection to the coordinator:
+  test_a_silent_hosts_job_starts_elsewhere_and_never_runs_twice,
+  test_a_host_that_is_silent_for_less_than_its_watchdog_keeps_its_job
+- a node of Ray: test_engine_ray.py,
+  test_a_node_that_joins_gets_jobs_and_its_loss_moves_them
+- Ray itself (GCS and raylet), the gateway, an actor: test_engine_ray.py,
+  test_a_killed_ray_is_started_again_and_disturbs_no_job and its neighbors
+- one rank: test_a_killed_ranks_job_ends_as_a_whole_and_starts_again
+- a background: test_a_killed_background_starts_again_and_disturbs_no_foreground
+- a rank's memory: test_a_job_that_uses_too_much_memory_fails_and_says_so
+- a foreground that makes no step: test_a_job_that_makes_no_step_is_reported_and_runs_on
+- a full disk: test_a_full_disk_refuses_submissions_and_running_jobs_go_on; a locked
+  store: test_store.py, test_a_locked_store_is_unavailable_and_says_so
+- two coordinators: test_a_second_coordinator_is_refused
+- everything above in any order, in virtual time: test_machine.py
+
+Not tested: a GCS with RocksDB that ends alone (an alpha of Ray).
 """
 
 from __future__ import annotations
@@ -48,7 +76,7 @@ def shared(
 ) -> Iterator[Cluster]:
     """A cluster of two hosts with two devices each, which each test leaves idle."""
     folder = tmp_path_factory.mktemp("cluster") / "c"
-    with cluster(folder, engine=request.param) as found:
+    with cluster(folder, engine=request.param, report_every_s=0.5) as found:
         yield found
 
 
@@ -243,6 +271,58 @@ def test_a_killed_ranks_job_ends_as_a_whole_and_starts_again(
     shared.await_state(name, "done")
     ends = [row["data"] for row in shared.rows(name) if row["kind"] == "ended"]
     assert "rank 1 was killed by SIGKILL" in ends[0]["why"]
+
+
+def test_a_killed_background_starts_again_and_disturbs_no_foreground(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    foreground = shared.submit(job(tmp_path, WAITS))
+    script = f"echo $$ > pid.new; mv pid.new pid-$STRETTO_CLUSTER_RESUME-; {WAITS}"
+    background = shared.submit(job(tmp_path, script, role="background"))
+    await_file(tmp_path / "pid--")
+    os.kill(int((tmp_path / "pid--").read_text()), signal.SIGKILL)
+    await_file(tmp_path / "pid-1-")
+    (tmp_path / "go").touch()
+    is_once(shared, foreground)
+    end = shared.await_state(background, "done")
+    assert (end["attempt"], end["failures"]) == (2, 1)
+
+
+def test_a_job_that_uses_too_much_memory_fails_and_says_so(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    program = "import time; held = bytearray(200 << 20); time.sleep(600)"
+    spec = job(
+        tmp_path,
+        f"exec {sys.executable} -c '{program}'",
+        attempts=0,
+        host_memory_bytes=100 << 20,
+    )
+    name = shared.submit(spec)
+    end = shared.await_state(name, "failed")
+    assert "host_memory_bytes permits 100 MiB" in end["why"]
+
+
+@pytest.mark.slow
+def test_a_job_that_makes_no_step_is_reported_and_runs_on(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "hangs.py").write_text(
+        "import os, time\n"
+        "from stretto.step_counts import StepCounter\n"
+        "counter = StepCounter(os.environ['STRETTO_STEP_COUNTS'], 0)\n"
+        "for _ in range(20):\n"
+        "    counter.add()\n"
+        "while not os.path.exists('go'):\n"
+        "    time.sleep(0.02)\n"
+    )
+    name = shared.submit(job(tmp_path, f"exec {sys.executable} hangs.py"))
+    await_that(
+        lambda: any("idle_s" in row["data"] for row in shared.rows(name)),
+        lambda: str(shared.rows(name)),
+    )
+    (tmp_path / "go").touch()
+    is_once(shared, name)
 
 
 def test_a_killed_keeper_is_replaced_when_the_coordinator_dies_too(
