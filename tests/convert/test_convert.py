@@ -402,7 +402,10 @@ def test_a_model_kept_in_a_list_is_refused():
             TRAINING.replace("in loader:", "in torch.ones(8, 1, 2):"),
             [":11:", "DataLoader"],
         ),
-        (TRAINING.replace("torch.optim.SGD(", "Mine("), [":11:", "no optimizer"]),
+        (
+            TRAINING.replace("opt = torch.optim.SGD", "from mine import opt\ng = dict"),
+            [":12:", "no optimizer"],
+        ),
         ("import horovod.tensorflow as hvd\n", [":1:", "horovod.tensorflow"]),
     ],
 )

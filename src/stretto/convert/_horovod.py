@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from stretto.convert._edit import theirs
+from stretto.convert._optimizers import is_named
 from stretto.convert._tree import dotted, found
 
 if TYPE_CHECKING:
@@ -43,6 +44,12 @@ def distribute_optimizers(work: Work, models: Models) -> None:
                 "Horovod's optimizer needs to know their number. Use --to stretto",
             )
     for optimizer in work.job.optimizers:
+        if not is_named(tree, optimizer.call):
+            raise work.job.refuse(
+                optimizer.call,
+                f"`{tree.text(optimizer.call)[:60]}` makes an optimizer of a class "
+                "that Horovod's may not average gradients for. Use --to stretto",
+            )
         line = tree.parent(optimizer.call)
         path = dotted(line.targets[0].target) if isinstance(line, cst.Assign) else None
         names = [m.path for m in optimizer.models]

@@ -7,34 +7,10 @@ from typing import final
 
 import libcst as cst
 
-from stretto.convert._flow import Flow, Origin, parameters
+from stretto.convert._flow import SAME_OBJECT, Flow, Key, Origin, parameters
+from stretto.convert._optimizers import SteppedObjects, is_named, update_by_hand
 from stretto.convert._tree import Scope, Tree, argument, dotted, found
 from stretto.errors import SpecError
-
-_OPTIMIZERS = frozenset(
-    [
-        "Adadelta",
-        "Adafactor",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "ASGD",
-        "LBFGS",
-        "Lion",
-        "Muon",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-        "SparseAdam",
-        "AdaBelief",
-        "LAMB",
-        "Lamb",
-        "LARS",
-    ]
-)
 
 _COUNTERS = ("range", "trange", "tqdm.trange", "tqdm.auto.trange", "itertools.count")
 
@@ -109,7 +85,10 @@ class Job:
         self.backwards = [c for c in tree.calls if self._begins_backward(c)]
         if not self.backwards:
             raise self._no_backward()
+        self._stepped = SteppedObjects(tree, self.flow)
         self.optimizers = self._optimizers()
+        self._refuse_unknown_optimizers()
+        self._refuse_updates_by_hand()
         if not self.optimizers:
             raise self.refuse(
                 self.backwards[0],
@@ -189,25 +168,100 @@ class Job:
     def _optimizers(self) -> list[Optimizer]:
         out = []
         for call in self.tree.calls:
-            if not self._makes_optimizer(call):
-                continue
-            given = argument(call, 0, "params")
-            if given is None:
-                continue
-            scope = self.tree.function(call)
-            models = self._whose_parameters(given, scope, depth=3)
-            if models:
-                models = _distinct(models)
+            if models := _distinct(self._trained_by(call)):
+                scope = self.tree.function(call)
                 out.append(Optimizer(call=call, scope=scope, models=tuple(models)))
+        known: set[Key] = {m.key for o in out for m in o.models}
+        for call in self.tree.calls:
+            if self.tree.method_called(call, "add_param_group") is None:
+                continue
+            given, scope = argument(call, 0, "param_group"), self.tree.function(call)
+            if given is None or self._is_part(given, scope, known):
+                continue
+            models = _distinct(self._whose_parameters(given, scope, 3))
+            if new := [m for m in models if m.key not in known]:
+                out.append(Optimizer(call=call, scope=scope, models=tuple(new)))
         return out
 
+    def _is_part(
+        self, given: cst.BaseExpression, scope: Scope, known: set[Key]
+    ) -> bool:
+        """Return whether parameters that are added are of a model trained already."""
+        for call in found(given, cst.Call):
+            node = self.tree.method_called(call, "parameters", "named_parameters")
+            while isinstance(node, cst.Attribute | cst.Subscript):
+                node = node.value
+                if not known.isdisjoint(o.key for o in self.flow.origins(node, scope)):
+                    return True
+        return False
+
+    def _trained_by(self, call: cst.Call) -> list[Origin]:
+        """Return the models that a call's result trains, if it is an optimizer."""
+        scope = self.tree.function(call)
+        if is_named(self.tree, call):
+            given = argument(call, 0, "params")
+            return [] if given is None else self._whose_parameters(given, scope, 3)
+        if not self._stepped.is_stepped(call):
+            return []
+        out: list[Origin] = []
+        for value in self._stepped.given(call):
+            out += self._whose_parameters(value, scope, depth=3)
+        if not out and self._stepped.is_optimizer(call):
+            for value in self._stepped.modules(call):
+                out += self._model(value, scope)
+        return out
+
+    def _refuse_unknown_optimizers(self) -> None:
+        """Refuse an optimizer whose model is unknown, so that it would not be wrapped.
+
+        Raises:
+            SpecError: there is one; the error has the line and the next step.
+        """
+        known = {id(o.call) for o in self.optimizers}
+        models = {id(m.value) for o in self.optimizers for m in o.models}
+        for call in self.tree.calls:
+            if (
+                self._stepped.is_optimizer(call)
+                and id(call) not in known | models
+                and not self._stepped.takes_optimizer(call)
+                and not self.flow.local(call)
+                and self.tree.called(call) not in self.tree.classes
+                and self.tree.method_called(call, *SAME_OBJECT) is None
+            ):
+                raise self.refuse(
+                    call,
+                    f"`{self.tree.text(call)[:60]}` makes an optimizer, but which "
+                    "model it trains is not to be seen, so the model could not be "
+                    "distributed. Make the optimizer in this file, and give it the "
+                    "model's parameters()",
+                )
+
+    def _refuse_updates_by_hand(self) -> None:
+        """Refuse a model that no optimizer trains, but a loop over its parameters.
+
+        Raises:
+            SpecError: there is one; the error has the line and the next step.
+        """
+        if not self.optimizers:
+            return  # refused as a whole
+        known = {id(m.value) for o in self.optimizers for m in o.models}
+        for loop in found(self.tree.module, cst.For):
+            scope = self.tree.function(loop)
+            update = update_by_hand(self.tree, loop)
+            for call in found(loop.iter, cst.Call) if update is not None else ():
+                owner = self.tree.method_called(call, "parameters", "named_parameters")
+                if owner is None or update is None:
+                    continue
+                if known.isdisjoint(k[0] for k in self.flow.reached(owner, scope)):
+                    raise self.refuse(
+                        update,
+                        f"`{self.tree.text(owner)}` is trained here by hand, and no "
+                        "optimizer has its parameters(), so it would not be "
+                        "distributed. Train it with an optimizer",
+                    )
+
     def _makes_optimizer(self, call: cst.Call) -> bool:
-        full = self.tree.called(call)
-        return full.rpartition(".")[2] in _OPTIMIZERS or (
-            full.startswith(("torch.optim.", "torch_optimizer."))
-            and "lr_scheduler" not in full
-            and "swa_utils" not in full
-        )
+        return is_named(self.tree, call) or any(o.call is call for o in self.optimizers)
 
     def refuse_free_tensors(self) -> None:
         """Refuse tensors that an optimizer trains outside every module.

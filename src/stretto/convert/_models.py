@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, final
 import libcst as cst
 
 from stretto.convert._edit import theirs
-from stretto.convert._tree import Scope, arguments_of, dotted, found
+from stretto.convert._freezing import Freezing
+from stretto.convert._tree import (
+    Scope,
+    arguments_of,
+    dotted,
+    found,
+    is_main_guard,
+)
 from stretto.convert._unused import why_unused
 from stretto.convert._views import Site, Views
 
@@ -95,6 +102,11 @@ _SETTING_UP = frozenset(
     ]
 )
 
+Span = tuple[int, int]
+"""The first line of a part of a scope, and the line after its last."""
+
+_NEVER = 10**9
+
 
 @final
 class Models:
@@ -107,6 +119,7 @@ class Models:
         self._made: set[Key] = {o.key for o in made}
         self._known: dict[tuple[int, str], bool] = {}
         self._sites: list[tuple[Origin, Site]] = []
+        self._freezing = Freezing(work, self._beginnings)
         self.parallel_before = False
 
     def _every_value(self, models: list[Origin]) -> list[Origin]:
@@ -137,6 +150,7 @@ class Models:
         self._drop_data_parallel()
         if not self._work.horovod:
             self._work.job.refuse_free_tensors()
+            self._freezing.refuse_unfreezing()
         for model in self._work.job.models:
             self._check_called(model)
             self._wrap(model)
@@ -189,9 +203,10 @@ class Models:
             return False
         return True
 
-    def _anchors(self, model: Origin, path: str, scope: Scope) -> list[cst.CSTNode]:
+    def _anchors(
+        self, model: Origin, path: str, scope: Scope, span: Span
+    ) -> list[cst.CSTNode]:
         """Return the statements that set up a model under one of its names."""
-        limit = self._training_begins(scope)
         marked = [
             o.statement
             for o in self._flow.assigned(path, scope)
@@ -210,17 +225,81 @@ class Models:
         return [
             s
             for s in marked
-            if self._tree.function(s) is scope and self._tree.line(s) < limit
+            if self._tree.function(s) is scope
+            and span[0] <= self._tree.line(s) < span[1]
         ]
 
-    def _site(self, model: Origin, path: str, scope: Scope) -> Site:
-        """Return where a model would be wrapped under one of its names."""
-        anchors = self._anchors(model, path, scope) or [model.statement]
-        at = last_of_common_block(self._work, anchors)
-        last = max(self._tree.line(n) for n in (at, *anchors))
-        return Site(path=path, scope=scope, at=at, last_line=last)
+    def _spans(self, model: Origin) -> list[Span]:
+        """Return the lines in which each model of a name is set up, up to its training.
 
-    def _place(self, model: Origin) -> Site:
+        A name that means another model once the first one has been trained has several.
+
+        Raises:
+            SpecError: a loop trains a model and replaces it.
+        """
+        path, scope = model.path or "", model.scope
+        begins = sorted(self._tree.line(node) for node in self._beginnings(scope))
+        out = [(0, begins[0] if begins else _NEVER)]
+        for made in self._flow.assigned(path, scope):
+            line = self._tree.line(made.statement)
+            home = self._flow.home(path, made.scope)
+            if (
+                path.startswith("self.")
+                or home is not self._flow.home(path, scope)
+                or line <= out[-1][1]
+                or not self._is_another(made, model)
+            ):
+                continue
+            later = next((begin for begin in begins if begin > line), None)
+            if later is not None:
+                out.append((line, later))
+            elif any(
+                self._tree.within(node, loop)
+                for loop in self._tree.loops(made.statement)
+                for node in self._beginnings(scope)
+            ):
+                raise self._work.job.refuse(
+                    made.statement,
+                    f"`{path}` becomes another model within a loop that trains it, and "
+                    "that model would not be wrapped. Give each model its own name, or "
+                    "create it before it is trained in the loop",
+                )
+        return out
+
+    def _is_another(self, made: Origin, model: Origin) -> bool:
+        """Return whether an assignment creates a model, rather than return this one."""
+        if not isinstance(made.value, cst.Call) or made.place is not None:
+            return False
+        of = {id(o.value) for o in self._flow.assigned(model.path or "", model.scope)}
+        inside = [made.value, *found(made.value, cst.Name)]
+        return not any(
+            key[0] in of - {id(made.value)}
+            for node in inside
+            for key in self._flow.reached(node, made.scope)
+        )
+
+    def _site(self, model: Origin, path: str, scope: Scope, span: Span) -> Site:
+        """Return where a model would be wrapped under one of its names."""
+        anchors = self._anchors(model, path, scope, span) or [model.statement]
+        at = last_of_common_block(self._work, anchors)
+        while self._contains_training(at, scope):
+            inside = [a for a in anchors if self._tree.within(a, at)]
+            if not is_main_guard(at):
+                # What stands before the block, since the block may train.
+                inside = [a for a in anchors if not self._tree.within(a, at)]
+            if not inside or len(inside) == len(anchors):
+                raise self._work.job.refuse(
+                    at,
+                    f"`{path}` is set up and trained within this statement, in "
+                    "different blocks of it, so there is no place to wrap it before "
+                    "training. Create the model and its optimizer before it",
+                )
+            anchors = inside
+            at = last_of_common_block(self._work, anchors)
+        last = max(self._tree.line(n) for n in (at, *anchors))
+        return Site(path=path, scope=scope, at=at, last_line=last, first_line=span[0])
+
+    def _place(self, model: Origin, span: Span) -> Site:
         """Return where to wrap a model so that every call in training uses the wrapper.
 
         Raises:
@@ -229,9 +308,14 @@ class Models:
         calls = [c for c in self._calls_of(model) if self.in_training(c)]
         calls = [c for c in calls if not self._tree.without_gradient(c)]
         views = Views(self._work)
-        first = self._site(model, model.path or "", model.scope)
+        first = self._site(model, model.path or "", model.scope, span)
+        if span[0]:
+            return first
         names = views.names([(c.func, self._tree.function(c)) for c in calls])
-        sites = [first, *(self._site(model, p, s) for p, s in reversed(names))]
+        sites = [first]
+        for path, scope in reversed(names):
+            whole = (0, self._training_begins(scope))
+            sites.append(self._site(model, path, scope, whole))
         moves = self._moves(model)
         hidden: cst.Call | None = None
         seen: Site | None = None
@@ -285,33 +369,52 @@ class Models:
             values |= {o.key for o in self._flow.assigned(model.path, model.scope)}
         return not values.isdisjoint(self._flow.reached(node, scope))
 
+    def _contains_training(self, block: cst.CSTNode, scope: Scope) -> bool:
+        """Return whether a batch may be trained on within a compound statement."""
+        return isinstance(block, cst.BaseCompoundStatement) and any(
+            self._tree.within(node, block) for node in self._beginnings(scope)
+        )
+
+    def _ids(self, model: Origin) -> set[int | None]:
+        made = self._flow.assigned(model.path or "", model.scope)
+        return {id(model.value), *(id(o.value) for o in made)}
+
     def _training_begins(self, scope: Scope) -> int:
         """Return the first line of a scope at which a batch may be trained on."""
+        lines = [self._tree.line(node) for node in self._beginnings(scope)]
+        return min(lines, default=_NEVER)
+
+    def _beginnings(self, scope: Scope) -> list[cst.CSTNode]:
+        """Return the loops and calls of a scope in which a batch may be trained on."""
         reaching = reaching_training(self._work)
         names = {f.name.value for f in reaching}
         for function in reaching:
             owner = self._tree.owner(function)
             if owner is not None:
                 names.add(owner.name.value)
-        lines = [
-            self._tree.line(loop.node)
+        out: list[cst.CSTNode] = [
+            loop.node
             for loop in self._work.job.training
             if self._tree.function(loop.node) is scope
         ]
-        lines += [
-            self._tree.line(call)
+        out += [
+            call
             for call in self._tree.calls
             if self._tree.function(call) is scope
             and (dotted(call.func) or "").rpartition(".")[2] in names
         ]
-        return min(lines, default=10**9)
+        return out
 
     def _wrap(self, model: Origin) -> None:
+        for span in self._spans(model):
+            if self._work.horovod:
+                site = self._site(model, model.path or "", model.scope, span)
+            else:
+                site = self._place(model, span)
+            self._wrap_at(model, site)
+
+    def _wrap_at(self, model: Origin, site: Site) -> None:
         work = self._work
-        if work.horovod:
-            site = self._site(model, model.path or "", model.scope)
-        else:
-            site = self._place(model)
         path, at = site.path, site.at
         self._sites.append((model, site))
         if work.horovod:
@@ -322,6 +425,8 @@ class Models:
         calls = self._forwards(model)
         several = len(calls) > 1
         unused = why_unused(work, model, calls)
+        if unused is None and self._freezing.in_training(self._ids(model)):
+            unused = "some are frozen in training"
         options = ", broadcast_buffers=False" if several else ""
         options += ", find_unused_parameters=True" if unused is not None else ""
         own = theirs(path)
@@ -420,7 +525,7 @@ class Models:
         line = self._tree.line(node)
         return any(
             scope is site.scope
-            and line <= site.last_line
+            and site.first_line <= line <= site.last_line
             and self._is(node, scope, model)
             for model, site in self._sites
         )

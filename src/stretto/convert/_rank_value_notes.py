@@ -107,6 +107,14 @@ class RankValueNotes:
             "Average it over ranks, or gather the samples first",
         )
 
+    def decided(self, node: cst.CSTNode, name: str) -> None:
+        """List a decision by which a rank trains more or fewer batches than others."""
+        self._work.undecided(
+            node,
+            f"this decides on `{name}`, which differs by rank: if ranks take different "
+            "branches here, they hang waiting for each other",
+        )
+
     def buffer(self, target: cst.Attribute, at: cst.CSTNode) -> None:
         """List a buffer that gets what differs."""
         if id(at) not in self._reported:

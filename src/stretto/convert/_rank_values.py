@@ -91,6 +91,16 @@ _EQUAL_ATTRIBUTES = frozenset(
 )
 """Calls and attributes whose value does not depend on the samples."""
 
+_DRAWING = frozenset(
+    [
+        "torch.rand",
+        "torch.randn",
+        "torch.randint",
+        "torch.randperm",
+        "torch.bernoulli",
+    ]
+)
+
 _OF_SHARE = ("batch_size", "sampler", "batch_sampler")
 """Attributes of a divided loader that are of this rank's share."""
 
@@ -217,6 +227,87 @@ class _RankValues:
         self._notes = RankValueNotes(self._work, self._numbers)
         for frame in list(self._frames.values()):
             self._run(frame)
+        for node in found(self._tree.module, (cst.If, cst.While)):
+            if self._steers(node):
+                self._decide(node)
+
+    def _decide(self, node: cst.If | cst.While) -> None:
+        """List a decision that a rank takes by its own samples or random numbers."""
+        scope = self._tree.function(node)
+        for frame in list(self._frames.values()):
+            if frame.scope is not scope or self._notes is None:
+                continue
+            differing = [
+                name
+                for name in found(node.test, cst.Name)
+                if self._read(name, frame) and not self._is_of_size(name, node)
+            ]
+            if differing and self._differs(node.test, frame):
+                return self._notes.decided(node, differing[0].value)
+            carried = self._carried(node, frame)
+            if carried is not None:
+                return self._notes.decided(node, carried)
+        drawn = [c for c in found(node.test, cst.Call) if self._is_drawn(c)]
+        if drawn and self._notes is not None:
+            return self._notes.decided(node, self._tree.text(drawn[0])[:50])
+        return None
+
+    def _carried(self, node: cst.If | cst.While, frame: _Frame) -> str | None:
+        """Return a name that a ``while`` tests again after its body has set it."""
+        if not isinstance(node, cst.While):
+            return None
+        lines = [self._tree.line(x) for x in found(node.body, cst.BaseSmallStatement)]
+        for name in found(node.test, cst.Name):
+            made = frame.defs.get(name.value, {}).values()
+            last = [d for d in made if min(lines) <= d.line <= max(lines)]
+            reduced = any(
+                self._numbers.is_reduced(a) for a in self._tree.ancestors(name)
+            )
+            if any(d.differs for d in last) and not reduced:
+                return str(name.value)
+        return None
+
+    def _is_of_size(self, name: cst.Name, node: cst.If | cst.While) -> bool:
+        """Return whether a test reads only the size of a batch, equal on all ranks."""
+        within = [
+            part
+            for part in self._tree.ancestors(name)
+            if self._tree.within(part, node.test)
+        ]
+        if any(_is_size(part) for part in within):
+            return True
+        made = self._flow.assigned(name.value, self._tree.function(name))
+        return bool(made) and all(_is_size(_innermost_of_index(o.value)) for o in made)
+
+    def _is_drawn(self, call: cst.Call) -> bool:
+        """Return whether a call draws from torch's generator, one for each rank."""
+        return self._tree.called(call) in _DRAWING
+
+    def _steers(self, node: cst.If | cst.While) -> bool:
+        """Return whether a decision may change how often a rank trains."""
+        if isinstance(node, cst.While) and self._trains(node.body):
+            return True
+        blocks = [node.body, *([node.orelse] if node.orelse is not None else [])]
+        for block in blocks:
+            for end in found(block, (cst.Break, cst.Continue)):
+                loop = next(iter(self._tree.loops(end)), None)
+                if loop is not None and self._trains(loop.body):
+                    return True
+            scope = self._tree.function(node)
+            if scope in self._training and any(
+                self._tree.function(end) is scope for end in found(block, cst.Return)
+            ):
+                return True
+        around = any(self._trains(loop.body) for loop in self._tree.loops(node))
+        return around and any(self._trains(block) for block in blocks)
+
+    def _trains(self, block: cst.CSTNode) -> bool:
+        """Return whether a batch may be trained on within a block."""
+        return any(
+            call in self._work.job.backwards
+            or any(f in self._training for f in self._flow.local(call))
+            for call in found(block, cst.Call)
+        )
 
     def may_differ(self, node: cst.BaseExpression) -> bool:
         """Return whether a value may differ in some call of the function around it."""
@@ -725,6 +816,22 @@ class _RankValues:
         if "." not in path:
             made = [o for o in made if o.scope is frame.scope]
         return not any(self._tree.within(o.statement, where) for o in made)
+
+
+def _is_size(node: cst.CSTNode) -> bool:
+    """Return whether an expression is the number of samples, or of elements."""
+    if isinstance(node, cst.Call):
+        func = node.func
+        if isinstance(func, cst.Attribute):
+            return func.attr.value in ("size", "numel", "nelement")
+        return dotted(func) == "len"
+    return isinstance(node, cst.Attribute) and node.attr.value == "shape"
+
+
+def _innermost_of_index(node: cst.BaseExpression) -> cst.BaseExpression:
+    while isinstance(node, cst.Subscript):
+        node = node.value
+    return node
 
 
 def _innermost(node: cst.BaseExpression) -> cst.BaseExpression:

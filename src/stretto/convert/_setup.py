@@ -9,7 +9,7 @@ import libcst as cst
 from stretto.convert import _support
 from stretto.convert._models import reaching_training
 from stretto.convert._result import Target
-from stretto.convert._tree import dotted, found
+from stretto.convert._tree import dotted, found, is_main_guard
 
 if TYPE_CHECKING:
     from stretto.convert._edit import Work
@@ -140,7 +140,9 @@ def _unseeded(work: Work) -> tuple[str, ...]:
 def _is_fixed(work: Work, call: cst.Call) -> bool:
     """Return whether a seed is certainly set, and to the same value on each rank."""
     tree = work.tree
-    if any(isinstance(a, cst.If) and not _is_main(a) for a in tree.ancestors(call)):
+    if any(
+        isinstance(a, cst.If) and not is_main_guard(a) for a in tree.ancestors(call)
+    ):
         return False
     seed = call.args[0].value
     if isinstance(seed, cst.Integer):
@@ -151,14 +153,6 @@ def _is_fixed(work: Work, call: cst.Call) -> bool:
     return bool(made) and all(
         isinstance(o.value, cst.Integer | cst.Attribute) for o in made
     )
-
-
-def _is_main(node: cst.CSTNode) -> bool:
-    """Return whether a statement is ``if __name__ == "__main__":``, in either order."""
-    if not isinstance(node, cst.If) or not isinstance(node.test, cst.Comparison):
-        return False
-    sides = [node.test.left, *(part.comparator for part in node.test.comparisons)]
-    return any(dotted(side) == "__name__" for side in sides)
 
 
 def _last_import(work: Work) -> cst.CSTNode | None:
@@ -174,7 +168,7 @@ def _last_import(work: Work) -> cst.CSTNode | None:
             True for _ in found(line.body, (cst.Import, cst.ImportFrom))
         ):
             last = line
-        elif not isinstance(line, cst.If | cst.Try) or _is_main(line):
+        elif not isinstance(line, cst.If | cst.Try) or is_main_guard(line):
             break
     return last
 
@@ -275,7 +269,9 @@ class _Entry:
         self._work = work
         tree = work.tree
         body = tree.module.body
-        guard = next((n for n in body if isinstance(n, cst.If) and _is_main(n)), None)
+        guard = next(
+            (n for n in body if isinstance(n, cst.If) and is_main_guard(n)), None
+        )
         at_top = [m.statement for m in work.job.models if m.scope is None]
         at_top += [
             o.statement

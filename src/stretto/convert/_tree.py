@@ -77,6 +77,14 @@ def parts(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
             yield from parts(child)
 
 
+def is_main_guard(node: cst.CSTNode) -> bool:
+    """Return whether a statement is ``if __name__ == "__main__":``, in either order."""
+    if not isinstance(node, cst.If) or not isinstance(node.test, cst.Comparison):
+        return False
+    sides = [node.test.left, *(part.comparator for part in node.test.comparisons)]
+    return any(dotted(side) == "__name__" for side in sides)
+
+
 def targets_of(node: cst.CSTNode) -> list[cst.BaseExpression]:
     """Return what a statement or an expression assigns to."""
     if isinstance(node, cst.Assign):

@@ -24,6 +24,8 @@ class Site:
     at: cst.CSTNode
     last_line: int
     """The last line on which the model is not wrapped yet."""
+    first_line: int = 0
+    """The line from which the name means this model, if it meant another before."""
 
 
 @final
@@ -79,7 +81,8 @@ class Views:
         if path is None:
             return self._of_result(node, scope, None, line, site, seen)
         if self._is_site(path, scope, site):
-            return scope is not site.scope or line > site.last_line
+            here = scope is site.scope
+            return not here or not site.first_line <= line <= site.last_line
         made = self._last(self._assigned(node, scope), scope, line)
         if made:
             return all(self._of_assigned(o, site, seen) for o in made)

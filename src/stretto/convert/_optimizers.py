@@ -1,0 +1,146 @@
+"""Find the calls that make a script's optimizers, by class or by use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+import libcst as cst
+
+from stretto.convert._tree import dotted, found
+
+if TYPE_CHECKING:
+    from stretto.convert._flow import Flow
+    from stretto.convert._tree import Tree
+
+_OPTIMIZERS = frozenset(
+    [
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "ASGD",
+        "LBFGS",
+        "Lion",
+        "Muon",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+        "SparseAdam",
+        "AdaBelief",
+        "LAMB",
+        "Lamb",
+        "LARS",
+    ]
+)
+
+_STEPPING = ("step", "first_step", "second_step")
+"""Methods that change an optimizer's parameters; the last two are those of SAM."""
+
+_OF_MODULES = (
+    "train",
+    "eval",
+    "parameters",
+    "named_parameters",
+    "modules",
+    "state_dict",
+    "load_state_dict",
+)
+"""Methods by which a module is known where its class is in another file."""
+
+
+def is_named(tree: Tree, call: cst.Call) -> bool:
+    """Return whether a call makes an optimizer by the name of what it calls."""
+    if isinstance(call.func, cst.Call) and dotted(call.func.func) == "getattr":
+        of = call.func.args[0].value if call.func.args else None
+        return tree.full(of) == "torch.optim"
+    full = tree.called(call)
+    return full.rpartition(".")[2] in _OPTIMIZERS or (
+        full.startswith(("torch.optim.", "torch_optimizer."))
+        and "lr_scheduler" not in full
+        and "swa_utils" not in full
+    )
+
+
+def update_by_hand(tree: Tree, loop: cst.For) -> cst.CSTNode | None:
+    """Return where a loop changes its variable by the variable's gradient, if it does.
+
+    ``p -= rate * p.grad`` and ``p.data.add_(p.grad, alpha=-rate)`` are such places.
+    """
+    names = {name.value for name in found(loop.target, cst.Name)}
+    for node in found(loop.body, (cst.AugAssign, cst.Call)):
+        if isinstance(node, cst.AugAssign):
+            changed: cst.BaseExpression = node.target
+            by: list[cst.CSTNode] = [node.value]
+        elif isinstance(node.func, cst.Attribute) and node.func.attr.value[-1:] == "_":
+            changed, by = node.func.value, [*node.args]
+        else:
+            continue
+        root, _, rest = (dotted(changed) or "").partition(".")
+        gradients = {f"{root}.grad", f"{root}.grad.data"}
+        read = {dotted(part) for one in by for part in found(one, cst.Attribute)}
+        if root in names and rest in ("", "data") and not gradients.isdisjoint(read):
+            return node
+    return None
+
+
+@final
+class SteppedObjects:
+    """The calls whose results are used as optimizers, of whatever class they are."""
+
+    def __init__(self, tree: Tree, flow: Flow) -> None:
+        self._tree, self._flow = tree, flow
+        self._stepped: set[int | None] = set()
+        self._cleared: set[int | None] = set()
+        for call in tree.calls:
+            stepped = tree.method_called(call, *_STEPPING)
+            if stepped is not None:
+                self._stepped |= self._makers(stepped)
+                for argument in call.args[:1]:  # scaler.step(optimizer)
+                    self._stepped |= self._makers(argument.value)
+            cleared = tree.method_called(call, "zero_grad")
+            if cleared is not None:
+                self._cleared |= self._makers(cleared)
+        self._named = {id(call) for call in tree.calls if is_named(tree, call)}
+
+    def _makers(self, node: cst.BaseExpression) -> set[int | None]:
+        reached = self._flow.reached(node, self._tree.function(node))
+        return {key[0] for key in reached}
+
+    def is_stepped(self, call: cst.Call) -> bool:
+        """Return whether ``step()`` is called on a call's result."""
+        return id(call) in self._stepped
+
+    def is_optimizer(self, call: cst.Call) -> bool:
+        """Return whether a call's result is used as only an optimizer is."""
+        return id(call) in self._stepped and id(call) in self._cleared
+
+    def given(self, call: cst.Call) -> list[cst.BaseExpression]:
+        """Return a call's arguments, without those that are optimizers themselves."""
+        return [a.value for a in call.args if not self._has_optimizer(a.value)]
+
+    def takes_optimizer(self, call: cst.Call) -> bool:
+        """Return whether a call gets an optimizer, as a scheduler's does."""
+        return any(self._has_optimizer(a.value) for a in call.args)
+
+    def _has_optimizer(self, node: cst.BaseExpression) -> bool:
+        return not self._makers(node).isdisjoint(self._stepped | self._named)
+
+    def modules(self, call: cst.Call) -> list[cst.BaseExpression]:
+        """Return the arguments of a call of another file that are modules."""
+        if self._flow.local(call) or self._tree.called(call) in self._tree.classes:
+            return []
+        return [value for value in self.given(call) if self._is_module(value)]
+
+    def _is_module(self, node: cst.BaseExpression) -> bool:
+        if dotted(node) is None:
+            return False
+        made = self._makers(node)
+        return any(
+            not made.isdisjoint(self._makers(on))
+            for call in self._tree.calls
+            if (on := self._tree.method_called(call, *_OF_MODULES)) is not None
+        )

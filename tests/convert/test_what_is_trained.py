@@ -1,0 +1,261 @@
+"""Every model that a script trains is wrapped before its training, or refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.convert import Target
+from support.conversions import convert, refused
+
+HEAD = """\
+import contextlib
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader, TensorDataset
+from other import SAM, Warm, build_optimizer, conf
+
+loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(2, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+    def unfreeze(self):
+        for p in self.body.parameters():
+            p.requires_grad = True
+
+
+class Ours(optim.SGD):
+    pass
+
+
+def fit(model, opt):
+    for (x,) in loader:
+        opt.zero_grad()
+        model(x).mean().backward()
+        opt.step()
+
+
+def made(model, kind=optim.Adam):
+    return kind(model.parameters())
+
+
+def set_trained(model, flag):
+    for p in model.parameters():
+        p.requires_grad = flag
+"""
+
+GAN = """\
+G, D = nn.Linear(1, 2), nn.Linear(2, 1)
+opt_g = optim.Adam(G.parameters())
+opt_d = {optimizer}
+for (x,) in loader:
+    z = torch.ones(len(x), 1)
+    opt_d.zero_grad()
+    (D(G(z).detach()) - D(x)).mean().backward()
+    opt_d.step()
+    opt_g.zero_grad()
+    (-D(G(z))).mean().backward()
+    opt_g.step()
+"""
+
+
+def wrapped(source: str) -> list[str]:
+    """Return the lines of the converted script from its models on."""
+    after = convert(HEAD + source).after
+    return [x.strip() for x in after[after.index("def set_trained") :].splitlines()]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "SAM(D.parameters(), optim.SGD)",
+        "getattr(optim, conf.name)(D.parameters())",
+        "{'a': optim.Adam}['a'](D.parameters())",
+        "Ours(list(D.parameters()))",
+        "made(D)",
+    ],
+)
+def test_an_optimizer_is_known_by_its_use(optimizer: str) -> None:
+    """A model of a second optimizer of another class was trained by each rank alone."""
+    found = "\n".join(wrapped(GAN.format(optimizer=optimizer)))
+    assert "G = DistributedDataParallel(G" in found
+    assert "D = DistributedDataParallel(D" in found
+
+
+def test_a_model_handed_to_a_factory_of_another_file_is_wrapped() -> None:
+    source = GAN.format(optimizer="build_optimizer(D, conf)") + "D.eval()\n"
+    assert "D = DistributedDataParallel(D" in "\n".join(wrapped(source))
+
+
+def test_an_optimizer_of_an_unknown_model_is_refused() -> None:
+    text = refused(HEAD + GAN.format(optimizer="build_optimizer(conf)"))
+    assert "`build_optimizer(conf)` makes an optimizer" in text
+
+
+def test_a_scheduler_of_an_optimizer_is_no_optimizer() -> None:
+    scheduled = "Warm(opt_g)\nopt_d.step()"
+    alone = GAN.format(optimizer=scheduled).replace("    opt_d.zero_grad()\n", "")
+    found = "\n".join(wrapped(alone.replace("(D(G(z).detach()) - D(x))", "G(z)")))
+    assert "D = DistributedDataParallel" not in found
+
+
+def test_a_model_that_is_updated_by_hand_is_refused() -> None:
+    source = GAN.format(optimizer="D")
+    by_hand = "    for p in D.parameters():\n        p.data.add_(p.grad, alpha=-0.1)"
+    text = refused(HEAD + source.replace("    opt_d.step()", by_hand))
+    assert "`D` is trained here by hand" in text
+
+
+def test_a_model_that_is_added_to_an_optimizer_is_wrapped() -> None:
+    source = GAN.format(optimizer="D").replace("    opt_d.step()\n", "")
+    added = "opt_g.add_param_group({'params': D.parameters()})\nfor (x"
+    found = "\n".join(wrapped(source.replace("for (x", added)))
+    assert "D = DistributedDataParallel(D" in found
+
+
+def test_part_of_a_model_that_is_added_to_its_optimizer_is_not_wrapped() -> None:
+    found = wrapped(
+        "net = Net()\n"
+        "opt = optim.Adam(net.head.parameters())\n"
+        "opt = optim.Adam(net.parameters())\n"
+        "opt.add_param_group({'params': net.body.parameters()})\n"
+        "fit(net, opt)\n"
+    )
+    assert [x for x in found if "= DistributedDataParallel" in x] == [
+        "net = DistributedDataParallel(net)"
+    ]
+
+
+BLOCKS = {
+    "if": "if conf.train:\n    {set_up}\n    fit(net, opt)\n",
+    "for": "for fold in range(3):\n    {set_up}\n    fit(net, opt)\n",
+    "with": "with contextlib.nullcontext():\n    {set_up}\n    fit(net, opt)\n",
+    "try": "try:\n    {set_up}\n    fit(net, opt)\nfinally:\n    print('end')\n",
+    "else": (
+        "if conf.a:\n    {set_up}\n    fit(net, opt)\n"
+        "else:\n    {set_up}\n    fit(net, opt)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_that_trains_gets_a_wrapped_model(block: str) -> None:
+    """The model was wrapped after the block with its optimizer, and its training."""
+    set_up = "opt = optim.Adam(net.parameters())"
+    found = wrapped("net = Net()\n" + BLOCKS[block].format(set_up=set_up))
+    assert found[found.index("net = Net()") + 1] == "net = DistributedDataParallel(net)"
+    assert len([x for x in found if "= DistributedDataParallel" in x]) == 1
+
+
+def test_within_the_main_guard_a_model_is_wrapped_once_ranks_are_joined() -> None:
+    found = wrapped(
+        "net = Net()\n"
+        'if __name__ == "__main__":\n'
+        "    opt = optim.Adam(net.parameters())\n"
+        "    fit(net, opt)\n"
+    )
+    at = found.index("net = DistributedDataParallel(net)")
+    assert found[at - 1 : at + 2 : 2] == [
+        "opt = optim.Adam(net.parameters())",
+        "fit(net, opt)",
+    ]
+
+
+@pytest.mark.parametrize("block", ["if", "with", "try", "else"])
+def test_each_block_wraps_the_model_that_it_creates(block: str) -> None:
+    set_up = "net = Net(); opt = optim.Adam(net.parameters())"
+    lines = f"def run():\n{BLOCKS[block]}run()\n".replace("\n    ", "\n        ")
+    source = lines.replace("\n", "\n    ").format(set_up=set_up)
+    found = wrapped(source.replace("\n    run()\n", "\nrun()\n").rstrip(" "))
+    fits = [i for i, x in enumerate(found) if x == "fit(net, opt)"]
+    assert len(fits) == 1 + (block == "else")
+    for place in fits:
+        assert found[place - 1] == "net = DistributedDataParallel(net)"
+
+
+def test_a_name_that_gets_a_second_model_is_wrapped_again() -> None:
+    """The second model was trained by each rank alone."""
+    phase = "net = Net()\nopt = optim.Adam(net.parameters())\nfit(net, opt)\n"
+    found = wrapped(phase + "torch.save(net.state_dict(), 'a')\n" + phase)
+    assert found.count("net = DistributedDataParallel(net)") == 2
+    assert "torch.save(unwrap(net).state_dict(), 'a')" in found
+
+
+def test_a_function_that_returns_its_model_creates_no_other() -> None:
+    found = wrapped(
+        "def train(net):\n"
+        "    fit(net, optim.Adam(net.parameters()))\n"
+        "    return net\n"
+        "net = Net()\n"
+        "net = train(net)\n"
+        "net = train(net)\n"
+    )
+    assert found.count("net = DistributedDataParallel(net)") == 1
+
+
+def test_a_model_that_is_replaced_in_the_loop_that_trains_it_is_refused() -> None:
+    text = refused(
+        HEAD + "net = Net()\n"
+        "opt = optim.Adam(net.parameters())\n"
+        "for epoch in range(4):\n"
+        "    fit(net, opt)\n"
+        "    net = Net()\n"
+    )
+    assert "`net` becomes another model within a loop" in text
+
+
+FROZEN = "net = Net()\n{freeze}\nopt = optim.Adam(net.parameters())\n"
+
+
+@pytest.mark.parametrize(
+    ("freeze", "later"),
+    [
+        ("net.body.requires_grad_(False)", "net.body.requires_grad_()"),
+        ("set_trained(net.body, False)", "set_trained(net, True)"),
+        ("net.requires_grad_(False)", "net.unfreeze()"),
+        ("net.body.weight.requires_grad = False", "set_trained(net, conf.flag)"),
+    ],
+)
+def test_parameters_that_are_trained_only_later_are_refused(
+    freeze: str, later: str
+) -> None:
+    """DDP does not exchange their gradients: each rank trained them by itself."""
+    source = HEAD + FROZEN.format(freeze=freeze)
+    text = refused(f"{source}fit(net, opt)\n{later}\nfit(net, opt)\n")
+    assert "trains parameters that were frozen before" in text
+    text = refused(f"{source}for e in range(3):\n    {later}\n    fit(net, opt)\n")
+    assert "trains parameters that were frozen before" in text
+
+
+@pytest.mark.parametrize(
+    ("freeze", "later"),
+    [
+        ("other = Net().requires_grad_(False)", "set_trained(net, True)"),
+        ("net.body.requires_grad_(False)", "set_trained(net.body, False)"),
+        ("set_trained(net, True)", "set_trained(net, True)"),
+    ],
+)
+def test_other_settings_of_requires_grad_are_converted(freeze: str, later: str) -> None:
+    source = FROZEN.format(freeze=freeze)
+    found = wrapped(f"{source}fit(net, opt)\n{later}\nfit(net, opt)\n")
+    assert any(x.startswith("net = DistributedDataParallel(net") for x in found)
+
+
+def test_a_part_that_is_frozen_in_training_is_looked_for() -> None:
+    """DDP raised in the step after."""
+    source = FROZEN.format(freeze="")
+    found = wrapped(f"{source}fit(net, opt)\nset_trained(net.body, False)\n")
+    assert "net = DistributedDataParallel(net, find_unused_parameters=True)" in found
+
+
+def test_horovod_refuses_an_optimizer_whose_step_it_does_not_know() -> None:
+    """SAM changes parameters by gradients that its wrapper has not averaged yet."""
+    source = "net = Net()\nopt = SAM(net.parameters(), optim.SGD)\nfit(net, opt)\n"
+    assert "--to stretto" in refused(HEAD + source, target=Target.HOROVOD)
