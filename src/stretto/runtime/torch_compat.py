@@ -91,9 +91,16 @@ def with_arguments_of(base: Callable[..., Any]) -> Callable[[_F], _F]:
 def arguments_of(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments given to DDP, by name."""
+    """Return the arguments given to DDP, by name.
+
+    Raises:
+        TypeError: DDP has no such argument.
+    """
     signature = inspect.signature(TorchDDP.__init__)
-    return signature.bind_partial(None, module, *args, **kwargs).arguments
+    try:
+        return signature.bind_partial(None, module, *args, **kwargs).arguments
+    except TypeError as exc:
+        raise TypeError(f"DistributedDataParallel.__init__() {exc}") from None
 
 
 def process_group_of(
