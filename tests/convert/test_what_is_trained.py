@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stretto.convert import Target
-from support.conversions import convert, refused
+from support.conversions import convert, open_notes, refused
 
 HEAD = """\
 import contextlib
@@ -92,6 +92,24 @@ def test_an_optimizer_is_known_by_its_use(optimizer: str) -> None:
 def test_a_model_handed_to_a_factory_of_another_file_is_wrapped() -> None:
     source = GAN.format(optimizer="build_optimizer(D, conf)") + "D.eval()\n"
     assert "D = DistributedDataParallel(D" in "\n".join(wrapped(source))
+
+
+@pytest.mark.parametrize(
+    "given", ["groups(D)", "groups(D, 1e-4)", "[*groups(D)]", "their_groups"]
+)
+def test_a_model_whose_parameters_a_function_groups_is_wrapped(given: str) -> None:
+    groups = (
+        "def groups(of, decay=0.0):\n"
+        "    out = []\n"
+        "    for _, p in of.named_parameters():\n"
+        "        out.append({'params': [p], 'weight_decay': decay})\n"
+        "    return out\n"
+    )
+    source = GAN.format(optimizer=f"optim.SGD({given})") + "D.eval()\n"
+    later = "D = nn.Linear(1, 2), nn.Linear(2, 1)\n"
+    with_groups = later + "their_groups = build_optimizer(D, 0.1)\n"
+    found = "\n".join(wrapped(groups + source.replace(later, with_groups)))
+    assert "D = DistributedDataParallel(D" in found
 
 
 def test_an_optimizer_of_an_unknown_model_is_refused() -> None:
@@ -259,3 +277,48 @@ def test_horovod_refuses_an_optimizer_whose_step_it_does_not_know() -> None:
     """SAM changes parameters by gradients that its wrapper has not averaged yet."""
     source = "net = Net()\nopt = SAM(net.parameters(), optim.SGD)\nfit(net, opt)\n"
     assert "--to stretto" in refused(HEAD + source, target=Target.HOROVOD)
+
+
+PER_SAMPLE = """\
+net = Net()
+opt = optim.Adam(net.parameters())
+for x, y in loader:
+    opt.zero_grad()
+    loss = 0.0
+    for i in range({length}):
+        {add}
+    {end}
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("length", "add", "end"),
+    [
+        ("len(x)", "net(x[i : i + 1]).mean().backward()", "pass"),
+        ("x.size(0)", "loss += net(x[i : i + 1]).mean()", "loss.backward()"),
+        ("y.shape[0]", "loss = loss + net(x[i : i + 1]).mean()", "loss.backward()"),
+    ],
+)
+def test_a_loop_over_samples_that_adds_up_losses_is_listed(
+    length: str, add: str, end: str
+) -> None:
+    """Its gradients were smaller by the number of ranks, without a word."""
+    source = PER_SAMPLE.format(length=length, add=add, end=end)
+    notes = open_notes(convert(HEAD + source))
+    assert any("adds up losses or gradients" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("length", "add", "end"),
+    [
+        ("3", "loss += net(x).mean()", "loss.backward()"),
+        ("x.size(1)", "loss += net(x).mean()", "loss.backward()"),
+        ("len(x)", "loss += net(x[i : i + 1]).mean()", "(loss / len(x)).backward()"),
+        ("len(x)", "print(i)", "net(x).mean().backward()"),
+    ],
+)
+def test_other_loops_in_a_step_are_not_listed(length: str, add: str, end: str) -> None:
+    source = PER_SAMPLE.format(length=length, add=add, end=end)
+    notes = open_notes(convert(HEAD + source))
+    assert not any("adds up losses or gradients" in note for note in notes)

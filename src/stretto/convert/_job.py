@@ -200,7 +200,10 @@ class Job:
         scope = self.tree.function(call)
         if is_named(self.tree, call):
             given = argument(call, 0, "params")
-            return [] if given is None else self._whose_parameters(given, scope, 3)
+            if given is None:
+                return []
+            models = self._whose_parameters(given, scope, 3)
+            return models or self._grouped_by_call(given, scope)
         if not self._stepped.is_stepped(call):
             return []
         out: list[Origin] = []
@@ -210,6 +213,23 @@ class Job:
             for value in self._stepped.modules(call):
                 out += self._model(value, scope)
         return out
+
+    def _grouped_by_call(self, given: cst.BaseExpression, scope: Scope) -> list[Origin]:
+        """Return the models that a call gets to make parameter groups of them."""
+        calls = [(call, scope) for call in found(given, cst.Call)]
+        calls += [
+            (origin.value, origin.scope)
+            for name in found(given, cst.Name)
+            for origin in self.flow.assigned(name.value, scope)
+            if isinstance(origin.value, cst.Call)
+        ]
+        return [
+            model
+            for call, where in calls
+            for value in self._stepped.given(call)
+            if self._stepped.is_module(value)
+            for model in self._model(value, where)
+        ]
 
     def _refuse_unknown_optimizers(self) -> None:
         """Refuse an optimizer whose model is unknown, so that it would not be wrapped.

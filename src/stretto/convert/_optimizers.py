@@ -133,9 +133,10 @@ class SteppedObjects:
         """Return the arguments of a call of another file that are modules."""
         if self._flow.local(call) or self._tree.called(call) in self._tree.classes:
             return []
-        return [value for value in self.given(call) if self._is_module(value)]
+        return [value for value in self.given(call) if self.is_module(value)]
 
-    def _is_module(self, node: cst.BaseExpression) -> bool:
+    def is_module(self, node: cst.BaseExpression) -> bool:
+        """Return whether an expression is used as a module in this file."""
         if dotted(node) is None:
             return False
         made = self._makers(node)

@@ -12,6 +12,7 @@ from stretto.convert import (
     _file_names,
     _rank_values,
     _reading,
+    _sample_loops,
     _setup,
     _support,
     _unwrapping,
@@ -104,8 +105,10 @@ def _distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Not
         distribute_optimizers(work, models)
     loaders = Loaders(work)
     loaders.convert()
-    numbers = Numbers(work, models, loaders, _rank_values.Shares(work, loaders))
+    shares = _rank_values.Shares(work, loaders)
+    numbers = Numbers(work, models, loaders, shares)
     numbers.convert()
+    _sample_loops.point_out(work, shares)
     _rank_values.point_out(work, loaders, numbers)
     display.convert()
     _file_names.convert(work)
