@@ -322,3 +322,24 @@ def test_other_loops_in_a_step_are_not_listed(length: str, add: str, end: str) -
     source = PER_SAMPLE.format(length=length, add=add, end=end)
     notes = open_notes(convert(HEAD + source))
     assert not any("adds up losses or gradients" in note for note in notes)
+
+
+def test_one_model_under_several_names_is_wrapped_once() -> None:
+    """It was wrapped in each function, one wrapper in another."""
+    found = wrapped(
+        "def train(model):\n"
+        "    if torch.cuda.is_available():\n"
+        "        model = model.cuda()\n"
+        "    running = model\n"
+        "    if torch.cuda.device_count() > 1:\n"
+        "        running = nn.DataParallel(model).cuda()\n"
+        "    opt = optim.Adam(running.parameters())\n"
+        "    fit(running, opt)\n"
+        "    torch.save(model.state_dict(), 'a')\n"
+        "net = Net()\n"
+        "print(sum(p.numel() for p in net.parameters()))\n"
+        "train(net)\n"
+    )
+    lines = [x for x in found if "= DistributedDataParallel" in x]
+    assert lines == ["running = DistributedDataParallel(running)"]
+    assert "torch.save(model.state_dict(), 'a')" in found

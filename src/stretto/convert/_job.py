@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import libcst as cst
@@ -96,6 +96,7 @@ class Job:
                 "model's parameters(), so the model to be distributed is unknown. "
                 "Make the optimizer in this file",
             )
+        self.optimizers = self._with_sources(self.optimizers)
         self.models = _distinct([m for o in self.optimizers for m in o.models])
         for model in self.models:
             if model.path is None:
@@ -194,6 +195,41 @@ class Job:
                 if not known.isdisjoint(o.key for o in self.flow.origins(node, scope)):
                     return True
         return False
+
+    def _with_sources(self, optimizers: list[Optimizer]) -> list[Optimizer]:
+        """Replace models by those that they are made of, so that each is wrapped once.
+
+        ``model.cuda()`` and ``DataParallel(model)`` are `model`, also in a function
+        that gets it.
+        """
+        models = _distinct([m for o in optimizers for m in o.models])
+        within = {
+            m.key: {key[0] for key in self.flow.reached(m.value, m.scope)}
+            for m in models
+        }
+        sources = {
+            m.key: next(
+                (
+                    other
+                    for other in models
+                    if id(other.value) in within[m.key]
+                    and id(m.value) not in within[other.key]
+                    and not any(
+                        id(third.value) in within[other.key]
+                        and id(other.value) not in within[third.key]
+                        for third in models
+                    )
+                ),
+                m,
+            )
+            for m in models
+        }
+        return [
+            replace(
+                o, models=tuple(_distinct([sources.get(m.key, m) for m in o.models]))
+            )
+            for o in optimizers
+        ]
 
     def _trained_by(self, call: cst.Call) -> list[Origin]:
         """Return the models that a call's result trains, if it is an optimizer."""

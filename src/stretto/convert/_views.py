@@ -84,9 +84,10 @@ class Views:
             here = scope is site.scope
             return not here or not site.first_line <= line <= site.last_line
         made = self._last(self._assigned(node, scope), scope, line)
-        if made:
-            return all(self._of_assigned(o, site, seen) for o in made)
         passed = self._passed(node, scope)
+        first = min((self._tree.line(o.statement) for o in made), default=0)
+        if made and not (passed and line <= first):
+            return all(self._of_assigned(o, site, seen) for o in made)
         return all(
             self._wrapped(v, self._tree.function(c), self._tree.line(c), site, seen)
             for c, v in passed
