@@ -71,14 +71,15 @@ def update_by_hand(tree: Tree, loop: cst.For) -> cst.CSTNode | None:
     ``p -= rate * p.grad`` and ``p.data.add_(p.grad, alpha=-rate)`` are such places.
     """
     names = {name.value for name in found(loop.target, cst.Name)}
-    for node in found(loop.body, (cst.AugAssign, cst.Call)):
-        if isinstance(node, cst.AugAssign):
-            changed: cst.BaseExpression = node.target
-            by: list[cst.CSTNode] = [node.value]
-        elif isinstance(node.func, cst.Attribute) and node.func.attr.value[-1:] == "_":
-            changed, by = node.func.value, [*node.args]
-        else:
-            continue
+    changes: list[tuple[cst.CSTNode, cst.BaseExpression, list[cst.CSTNode]]] = [
+        (node, node.target, [node.value]) for node in found(loop.body, cst.AugAssign)
+    ]
+    changes += [
+        (call, call.func.value, [*call.args])
+        for call in found(loop.body, cst.Call)
+        if isinstance(call.func, cst.Attribute) and call.func.attr.value[-1:] == "_"
+    ]
+    for node, changed, by in changes:
         root, _, rest = (dotted(changed) or "").partition(".")
         gradients = {f"{root}.grad", f"{root}.grad.data"}
         read = {dotted(part) for one in by for part in found(one, cst.Attribute)}

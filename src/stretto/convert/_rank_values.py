@@ -229,28 +229,31 @@ class _RankValues:
             self._run(frame)
         for node in found(self._tree.module, (cst.If, cst.While)):
             if self._steers(node):
-                self._decide(node)
+                self._decide(node, self._notes)
 
-    def _decide(self, node: cst.If | cst.While) -> None:
+    def _decide(self, node: cst.If | cst.While, notes: RankValueNotes) -> None:
         """List a decision that a rank takes by its own samples or random numbers."""
         scope = self._tree.function(node)
-        for frame in list(self._frames.values()):
-            if frame.scope is not scope or self._notes is None:
-                continue
-            differing = [
-                name
-                for name in found(node.test, cst.Name)
-                if self._read(name, frame) and not self._is_of_size(name, node)
-            ]
-            if differing and self._differs(node.test, frame):
-                return self._notes.decided(node, differing[0].value)
-            carried = self._carried(node, frame)
-            if carried is not None:
-                return self._notes.decided(node, carried)
-        drawn = [c for c in found(node.test, cst.Call) if self._is_drawn(c)]
-        if drawn and self._notes is not None:
-            return self._notes.decided(node, self._tree.text(drawn[0])[:50])
-        return None
+        frames = [f for f in list(self._frames.values()) if f.scope is scope]
+        for name in (self._decides(node, frame) for frame in frames):
+            if name is not None:
+                notes.decided(node, name)
+                return
+        for call in found(node.test, cst.Call):
+            if self._tree.called(call) in _DRAWING:  # a generator for each rank
+                notes.decided(node, self._tree.text(call)[:50])
+                return
+
+    def _decides(self, node: cst.If | cst.While, frame: _Frame) -> str | None:
+        """Return a name that differs by rank and that a test reads, if there is one."""
+        differing = [
+            name
+            for name in found(node.test, cst.Name)
+            if self._read(name, frame) and not self._is_of_size(name, node)
+        ]
+        if differing and self._differs(node.test, frame):
+            return str(differing[0].value)
+        return self._carried(node, frame)
 
     def _carried(self, node: cst.If | cst.While, frame: _Frame) -> str | None:
         """Return a name that a ``while`` tests again after its body has set it."""
@@ -278,10 +281,6 @@ class _RankValues:
             return True
         made = self._flow.assigned(name.value, self._tree.function(name))
         return bool(made) and all(_is_size(_innermost_of_index(o.value)) for o in made)
-
-    def _is_drawn(self, call: cst.Call) -> bool:
-        """Return whether a call draws from torch's generator, one for each rank."""
-        return self._tree.called(call) in _DRAWING
 
     def _steers(self, node: cst.If | cst.While) -> bool:
         """Return whether a decision may change how often a rank trains."""
