@@ -15,7 +15,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,15 @@ from stretto.burst.tracing.inner_calls import (
     tensors_among,
 )
 from stretto.burst.tracing.patching import patched
-from stretto.burst.tracing.records import SOURCE, Context, Fixed, Record, Recording, Ref
+from stretto.burst.tracing.records import (
+    SOURCE,
+    Context,
+    Fixed,
+    Gap,
+    Record,
+    Recording,
+    Ref,
+)
 from stretto.burst.tracing.source_lines import line_setting, source_line
 from stretto.burst.tracing.torch_modules import BatchNorm, Dropout
 from stretto.errors import SpecError
@@ -109,9 +117,8 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         self._mode = mode
         self._refs: dict[int, Ref | Fixed] = {}
         self._alive: list[Any] = []
-        self._written: dict[int, tuple[int, str, int]] = {}
-        """By storage: the tensor through which it was last written, where, and the
-        number of the operation."""
+        self._written: dict[int, list[_Write]] = {}
+        """By storage: what was written into it."""
 
         self._modules = {id(part): name for name, part in root.named_modules()}
         self._parameters = {
@@ -157,11 +164,13 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             self._held.add(storage_of(tensor))
         self._alive.append(tensor)
 
-    def ref(self, tensor: Tensor, place: str) -> Ref | Fixed:
-        """Return a tensor's name."""
+    def ref(
+        self, tensor: Tensor, place: str, part: Tensor | None = None
+    ) -> Ref | Fixed:
+        """Return a tensor's name. An operation may read only a part of it."""
         found = self._refs.get(id(tensor))
         if found is not None:
-            self._require_current(tensor, place)
+            self._require_current(tensor, place, tensor if part is None else part)
             return found
         if isinstance(tensor, FakeTensor):
             made = self._lifted.get(id(tensor))
@@ -213,18 +222,23 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             "instead of a list or dict, or freeze it by requires_grad_(False)"
         )
 
-    def _require_current(self, tensor: Tensor, place: str) -> None:
+    def _require_current(self, tensor: Tensor, place: str, part: Tensor) -> None:
+        """Reject a read of what was written through another tensor since.
+
+        What was written beside the part that is read does not matter.
+        """
         if not self._written or not isinstance(tensor, FakeTensor):
             return
-        written = self._written.get(storage_of(tensor))
         ref = self._refs[id(tensor)]
         number = ref.number if isinstance(ref, Ref) else -1
-        if written is not None and written[0] != id(tensor) and number < written[2]:
-            raise SpecError(
-                f"{written[1]}: writes in place into memory that {place} reads through "
-                "another tensor: it is unknown which layers see it. Write it as an "
-                "operation that returns a new tensor"
-            )
+        for write in self._written.get(storage_of(tensor), ()):
+            if write.tensor == id(tensor) or number >= write.number:
+                continue
+            first, last = _range_of(part)
+            gap = max(write.first - last, first - write.last)
+            if gap < 0 or storage_of(part) != storage_of(tensor):
+                raise writes_behind(write.place, place)
+            self.recording.gaps.append(Gap(write.place, place, gap))
 
     # Operations.
 
@@ -366,7 +380,8 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         tensors = [t for _, t in _leaves((args, kwargs))]
         before = [_version(t) for t in tensors]
         named = None
-        if tensors:
+        is_part = target in _PARTS and bool(args) and args[0] is tensors[0]
+        if tensors and not is_part:
             named = (self._named(args, place), self._named(kwargs, place))
         self._draws, self._norms, self._keeps_state = 0, [], False
         self._inner: list[InnerCall] = []
@@ -381,6 +396,12 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         self._borrowed = {}
         self._running = target if kind == "call_module" else ""
         result = call(*real_args, **real_kwargs)
+        if is_part:
+            read = self.ref(args[0], place, result)
+            named = (
+                (read, *self._named(args[1:], place)),
+                self._named(kwargs, place),
+            )
         self._refuse_unregistered(tensors, result, place)
         written = [t for t, v in zip(tensors, before, strict=True) if _version(t) != v]
         if not written and not _holds(result):
@@ -448,7 +469,9 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         if target._is_view():  # noqa: SLF001
             record.aliases = True
         number = len(self.recording.records)
-        self._written[storage_of(target)] = (id(target), record.place, number)
+        self._written.setdefault(storage_of(target), []).append(
+            _Write(id(target), record.place, number, *_range_of(target))
+        )
         self.recording.writers.setdefault(storage_of(target), []).append(number)
 
     def _add(self, record: Record, result: Any, given: list[Tensor]) -> None:
@@ -760,6 +783,43 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         self.recording.output = output
         self.recording.refs = self._refs
         return self.recording
+
+
+class _Write(NamedTuple):
+    """An operation that wrote into memory."""
+
+    tensor: int
+    """The id of the tensor through which it wrote."""
+
+    place: str
+    number: int
+    first: int
+    last: int
+    """The bytes of that tensor."""
+
+
+_PARTS = ("__getitem__", "narrow", "select", torch.narrow, torch.select)
+"""Operations that read nothing but the part of a tensor that they return, if it has the
+tensor's memory."""
+
+
+def _range_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the one after its last."""
+    if not tensor.numel():
+        return 0, 0
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    first = int(tensor.storage_offset())
+    last = first + 1 + sum(int((size - 1) * stride) for size, stride in sides)
+    return first * tensor.itemsize, last * tensor.itemsize
+
+
+def writes_behind(written: str, read: str) -> SpecError:
+    """Return the error of memory that is read after another tensor has written it."""
+    return SpecError(
+        f"{written}: writes in place into memory that {read} reads through another "
+        "tensor: it is unknown which layers see it. Write it as an operation that "
+        "returns a new tensor"
+    )
 
 
 _LAYOUT_OPERATORS = {"_to_copy", "_unsafe_view", "alias", "clone", "expand", "view"}
