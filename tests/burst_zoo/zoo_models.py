@@ -2775,3 +2775,31 @@ def a_part_with_a_reserved_name() -> nn.Module:
             return self.graph(h)
 
     return Model()
+
+
+@right(vectors(6), shares=("uneven", "uneven"))
+def norms_before_other_tokens() -> nn.Module:
+    """PyTorch's backward is wrong for the last rank's only row, see known issues."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Linear(6, 5 * 8), nn.Linear(40, 2)
+            self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, 1, 1) for _ in range(2))
+            self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2))
+            self.train()
+
+        def train(self, mode: bool = True) -> Any:
+            super().train(mode)
+            self.norms[1].eval()
+            return self
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = self.embed(x).view(-1, 5, 8)
+            for conv, norm in zip(self.convs, self.norms, strict=True):
+                image = tokens[:, 1:].permute(0, 2, 1).view(-1, 8, 2, 2)
+                rest = norm(conv(image)).view(-1, 8, 4).permute(0, 2, 1)
+                tokens = torch.cat((tokens[:, :1], rest), 1)
+            return self.head(tokens.flatten(1))
+
+    return Model()

@@ -12,11 +12,13 @@ whole batch.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 
+from stretto.burst.tracing.one_row import normalized, plain_row
 from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
@@ -55,8 +57,7 @@ class NormSync:
         """Return the norm's output, as one process with all samples computes it."""
         norm = self.norm
         if not self.is_synced:
-            given: Tensor = type(norm).forward(norm, x)
-            return given
+            return normalized(partial(type(norm).forward, norm), x)
         norm._check_input_dim(x)  # noqa: SLF001
         out: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
             x, norm.weight, norm.bias, self
@@ -154,11 +155,11 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight, mean, var = ctx.saved_tensors
         sync, total = ctx.sync, ctx.total
-        grad = grads[0]
+        grad = plain_row(grads[0])
         # Natively: sum of dy and of dy x^, on this rank.
         _, scaled, plain = torch.ops.aten.native_batch_norm_backward(
             grad,
-            x,
+            plain_row(x),
             weight if weight is not None else torch.ones_like(mean),
             mean,
             var,

@@ -47,6 +47,7 @@ Layers:
 - `layers`: `LayerGraph` and `LayerNode`.
 - `proof`: compute the layers: they equal the model and keep rows apart, see `capture`.
 - `layer_runs`: run layers alone (for `proof`).
+- `one_row`: batch norms on a rank with one row (for `layer_runs` too).
 - `trial`: random rows, perturbed parameters and constant draws (for `proof`).
 - `other_values`: run operations with values that a layer rarely has (for `proof`).
 """

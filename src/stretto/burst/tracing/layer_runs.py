@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from stretto.burst.tracing.one_row import normalized
 from stretto.burst.tracing.torch_modules import BatchNorm
 from stretto.burst.tracing.trial import ConstantDraws
 
@@ -181,6 +182,10 @@ class _Fixed:
         mean, var = norm.running_mean, norm.running_var
         if mean is None:
             mean, var = (x.new_full((norm.num_features,), v) for v in (0.0, 1.0))
-        return functional.batch_norm(
-            x, mean, var, norm.weight, norm.bias, training=False, eps=norm.eps
-        )
+
+        def run(rows: Tensor) -> Tensor:
+            return functional.batch_norm(
+                rows, mean, var, norm.weight, norm.bias, training=False, eps=norm.eps
+            )
+
+        return normalized(run, x)

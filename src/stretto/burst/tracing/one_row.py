@@ -1,0 +1,34 @@
+"""Batch norms of a single row, whose gradients PyTorch may compute wrongly on CPUs.
+
+A tensor with one row may be contiguous in a memory format and not have its strides.
+PyTorch's backward of a batch norm then takes values in another order, see "Known issues
+outside stretto". One process has more rows where a rank has one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+def plain_row(x: Tensor) -> Tensor:
+    """Return a tensor with its values; one row on a CPU has the usual strides."""
+    return x.contiguous() if _is_one_row(x) else x
+
+
+def normalized(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return a batch norm's output, with the gradient that any number of rows gives."""
+    if not _is_one_row(x):
+        return norm(x)
+    out = norm(x.contiguous())
+    if out.requires_grad:
+        out.register_hook(plain_row)
+    return out
+
+
+def _is_one_row(x: Tensor) -> bool:
+    return x.shape[:1] == (1,) and x.device.type == "cpu"
