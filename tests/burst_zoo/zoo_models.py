@@ -2777,6 +2777,19 @@ def a_part_with_a_reserved_name() -> nn.Module:
     return Model()
 
 
+@right(vectors(6))
+def writes_through_views() -> nn.Module:
+    class Model(Guarded):
+        def between(self, h: Tensor) -> Tensor:
+            made = torch.empty_like(h)
+            made[:, :2].copy_(h[:, 3:])
+            made[:, 2:].copy_(self.norm(h)[:, :3])
+            made[:, 0] += 1.0
+            return made
+
+    return Model()
+
+
 @right(vectors(6), shares=("uneven", "uneven"))
 def norms_before_other_tokens() -> nn.Module:
     """PyTorch's backward is wrong for the last rank's only row, see known issues."""

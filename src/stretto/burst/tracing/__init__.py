@@ -10,6 +10,7 @@ A recording:
 - `patching`: route calls of modules and functions through it (for `recorder`).
 - `records`: what a recording consists of (for `recorder` too).
 - `source_lines`: the lines of the user's code (for `recorder` too).
+- `views`: writes in place through a view of another tensor (for `recorder` too).
 - `torch_modules`: kinds of modules that are treated in ways of their own.
 - `inner_calls`: operators in operations, and which of them read other samples.
 - `fakes`: these tensors, in place of parameters and buffers (for `recorder`).

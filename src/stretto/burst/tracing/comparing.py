@@ -60,6 +60,8 @@ _SHAPING = {
     "split",
     "unflatten",
     "view",
+    "viewed",
+    "written_through",
     "zeros",
     "normal",
 }

@@ -9,7 +9,6 @@ is a decision or a value that layers on other ranks would not repeat, and is rej
 from __future__ import annotations
 
 import hashlib
-import itertools
 import operator
 import re
 from functools import partial
@@ -31,7 +30,7 @@ from stretto.burst.tracing.overlap import shared_with
 from stretto.burst.tracing.packing import Arguments, Results
 from stretto.burst.tracing.patching import note_inputs
 from stretto.burst.tracing.reads import Ambient, Reads
-from stretto.burst.tracing.recorder import leaves_of, writes_behind
+from stretto.burst.tracing.recorder import leaves_of
 from stretto.burst.tracing.recordings import record_again, record_both
 from stretto.burst.tracing.records import Fixed, Record, Recording
 from stretto.burst.tracing.sample_positions import sample_positions_in
@@ -86,7 +85,6 @@ def trace(
     again = partial(record_again, module, run, shape, arguments, caches)
     ways = [again, partial(again, emptied=True)] if caches else [again]
     counts = Counts(first, other, ways)
-    _refuse_narrowing_gaps(first, other)
     results = found[BATCHES[1]]
     _refuse_counts(module, found[BATCHES[0]], results)
     given = compare(first, other, BATCHES)
@@ -173,22 +171,6 @@ def _call(
 def _are_same(one: tuple[list[Any], Any], two: tuple[list[Any], Any]) -> bool:
     """Return whether two flattened structures hold the same objects."""
     return one[1] == two[1] and all(map(operator.is_, one[0], two[0]))
-
-
-def _refuse_narrowing_gaps(first: Recording, other: Recording) -> None:
-    """Reject reads of memory that for some numbers of samples is written before.
-
-    A gap is linear in their number: it must exist for one sample, and not shrink.
-    """
-    if not first.gaps and not other.gaps:
-        return
-    one, two = BATCHES
-    for a, b in itertools.zip_longest(first.gaps, other.gaps):
-        if a is None or b is None:
-            raise writes_behind(*(a or b)[:2])
-        growth = b.size - a.size
-        if growth < 0 or a.size * (two - one) < growth * (one - 1):
-            raise writes_behind(a.written, a.read)
 
 
 def _refuse_counts(module: nn.Module, first: Results, other: Results) -> None:

@@ -15,7 +15,8 @@ import contextlib
 import functools
 import inspect
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
@@ -32,17 +33,10 @@ from stretto.burst.tracing.inner_calls import (
     tensors_among,
 )
 from stretto.burst.tracing.patching import patched
-from stretto.burst.tracing.records import (
-    SOURCE,
-    Context,
-    Fixed,
-    Gap,
-    Record,
-    Recording,
-    Ref,
-)
+from stretto.burst.tracing.records import SOURCE, Context, Fixed, Record, Recording, Ref
 from stretto.burst.tracing.source_lines import line_setting, source_line
 from stretto.burst.tracing.torch_modules import BatchNorm, Dropout
+from stretto.burst.tracing.views import step_of, viewed, written_through
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -51,6 +45,7 @@ if TYPE_CHECKING:
 
     from stretto.burst.tracing.fakes import Fakes
     from stretto.burst.tracing.reads import Reads
+    from stretto.burst.tracing.views import Steps
 
 
 _REFUSED = {
@@ -120,6 +115,9 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         self._written: dict[int, list[_Write]] = {}
         """By storage: what was written into it."""
 
+        self._views: dict[int, tuple[Tensor, Steps]] = {}
+        """By id: of which tensor it is a view, and how it is made."""
+
         self._modules = {id(part): name for name, part in root.named_modules()}
         self._parameters = {
             id(part): tuple(part._parameters.values())  # noqa: SLF001
@@ -164,14 +162,11 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             self._held.add(storage_of(tensor))
         self._alive.append(tensor)
 
-    def ref(
-        self, tensor: Tensor, place: str, part: Tensor | None = None
-    ) -> Ref | Fixed:
-        """Return a tensor's name. An operation may read only a part of it."""
+    def ref(self, tensor: Tensor, place: str) -> Ref | Fixed:
+        """Return a tensor's name."""
         found = self._refs.get(id(tensor))
         if found is not None:
-            self._require_current(tensor, place, tensor if part is None else part)
-            return found
+            return self._current(tensor, found, place)
         if isinstance(tensor, FakeTensor):
             made = self._lifted.get(id(tensor))
             if made is not None:
@@ -222,23 +217,64 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             "instead of a list or dict, or freeze it by requires_grad_(False)"
         )
 
-    def _require_current(self, tensor: Tensor, place: str, part: Tensor) -> None:
-        """Reject a read of what was written through another tensor since.
+    def _current(self, tensor: Tensor, ref: Ref | Fixed, place: str) -> Ref | Fixed:
+        """Return the name of a tensor after all writes into its memory.
 
-        What was written beside the part that is read does not matter.
+        See Note [Writes through views].
         """
         if not self._written or not isinstance(tensor, FakeTensor):
-            return
-        ref = self._refs[id(tensor)]
+            return ref
         number = ref.number if isinstance(ref, Ref) else -1
-        for write in self._written.get(storage_of(tensor), ()):
-            if write.tensor == id(tensor) or number >= write.number:
-                continue
-            first, last = _range_of(part)
-            gap = max(write.first - last, first - write.last)
-            if gap < 0 or storage_of(part) != storage_of(tensor):
-                raise writes_behind(write.place, place)
-            self.recording.gaps.append(Gap(write.place, place, gap))
+        owner, steps = self._views.get(id(tensor), (None, ()))
+        later = [
+            write
+            for write in self._written.get(storage_of(tensor), ())
+            if write.tensor != id(tensor) and write.number > number
+        ]
+        if not later:
+            return ref
+        for write in later:
+            if owner is None or write.owner != id(owner):
+                raise SpecError(
+                    f"{write.place}: writes in place into memory that {place} reads "
+                    "through another tensor: it is unknown which layers see it. Write "
+                    "it as an operation that returns a new tensor"
+                )
+        assert owner is not None  # noqa: S101
+        context = self.recording.records[number].context
+        args = (self.ref(owner, place), steps)
+        return self._derived(viewed, args, tensor, place, context)
+
+    def _derived(
+        self, target: Any, args: Any, tensor: Tensor, place: str, context: Context
+    ) -> Ref:
+        """Record an operation that forward has done by memory that tensors share."""
+        record = Record(
+            kind="call_function",
+            target=target,
+            args=args,
+            kwargs={},
+            place=place,
+            context=context,
+            aliases=target is viewed,
+        )
+        self._add(record, tensor, [])
+        return Ref(len(self.recording.records) - 1)
+
+    def _write_owner(self, target: Tensor, record: Record, number: int) -> None:
+        """Record the tensor that owns the memory again, if it is known."""
+        owner, steps = self._views.get(id(target), (target, ()))
+        is_untracked = owner.requires_grad and not torch.is_grad_enabled()
+        made = self._refs.get(id(target))
+        if is_untracked or not isinstance(made, Ref) or made.number != number:
+            return
+        write = self._written[storage_of(target)].pop()
+        before = self.ref(owner, record.place) if steps else made
+        if steps:
+            args, context = (before, made, steps), record.context
+            self._derived(written_through, args, owner, record.place, context)
+        write.owner = id(owner)
+        self._written[storage_of(target)].append(write)
 
     # Operations.
 
@@ -380,8 +416,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         tensors = [t for _, t in _leaves((args, kwargs))]
         before = [_version(t) for t in tensors]
         named = None
-        is_part = target in _PARTS and bool(args) and args[0] is tensors[0]
-        if tensors and not is_part:
+        if tensors:
             named = (self._named(args, place), self._named(kwargs, place))
         self._draws, self._norms, self._keeps_state = 0, [], False
         self._inner: list[InnerCall] = []
@@ -396,12 +431,6 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         self._borrowed = {}
         self._running = target if kind == "call_module" else ""
         result = call(*real_args, **real_kwargs)
-        if is_part:
-            read = self.ref(args[0], place, result)
-            named = (
-                (read, *self._named(args[1:], place)),
-                self._named(kwargs, place),
-            )
         self._refuse_unregistered(tensors, result, place)
         written = [t for t, v in zip(tensors, before, strict=True) if _version(t) != v]
         if not written and not _holds(result):
@@ -434,7 +463,10 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         if kind == "call_method" and target == "__setitem__":
             record.kind, record.target = "call_function", set_item
         self._note_writes(record, written, args)
+        number = len(self.recording.records)
         self._add(record, args[0] if record.target is set_item else result, tensors)
+        if written:
+            self._write_owner(written[0], record, number)
         return result
 
     def _note_writes(self, record: Record, written: list[Tensor], args: Any) -> None:
@@ -470,7 +502,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             record.aliases = True
         number = len(self.recording.records)
         self._written.setdefault(storage_of(target), []).append(
-            _Write(id(target), record.place, number, *_range_of(target))
+            _Write(id(target), record.place, number)
         )
         self.recording.writers.setdefault(storage_of(target), []).append(number)
 
@@ -484,7 +516,17 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             record.tensors[path] = tensor
             if storage_of(tensor) in storages:
                 record.aliases = True
+                if len(given) == 1 and given[0] is not tensor:
+                    self._note_view(record, path, tensor, given[0])
             self.knows(tensor, Ref(number, path))
+
+    def _note_view(
+        self, record: Record, path: tuple[Any, ...], tensor: Tensor, base: Tensor
+    ) -> None:
+        step = step_of(record, path)
+        if step is not None and tensor.requires_grad == base.requires_grad:
+            owner, steps = self._views.get(id(base), (base, ()))
+            self._views[id(tensor)] = (owner, (*steps, step))
 
     def _named(self, value: Any, place: str) -> Any:
         if isinstance(value, Tensor):
@@ -785,7 +827,8 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         return self.recording
 
 
-class _Write(NamedTuple):
+@dataclass
+class _Write:
     """An operation that wrote into memory."""
 
     tensor: int
@@ -793,33 +836,9 @@ class _Write(NamedTuple):
 
     place: str
     number: int
-    first: int
-    last: int
-    """The bytes of that tensor."""
 
-
-_PARTS = ("__getitem__", "narrow", "select", torch.narrow, torch.select)
-"""Operations that read nothing but the part of a tensor that they return, if it has the
-tensor's memory."""
-
-
-def _range_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the one after its last."""
-    if not tensor.numel():
-        return 0, 0
-    sides = zip(tensor.shape, tensor.stride(), strict=True)
-    first = int(tensor.storage_offset())
-    last = first + 1 + sum(int((size - 1) * stride) for size, stride in sides)
-    return first * tensor.itemsize, last * tensor.itemsize
-
-
-def writes_behind(written: str, read: str) -> SpecError:
-    """Return the error of memory that is read after another tensor has written it."""
-    return SpecError(
-        f"{written}: writes in place into memory that {read} reads through another "
-        "tensor: it is unknown which layers see it. Write it as an operation that "
-        "returns a new tensor"
-    )
+    owner: int | None = None
+    """The id of the tensor that owns the memory and has been recorded again."""
 
 
 _LAYOUT_OPERATORS = {"_to_copy", "_unsafe_view", "alias", "clone", "expand", "view"}

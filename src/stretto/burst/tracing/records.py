@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
@@ -94,19 +94,6 @@ class Record:
     """Whether its result has the values of its first argument, and their gradient."""
 
 
-class Gap(NamedTuple):
-    """Memory between what was read and what had been written before."""
-
-    written: str
-    """The line that wrote."""
-
-    read: str
-    """The line that read."""
-
-    size: int
-    """Bytes between both."""
-
-
 @final
 class Recording:
     """The operations of one forward."""
@@ -133,9 +120,6 @@ class Recording:
 
         self.writers: dict[int, list[int]] = {}
         """By storage: the operations that wrote into it."""
-
-        self.gaps: list[Gap] = []
-        """Of reads beside memory that was written through another tensor."""
 
     def source_line_of(self, tensor: Tensor) -> str:
         """Return the line that made a tensor, or nothing."""
