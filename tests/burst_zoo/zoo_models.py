@@ -2049,7 +2049,7 @@ def _seeded(_model: Changing, h: Tensor) -> Tensor:
     return h + torch.rand_like(h)
 
 
-@refused(flat, "set a seed", draws=True)
+@refused(flat, "sets a seed", draws=True)
 def seeds_in_forward() -> nn.Module:
     return Changing(_seeded)
 

@@ -1,9 +1,9 @@
 """Random numbers that depend on a sample, not on the rank that computes it.
 
-A sample's mask comes from a generator seeded by the model's seed, the step, the module
-and the sample's number in the global batch. So every plan and number of ranks drops the
-same values, and so does one process. The mask differs from that of
-``torch.manual_seed``.
+A sample's mask comes from a generator seeded by the model's seed, the step, the module,
+which of its calls this is, and the sample's number in the global batch. So every plan
+and number of ranks drops the same values, and so does one process. The mask differs
+from that of ``torch.manual_seed``.
 
 # Note [A repeated state]
 A program that sets its generator to an earlier state and runs forward again, such as
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -58,6 +58,10 @@ class Draws:
         """By what ranks drew from their generators, see Note [A repeated state]."""
         self.samples: Numbers | None = None
         """The numbers of the running layer's samples on this rank."""
+        self.layer = ""
+        """The name of the running layer."""
+        self._calls: Counter[str] = Counter()
+        """How often each dropout module has been called in the running layer."""
         self.is_still = False
         """Whether dropout modules run unchanged, for a comparison."""
 
@@ -97,6 +101,16 @@ class Draws:
         if len(self._steps) > _KEPT:
             self._steps.popitem(last=False)
 
+    def begin(self, layer: str, samples: Numbers) -> None:
+        """Begin a layer's computation on these of this rank's samples."""
+        self.layer, self.samples = layer, samples
+        self._calls.clear()
+
+    def next_call(self, name: str) -> int:
+        """Count a call of a dropout module and return its number in this layer."""
+        self._calls[name] += 1
+        return self._calls[name] - 1
+
     def seeds(self, name: str) -> list[int]:
         """Return one seed for each sample of the running layer."""
         assert self.samples is not None  # noqa: S101
@@ -116,6 +130,8 @@ class DropoutDraw:
         self.module = module
         self.name = name
         self.draws = draws
+        self.layers: dict[str, int] = {}
+        """The layers that call the module, numbered in the order of the forward."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the module's output, with each sample's own mask."""
@@ -131,7 +147,10 @@ class DropoutDraw:
                 "backward, and its p was 0 when the model was captured: move it out of "
                 "the checkpoint"
             )
-        seeds = self.draws.seeds(self.name)
+        # Each call has masks of its own, whichever layers the calls are in.
+        layer = self.layers[self.draws.layer]
+        call = self.draws.next_call(self.name)
+        seeds = self.draws.seeds(f"{self.name}/{layer}/{call}")
         if len(seeds) != x.shape[0]:
             raise StrettoError(
                 f"{self.name!r} drops from a tensor of {x.shape[0]} rows where its "
@@ -188,7 +207,7 @@ def one_by_one(
     with torch.random.fork_rng(devices=devices):
         for row, seed in enumerate(draws.seeds(name)):
             torch.manual_seed(seed)
-            draws.samples = samples[row : row + 1]  # of the layer's dropout modules
+            draws.begin(name, samples[row : row + 1])  # for its dropout modules
             found.append(module(*(x[row : row + 1] for x in inputs)))
-    draws.samples = samples
+    draws.begin(name, samples)
     return torch.cat(found)

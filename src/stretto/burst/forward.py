@@ -79,7 +79,10 @@ class Forward:
         self._dropouts[graph] = []
         for node in graph.nodes:
             for name, part in dropouts_of(node.module):
-                stands[part] = DropoutDraw(part, name, self.draws)
+                if part not in stands:
+                    stands[part] = DropoutDraw(part, name, self.draws)
+                layers = stands[part].layers
+                layers[node.name] = len(layers)
                 self._dropouts[graph].append(part)
             self._norms[node] = []
             group = self._rank_groups.group(widths[node.name])
@@ -202,7 +205,7 @@ class Forward:
         if not len(execution.samples):
             return self._without(execution.step, [*given, extra], needs)
         inputs: list[Tensor] = given  # type: ignore[assignment]  # samples are tensors
-        self.draws.samples = execution.samples
+        self.draws.begin(node.name, execution.samples)
         if execution.step.is_alone:
             output = one_by_one(node.module, inputs, node.name, self.draws)
         else:

@@ -530,6 +530,47 @@ def test_draws_for_each_sample_are_captured(function):
     capture(Between(function), (torch.randn(3, 4),))
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: h * (n := torch.rand(len(h), 4)) / n.max(),
+        lambda h: h + torch.randn(len(h), 4)[:1],
+        lambda h: h + torch.randn(len(h), 4).mean(0),
+        lambda h: h * (torch.rand(len(h), 1) > 0.5).any(),
+    ],
+)
+def test_what_is_computed_from_all_samples_draws_is_refused(function):
+    with pytest.raises(SpecError, match=r"test_capture.py:\d+: .*all samples share"):
+        capture(Between(function), (torch.randn(3, 4),))
+
+
+def test_numbers_drawn_together_for_all_samples_are_refused():
+    def weighted(h):
+        return h * torch.distributions.Dirichlet(torch.ones(len(h))).sample()[:, None]
+
+    with pytest.raises(SpecError, match=r"test_capture.py:\d+: .*sample_dirichlet"):
+        capture(Between(weighted), (torch.randn(3, 4),))
+
+
+def _in_fork(h):
+    with torch.random.fork_rng():
+        noise = torch.rand_like(h)
+    return h * noise
+
+
+def _again(h):
+    state = torch.get_rng_state()
+    first = torch.dropout(h, 0.5, train=True)
+    torch.set_rng_state(state)
+    return first + torch.dropout(h, 0.5, train=True)
+
+
+@pytest.mark.parametrize("function", [_in_fork, _again])
+def test_a_forward_that_restores_the_generators_state_is_refused(function):
+    with pytest.raises(SpecError, match=r"test_capture.py:\d+: .*a state of the gen"):
+        capture(Between(function), (torch.randn(3, 4),))
+
+
 class Reentrant(Between):
     def forward(self, x):
         h = checkpoint(self.before, x, use_reentrant=True)

@@ -21,7 +21,7 @@ from stretto.burst.tracing.comparing import BATCHES, Counts, follows
 from stretto.burst.tracing.packing import Arguments, Results
 from stretto.burst.tracing.reads import Ambient
 from stretto.burst.tracing.recorder import set_item
-from stretto.burst.tracing.sample_positions import source_line_of
+from stretto.burst.tracing.sample_positions import nodes_behind, source_line_of
 from stretto.burst.tracing.watching import Watch
 from stretto.errors import SpecError
 
@@ -194,12 +194,19 @@ def classify(
     ops = {source}
     (end,) = (node for node in build.graph.nodes if node.op == "output")
     result = end.args[0]
+    used, drawn = nodes_behind(result), set[fx.Node]()
     for node in build.graph.nodes:
         if node in (source, end) or node in build.counts:
             continue
         read = [n for n in node.all_input_nodes if n in ops]
         if not read:
-            _require_same_for_all(node, build)
+            draws = bool(node.meta.get("draws"))
+            if draws:
+                _require_apart_inside(node)
+            if draws or not drawn.isdisjoint(node.all_input_nodes):
+                drawn.add(node)
+                if draws or node in used:
+                    _require_same_for_all(node, build)
             continue
         if _is_constant(node, build, ops):
             continue
@@ -267,16 +274,24 @@ def _require_all_rows_written(traced: Traced, node: fx.Node) -> None:
 
 
 def _require_same_for_all(node: fx.Node, build: Build) -> None:
-    """Require that a fixed operation draws nothing that all samples share."""
-    if not node.meta.get("draws"):
-        return
+    """Require that random numbers are not shared by all samples.
+
+    Args:
+        node: does not read the input; draws, or is computed from what was drawn.
+        build: all operations.
+    """
     one, two = build.shapes.get(node, (None, None))
-    if one is None or one.dim() < 1 or one.shape[0] == two.shape[0]:
-        raise SpecError(
-            f"{source_line_of(node)}: draws random numbers that all samples share, "
-            "which would differ on each rank: draw them for each sample, with a first "
-            "dimension that is the batch"
-        )
+    draws = node.meta.get("draws")
+    if one is None:
+        if not draws:
+            return  # a size, or several results
+    elif one.shape[:1] != two.shape[:1] or (not draws and one.shape != two.shape):
+        return
+    raise SpecError(
+        f"{source_line_of(node)}: draws random numbers that all samples share, "
+        "which would differ on each rank: draw them for each sample, with a first "
+        "dimension that is the batch"
+    )
 
 
 def _row(traced: Traced, node: fx.Node, build: Build) -> None:

@@ -314,6 +314,10 @@ def _keys(_call: InnerCall, inputs: list[Sides]) -> bool:
     return -2 in inputs[1]
 
 
+def _last(_call: InnerCall, inputs: list[Sides]) -> bool:
+    return -1 in inputs[0]
+
+
 def _sequence(_call: InnerCall, inputs: list[Sides]) -> bool:
     return -2 in inputs[0]
 
@@ -409,6 +413,7 @@ _READS: dict[str, Callable[[InnerCall, list[Sides]], bool]] = {
     "isin": _second,
     "masked_scatter": _second,
     "index_put": _masked,
+    "multinomial": _last,
     "renorm": _besides,
     "searchsorted": _sorted_values,
     "bucketize": _sorted_values,
@@ -419,6 +424,7 @@ _READS: dict[str, Callable[[InnerCall, list[Sides]], bool]] = {
     "_scaled_dot_product_flash_attention_for_cpu": _keys,
     "_scaled_dot_product_fused_attention_overrideable": _keys,
     "_native_multi_head_attention": _sequence,
+    "_sample_dirichlet": _last,
     "_transformer_encoder_layer_fwd": _sequence,
 }
 """Whether an operator reads other samples, though its result has a row for each."""

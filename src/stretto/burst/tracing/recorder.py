@@ -127,6 +127,8 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         self._default = torch.get_default_dtype()
         self._grad = torch.is_grad_enabled()
         self._draws = 0
+        self._seed = _SEED
+        self._last_draw = ""
         self._in_dropout = 0
         self._norms: list[str] = []
         self._keeps_state = False
@@ -721,12 +723,11 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
 
     def drew(self, operator: Any, args: Any, kwargs: Any) -> None:
         """Record that random numbers were drawn."""
-        if torch.initial_seed() != _SEED:
-            raise SpecError(
-                f"{source_line()}: draws random numbers after forward set a seed or a "
-                "state of the generator: ranks draw by sample, from seeds of their "
-                "own. Set seeds outside of the model"
-            )
+        self._last_draw = source_line()
+        self._require_own_seed()
+        # Another seed, so that an earlier state is noticed.
+        self._seed += 1
+        torch.default_generator.manual_seed(self._seed)
         if kwargs.get("generator") is not None:
             raise SpecError(
                 f"{source_line()}: draws random numbers from a generator of its own: "
@@ -741,6 +742,15 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
                 if not value:
                     return
         self._draws += 1
+
+    def _require_own_seed(self) -> None:
+        """Reject a forward that draws and sets the generator."""
+        if self._last_draw and torch.initial_seed() != self._seed:
+            raise SpecError(
+                f"{self._last_draw}: draws random numbers where forward sets a seed or "
+                "a state of the generator: ranks draw by sample, from seeds of their "
+                "own. Set seeds outside of the model"
+            )
 
     def called(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record an operator that an operation calls."""
@@ -1044,6 +1054,7 @@ def record(
                 with recorder, noted:
                     before = held_by(root)
                     output = run(batch)
+                recorder._require_own_seed()  # noqa: SLF001
                 _refuse_replaced(root, before)
                 named_output = recorder._named(output, "the output")  # noqa: SLF001
         finally:
