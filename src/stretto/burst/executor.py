@@ -372,6 +372,7 @@ class BurstParallel(nn.Module):
                 parts.input_classes.require_no_effect(graph, args, kwargs)
             batch = graph.arguments.pack(*marked)
             graph.require_gradients_known(batch)
+            graph.require_layout_known(graph.arguments.tensors(args, kwargs))
         except StrettoError as exc:
             return torch.zeros(()), exc
         return batch, None

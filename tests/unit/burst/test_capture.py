@@ -571,6 +571,27 @@ def test_a_forward_that_restores_the_generators_state_is_refused(function):
         capture(Between(function), (torch.randn(3, 4),))
 
 
+@pytest.mark.parametrize(
+    "reads", [lambda h: h.is_contiguous(), lambda h: h.stride(-1) == 1]
+)
+def test_an_input_that_is_not_contiguous_is_refused_where_forward_asks(reads):
+    class Asks(Between):
+        def forward(self, x):
+            h = self.before(x)
+            return self.after(h if reads(x) else -h)
+
+    x = torch.randn(3, 4)
+    graph = capture(Asks(None), (x,))
+    graph.require_layout_known([x])
+    with pytest.raises(SpecError, match=r"test_capture.py:\d+: .*x.contiguous\(\)"):
+        graph.require_layout_known([x.t().contiguous().t()])
+
+
+def test_an_input_may_lie_in_any_way_where_forward_does_not_ask():
+    graph = capture(Between(torch.relu), (torch.randn(3, 4),))
+    graph.require_layout_known([torch.randn(4, 3).t()])
+
+
 class Reentrant(Between):
     def forward(self, x):
         h = checkpoint(self.before, x, use_reentrant=True)

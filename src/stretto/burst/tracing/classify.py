@@ -128,6 +128,9 @@ class Traced:
     without_gradient: str = ""
     """The line that reads that a tensor needs no gradient, unless the input does."""
 
+    reads_layout: str = ""
+    """The line that reads how a tensor lies in memory."""
+
     semantics: list[tuple[str, str]] = field(default_factory=list)
     """For each operation a text with its constants, which is equal on all ranks, and
     its place in the user's code."""

@@ -189,6 +189,20 @@ class LayerGraph:
                 "of forward, or call the model with an input that needs none"
             )
 
+    def require_layout_known(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Require that inputs are contiguous if forward acts on it, as at capture.
+
+        Raises:
+            SpecError: one is not; the message names the line.
+        """
+        place = self._traced.reads_layout
+        if place and not all(tensor.is_contiguous() for tensor in tensors):
+            raise SpecError(
+                f"{place}: reads how a tensor lies in memory, and an input is not "
+                "contiguous, unlike at capture: call the model with x.contiguous(), or "
+                "leave out what reads it"
+            )
+
     def require_count(self, count: int) -> None:
         """Require that the forward does the same for a number of samples in all.
 

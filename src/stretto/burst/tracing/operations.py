@@ -111,6 +111,7 @@ def trace(
         counts,
     )
     traced.without_gradient = first.without_gradient
+    traced.reads_layout = first.reads_layout
     traced.leaves = leaves_of(module)
     traced.caches = caches
     nodes = {

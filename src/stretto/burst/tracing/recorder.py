@@ -85,6 +85,14 @@ def leaves_of(root: nn.Module) -> list[bool]:
     return [is_leaf(part, root) for part in root.modules()]
 
 
+_LAYOUT = {
+    Tensor.dim_order,
+    Tensor.is_contiguous,
+    Tensor.storage_offset,
+    Tensor.stride,
+}
+"""Functions that say how a tensor lies in memory."""
+
 _SEED = 0x5EED_0FF0_57E7
 
 
@@ -285,6 +293,8 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
     ) -> Any:
         """Run a function, and record it unless a recorded module runs it."""
         kwargs = kwargs or {}
+        if func in _LAYOUT:
+            self._note_layout_read(args[0], sys._getframe(1))  # noqa: SLF001
         if self._depth:
             self._note_borrowed((args, kwargs))
             result = func(*args, **kwargs)
@@ -372,6 +382,14 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
                 "known when layers run on other ranks: compute it outside of the model"
             )
         return self.operation("call_function", getattr, _attribute, (args[0], name), {})
+
+    def _note_layout_read(self, tensor: Tensor, caller: types.FrameType) -> None:
+        """Note that the user's code reads how a tensor lies in memory."""
+        if not may_read_users(caller.f_globals.get("__name__")):
+            return
+        if not isinstance(self._refs.get(id(tensor)), Fixed):
+            place = self.recording.reads_layout or source_line()
+            self.recording.reads_layout = place
 
     def _note_gradient_read(self, tensor: Tensor, caller: types.FrameType) -> None:
         """Note that the user's code reads whether a tensor needs a gradient."""

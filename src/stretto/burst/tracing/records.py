@@ -109,6 +109,9 @@ class Recording:
         self.without_gradient = ""
         """The line that found so of a tensor that needs none unless the input does."""
 
+        self.reads_layout = ""
+        """The line that reads how a tensor lies in memory."""
+
         self.source: Tensor | None = None
         """The forward's input, without values."""
 
