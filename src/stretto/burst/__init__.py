@@ -27,6 +27,7 @@ A step:
 - `gradient_sync`: add a layer's gradients over its ranks (for `backward_pass`).
 - `shadows`: keep gradients that bypass the layers apart.
 - `reach`: the parameters that a backward reaches (for `backward_pass`).
+- `gathered_outputs`: find losses on outputs gathered from uneven ranks.
 - `held_activations`: find losses on activations that hooks kept.
 - `hooks`: call the program's hooks as one process would.
 - `norm`, `dropout`: statistics and masks of the whole batch, in layers (for `forward`).

@@ -56,9 +56,11 @@ class _Output(torch.autograd.Function):
         share: float,
         begin: Callable[[Tensor], None],
         is_apart: bool,  # noqa: FBT001 - Function.apply takes no keywords
+        is_uneven: bool,  # noqa: FBT001
         *_parameters: Tensor,
     ) -> Tensor:
         ctx.share = share
+        ctx.is_uneven = is_uneven
         ctx.begin = begin
         ctx.num_parameters = len(_parameters)
         return output.view_as(output) if is_apart else output.clone()
@@ -72,7 +74,7 @@ class _Output(torch.autograd.Function):
         if not torch._C._will_engine_execute_node(inner):  # noqa: SLF001
             raise StrettoError(_NO_PARAMETER_GRADIENTS)
         ctx.begin(grads[0])
-        return (grads[0] * ctx.share, *(None,) * (3 + ctx.num_parameters))
+        return (grads[0] * ctx.share, *(None,) * (4 + ctx.num_parameters))
 
 
 _OUTPUT_NODE: Any = _Output._backward_cls  # noqa: SLF001
@@ -104,6 +106,7 @@ def mark_output(
     parameters: Sequence[Tensor],
     *,
     is_apart: bool,
+    is_uneven: bool,
 ) -> Tensor:
     """Return the output with a backward that multiplies by this rank's share.
 
@@ -115,10 +118,13 @@ def mark_output(
             asking autograd for their gradients alone raises instead of doing nothing.
         is_apart: whether the caller gets copies of its parts. Otherwise a copy is
             returned, because autograd lets no caller write into a view.
+        is_uneven: whether ranks have other numbers of samples.
     """
     # Autograd would call a user's hook with None.
     plain = [p for p in parameters if not (gradient_hooks(p) or post_hooks(p))]
-    found: Tensor = _Output.apply(output, share, begin, is_apart, *plain)  # type: ignore[no-untyped-call]
+    found: Tensor = _Output.apply(  # type: ignore[no-untyped-call]
+        output, share, begin, is_apart, is_uneven, *plain
+    )
     return found
 
 

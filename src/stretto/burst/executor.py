@@ -342,12 +342,16 @@ class BurstParallel(nn.Module):
         """Return an output of a forward with these samples by rank, marked."""
         parts = self._parts
         ended = parts.backward.forward_ended(graph.results, counts)
+        is_uneven = len(set(counts)) > 1
+        if is_uneven:
+            torch_calls.look_before_backward()
         return mark_output(
             output,
             ended.shares[parts.ranks.rank],
             partial(self._output_backward, ended),
             [p for p in parts.backward.own_parameters() if p.requires_grad],
             is_apart=_is_taken_apart(graph.results, output),
+            is_uneven=is_uneven,
         )
 
     def _packed(

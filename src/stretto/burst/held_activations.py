@@ -64,10 +64,15 @@ def marked(
             handle.remove()
 
 
+def start_of(loss: Any) -> Any:
+    """Return the autograd node of a tensor, or of one of its ``GradientEdge``."""
+    return loss.grad_fn if isinstance(loss, Tensor) else loss.node
+
+
 def kept_module_of(losses: Iterable[Tensor]) -> str | None:
     """Return the name of a module whose activation a loss uses, if there is one."""
     seen: set[Any] = set()
-    left: list[Any] = [loss.grad_fn for loss in losses]
+    left: list[Any] = [start_of(loss) for loss in losses]
     while left:
         node = left.pop()
         if node is None or node in seen or is_output(node):

@@ -13,6 +13,7 @@ from stretto.burst.checks.joined_calls import (
     require_same_call,
 )
 from stretto.burst.checks.separable import why_together
+from stretto.burst.gathered_outputs import gathered_unevenly
 from stretto.burst.held_activations import kept_module_of
 from stretto.errors import StrettoError
 
@@ -136,8 +137,18 @@ class TorchSeam:
         """Check the tensors from which a backward starts.
 
         Raises:
-            StrettoError: one depends on an activation that a forward hook kept.
+            StrettoError: one depends on an activation that a forward hook kept, or on
+                outputs gathered from ranks with other numbers of samples.
         """
+        gathered = gathered_unevenly(losses)
+        if gathered is not None:
+            with self._rank_groups.inside_step():
+                raise StrettoError(
+                    f"{gathered} gives a burst model's outputs gradients of other ranks' "
+                    "losses, and ranks have other numbers of samples, so the sum "
+                    "can't be weighted: give each rank the same number of samples, or "
+                    "detach() what comes from other ranks"
+                )
         name = kept_module_of(losses)
         if name is not None:
             with self._rank_groups.inside_step():
