@@ -4,7 +4,7 @@
 Where a function with a gradient gathers outputs, such as for a contrastive loss, its
 backward adds the gradients of all ranks' losses. The model then multiplies the sum by
 its rank's share. That is correct if shares are equal. Otherwise each loss would need
-the share of its own rank, which can't be told from the sum.
+the share of its own rank, but only the sum is known.
 """
 
 from __future__ import annotations

@@ -144,10 +144,10 @@ class TorchSeam:
         if gathered is not None:
             with self._rank_groups.inside_step():
                 raise StrettoError(
-                    f"{gathered} gives a burst model's outputs gradients of other ranks' "
-                    "losses, and ranks have other numbers of samples, so the sum "
-                    "can't be weighted: give each rank the same number of samples, or "
-                    "detach() what comes from other ranks"
+                    f"{gathered} gives a burst model's outputs the gradients of other "
+                    "ranks' losses, and ranks have other numbers of samples, so their "
+                    "sum can't be weighted: give each rank the same number of samples, "
+                    "or detach() what comes from other ranks"
                 )
         name = kept_module_of(losses)
         if name is not None:
