@@ -30,6 +30,7 @@ SETTINGS = {
     "memory": "STRETTO_MEMORY",
     "lane_backend": "STRETTO_LANE_BACKEND",
     "overlap": "STRETTO_OVERLAP",
+    "resume": "STRETTO_RESUME",
     "foreground": "STRETTO_FOREGROUND",
     "background": "STRETTO_BACKGROUND",
     "segments": "STRETTO_BACKGROUND_SEGMENTS",
@@ -175,6 +176,12 @@ def _torchrun_options() -> dict[str, argparse.Action]:
     metavar="MIN:MAX",
     help="(Experimental) Continue with the remaining ranks when one is lost, for a "
     "script that uses stretto.Elastic on this machine.",
+)
+@click.option(
+    "--resume",
+    type=click.Choice(["auto", "never"]),
+    help="(Experimental) Whether a script that uses stretto.Elastic with a checkpoint "
+    "folder goes on from the newest snapshot.  [default: auto]",
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, required=True)
 def command(

@@ -17,6 +17,8 @@ from stretto.elastic.batches import BatchSize, ShareSampler, Stamp, order_of
 from stretto.errors import CommTimeout, SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.members.client import MemberClient
+from stretto.resume.manifests import Manifest
+from stretto.resume.snapshots import JobSnapshots, copy_of
 from stretto.runtime.failure import forget_frames
 from stretto.runtime.presence import is_communication_error
 from stretto.runtime.regroup import MemberGroup
@@ -83,6 +85,10 @@ class Elastic:
         extra: Mapping[str, Any] | None = None,
         seed: int = 0,
         on_change: Callable[[int, int], None] | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: str = "10 min",
+        keep: int = 2,
+        resume: bool | None = None,
     ) -> None:
         """Join the other ranks. Collective.
 
@@ -95,13 +101,24 @@ class Elastic:
             seed: of the samples' order and of torch's generator, which is set in each
                 step from it, the step and the rank, so that a step can run again.
             on_change: called with the old and the new number of ranks.
+            checkpoint: folder of snapshots, which rank 0 writes beside training. The
+                job goes on from the newest one in it.
+            every: how often: ``"100 steps"``, ``"30 s"``, ``"10 min"`` or ``"1 h"``.
+            keep: how many snapshots to keep.
+            resume: whether to go on from a snapshot. By default
+                ``STRETTO_RESUME=never`` says no.
 
         Raises:
-            SpecError: ``batch`` is invalid.
+            SpecError: ``batch``, ``every`` or ``keep`` is invalid, or the snapshot was
+                made with another seed.
             PlanMismatch: the model has a feature that keeps its ranks.
-            StrettoError: the ranks do not start, or the keeper has ended.
+            StrettoError: the ranks do not start, the keeper has ended, or a snapshot
+                cannot be read.
         """
         self._batch = BatchSize.of(batch)
+        snapshots = None
+        if checkpoint is not None:
+            snapshots = JobSnapshots(checkpoint, every=every, keep=keep)
         if not isinstance(model, DistributedDataParallel):
             model = DistributedDataParallel(model)
         self.model: DistributedDataParallel = model
@@ -114,6 +131,10 @@ class Elastic:
         self._seed, self._on_change = seed, on_change
         self._steps = self._epoch = self._done = self._calls = 0
         self._samples = 0
+        self._run = 1
+        self._has_begun = self._has_skipped = False
+        self._received: dict[str, Any] | None = None
+        self._snapshots = snapshots
         self._division = 0
         self._failures = 0
         self._has_stepped = False
@@ -126,6 +147,8 @@ class Elastic:
         self._view: View | None = None
         self._client = MemberClient.of_environment()
         self._group: MemberGroup | None = None
+        if snapshots is not None and not (self._client and self._client.joins):
+            self._resume(snapshots, wanted=resume)
         if self._client is not None:
             host = os.environ.get("MASTER_ADDR", "127.0.0.1")
             self._group = MemberGroup(model, host=host)
@@ -135,6 +158,11 @@ class Elastic:
                 self._group.address, on_view=self._on_view, on_end=self._group.end
             )
             self._follow()
+        elif snapshots is not None and self.size > 1:
+            rows = self.model._agreement.gather("resume", self._note())  # noqa: SLF001
+            self._level([json.loads(row) for row in rows])
+        if self._steps and self.rank == 0:
+            _log.warning("training goes on from step %d", self._steps)
         optimizer.register_step_post_hook(self._note_step)
 
     # What a program reads.
@@ -204,8 +232,19 @@ class Elastic:
         self, dataset: Any, options: dict[str, Any], *, shuffle: bool
     ) -> Iterator[Any]:
         epoch, self._calls = self._calls, self._calls + 1
-        if epoch < self._epoch:  # this rank joined later
+        if epoch < self._epoch:  # trained before this rank joined or the job resumed
+            self._has_skipped = True
             return
+        if self._has_skipped and self._received is not None:
+            # What the program does after each epoch has run for those skipped, too.
+            self._load(self._received)
+        self._has_begun, self._has_skipped, self._received = True, False, None
+        if self._done and len(dataset) != self._samples:
+            raise SpecError(
+                f"the data set has {len(dataset)} samples, but training stopped within "
+                f"an epoch of {self._samples}: each sample could not be trained once. "
+                "Use the same data set, or resume=False to begin again."
+            )
         self._samples = len(dataset)
         order = order_of(self._samples, epoch=epoch, seed=self._seed, shuffle=shuffle)
         self._sampler = ShareSampler(order, self._batch)
@@ -256,6 +295,9 @@ class Elastic:
     def _begin_step(self) -> None:
         if self._group is not None:
             self._group.release_one()
+        self._has_begun, self._received = True, None
+        if self._snapshots is not None:
+            self._snapshots.take_if_due(self._manifest, self._state, rank=self.rank)
         self._has_stepped = False
         self.optimizer.zero_grad(set_to_none=True)
         if self._client is not None:
@@ -410,10 +452,7 @@ class Elastic:
         before = 0 if self._view is None else len(self._view.members)
         size = len(view.members)
         group.enter(view.generation, rank, size, view.members[0].address)
-        note = {"steps": -1 if self._is_fresh else self._steps}
-        rows = [json.loads(row)["steps"] for row in group.join(json.dumps(note))]
-        if min(rows) < max(rows):
-            self._share_state(rows.index(max(rows)), behind=rows[rank] < max(rows))
+        self._level([json.loads(row) for row in group.join(self._note())])
         self._is_fresh = False
         self._view = view
         client.entered(view.generation)
@@ -435,6 +474,71 @@ class Elastic:
 
     # State.
 
+    def save(self) -> None:
+        """Write a snapshot now, on rank 0, and wait until it is on the disk.
+
+        Call it after the last step, or where a job is asked to end.
+
+        Raises:
+            SpecError: there is no ``checkpoint``.
+            StrettoError: the snapshot cannot be written.
+        """
+        if self._snapshots is None:
+            raise SpecError("save needs stretto.Elastic(..., checkpoint=FOLDER)")
+        if self.rank == 0:
+            self._snapshots.take(self._manifest(), self._state())
+
+    def _resume(self, snapshots: JobSnapshots, *, wanted: bool | None) -> None:
+        """Take the state of the newest snapshot, if there is one and it is wanted."""
+        found = snapshots.read(wanted=wanted)
+        self._run = snapshots.run
+        if found is None:
+            return
+        manifest, state = found
+        if manifest.seed != self._seed:
+            raise SpecError(
+                f"the snapshot in {snapshots.folder} was made with seed="
+                f"{manifest.seed}, and seed={self._seed} orders samples differently: "
+                "use that seed, another folder, or resume=False to begin again"
+            )
+        self._receive(state)
+        self._run = snapshots.run
+        snapshots.note(self._steps)
+
+    def _manifest(self) -> Manifest:
+        return Manifest(
+            run=self._run,
+            generation=self.generation,
+            step=self._steps,
+            epoch=self._epoch,
+            done=self._done,
+            samples=self._samples,
+            seed=self._seed,
+            ranks=self.size,
+            file="",
+            size_bytes=0,
+            sha256="",
+        )
+
+    def _note(self) -> str:
+        """Return how far this rank's state is, for the others."""
+        is_fresh = self._client is not None and self._is_fresh
+        return json.dumps([-1, -1] if is_fresh else [self._run, self._steps])
+
+    def _level(self, notes: list[list[int]]) -> None:
+        """Give all ranks the state of one that is furthest; ``notes`` are by rank."""
+        furthest = max(notes)
+        if min(notes) < furthest:
+            source = notes.index(furthest)
+            self._share_state(source, behind=notes[self.rank] < furthest)
+
+    def _receive(self, state: dict[str, Any]) -> None:
+        """Take another rank's state, or a snapshot's."""
+        if not self._has_begun:
+            self._received = state
+            state = copy_of(state)
+        self._load(state)
+
     def _share_state(self, source: int, *, behind: bool) -> None:
         """Give the state of a rank to those that are behind it."""
         data = b""
@@ -442,23 +546,24 @@ class Elastic:
             buffer = io.BytesIO()
             torch.save(self._state(), buffer)
             data = buffer.getvalue()
+        group = self.model.process_group
         size = torch.tensor([len(data)])
-        dist.broadcast(size, source)
+        dist.broadcast(size, group=group, group_src=source)
         payload = torch.zeros(int(size), dtype=torch.uint8)
         if data:
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.broadcast(payload, source)
+        dist.broadcast(payload, group=group, group_src=source)
         if behind:
             # From a rank of the same job, which runs the same program.
             stream = io.BytesIO(payload.numpy().tobytes())
-            self._load(torch.load(stream, weights_only=False))
+            self._receive(torch.load(stream, weights_only=False))
 
     def _state(self) -> dict[str, Any]:
         return {
             "model": self.model.module.state_dict(),
             "buffers": dict(self.model.module.named_buffers()),
             "kept": {name: value.state_dict() for name, value in self._kept.items()},
-            "cursor": (self._steps, self._epoch, self._done),
+            "cursor": (self._steps, self._epoch, self._done, self._samples, self._run),
         }
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -468,7 +573,13 @@ class Elastic:
                 buffer.copy_(state["buffers"][name])
         for name, value in self._kept.items():
             value.load_state_dict(state["kept"][name])
-        self._steps, self._epoch, self._done = state["cursor"]
+        (
+            self._steps,
+            self._epoch,
+            self._done,
+            self._samples,
+            self._run,
+        ) = state["cursor"]
 
 
 @final

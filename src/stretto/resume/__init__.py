@@ -1,0 +1,6 @@
+"""Snapshots of a training job on disk, from which it goes on at the exact step.
+
+`manifests` names complete snapshots and finds the newest; it imports no torch.
+`snapshots` copies a job's state, writes it beside training, and reads it again. What
+the state consists of is in `stretto.elastic`, which uses both.
+"""

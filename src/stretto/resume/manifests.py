@@ -1,0 +1,216 @@
+"""Which snapshots in a folder are complete, and which is the newest.
+
+# Note [Order of snapshots]
+A snapshot consists of a file with the state and a manifest, which is written last. Both
+are written under another name, flushed to the disk and renamed, so a manifest that is
+there names a complete file. Its size and digest are compared when it is read.
+
+Snapshots are ordered by run, generation and step. Each start of a job counts as a run,
+one higher than that of the newest manifest; a generation is a membership within a run.
+So a rank that was cut off and still writes cannot hide what the others wrote since. Old
+snapshots are removed only after a newer one is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stretto.errors import SpecError, StrettoError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from typing import IO
+
+VERSION = 1
+
+_SUFFIX = ".snapshot.json"
+_NAME = re.compile(r"^\.?run([0-9]+)-membership([0-9]+)-step([0-9]+)\.")
+
+_INTERVAL = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(steps?|s|min|h)\s*$")
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """How often to take a snapshot: after a number of steps, or of seconds."""
+
+    steps: int | None
+    seconds: float | None
+
+    @classmethod
+    def of(cls, text: str) -> Interval:
+        """Return the interval that ``"100 steps"`` or ``"10 min"`` names.
+
+        Raises:
+            SpecError: it is neither, or not positive.
+        """
+        match = _INTERVAL.match(text)
+        number = float(match[1]) if match else 0.0
+        if match is None or number <= 0:
+            raise SpecError(
+                "every must be a number of steps or a time, for instance '100 steps', "
+                f"'30 s', '10 min' or '1 h'; got {text!r}"
+            )
+        unit = match[2]
+        if unit.startswith("step"):
+            if number != int(number):
+                raise SpecError(f"every must be a whole number of steps, got {text!r}")
+            return cls(int(number), None)
+        return cls(None, number * _SECONDS[unit])
+
+    def is_due(self, *, steps: int, seconds: float) -> bool:
+        """Return whether this much since the last snapshot is enough."""
+        if self.steps is not None:
+            return steps >= self.steps
+        return self.seconds is not None and seconds >= self.seconds
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One complete snapshot."""
+
+    version: int = VERSION
+    run: int
+    """Which start of the job, counted from 1."""
+
+    generation: int
+    """Which membership of that run; 0 where ranks cannot change."""
+
+    step: int
+    """Steps that were committed."""
+
+    epoch: int
+    done: int
+    """Samples of the epoch in committed steps."""
+
+    samples: int
+    """Samples of an epoch; 0 before the first one."""
+
+    seed: int
+    ranks: int
+    file: str
+    """The state's file, in the same folder."""
+
+    size_bytes: int
+    sha256: str
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Higher is newer."""
+        return self.run, self.generation, self.step
+
+    @property
+    def name(self) -> str:
+        """The manifest's own file."""
+        return f"{stem_of(self.run, self.generation, self.step)}{_SUFFIX}"
+
+
+def stem_of(run: int, generation: int, step: int) -> str:
+    """Return the beginning of the names of a snapshot's files."""
+    return f"run{run}-membership{generation}-step{step}"
+
+
+def manifests_in(folder: Path) -> list[Manifest]:
+    """Return a folder's manifests, newest first; those that cannot be read are skipped.
+
+    Raises:
+        StrettoError: one was written by a later version.
+    """
+    found = []
+    try:
+        paths = sorted(folder.glob(f"*{_SUFFIX}"))
+    except OSError:
+        return []
+    for path in paths:
+        try:
+            data = path.read_bytes()
+            if msgspec.json.decode(data).get("version", 0) > VERSION:
+                raise StrettoError(
+                    f"{path} was written by a later version of stretto: use that one, "
+                    "or another folder"
+                )
+            found.append(msgspec.json.decode(data, type=Manifest))
+        except (OSError, ValueError, AttributeError, TypeError):
+            continue
+    return sorted(found, key=lambda manifest: manifest.order, reverse=True)
+
+
+def require_whole(folder: Path, manifest: Manifest) -> None:
+    """Compare a snapshot's file with its manifest.
+
+    Raises:
+        StrettoError: the file is missing, shorter or changed.
+    """
+    path = folder / manifest.file
+    try:
+        found = digest_of(path)
+    except OSError as error:
+        raise StrettoError(f"{path} cannot be read: {error.strerror}") from error
+    if found != (manifest.size_bytes, manifest.sha256):
+        raise StrettoError(f"{path} is damaged: it is not what {manifest.name} names")
+
+
+def digest_of(path: Path) -> tuple[int, str]:
+    """Return a file's size in bytes, and its SHA-256.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    size_bytes, digest = 0, hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            size_bytes += len(block)
+            digest.update(block)
+    return size_bytes, digest.hexdigest()
+
+
+def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Write a file so that it is complete on the disk, or not there at all.
+
+    Raises:
+        OSError: it cannot be written; what was there before remains.
+    """
+    part = path.with_name(f".{path.name}.part{os.getpid()}")
+    try:
+        with part.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+    _flush_folder(path.parent)
+
+
+def remove_old(folder: Path, *, keep: int) -> None:
+    """Remove all snapshots but the newest ones, and files that were left incomplete."""
+    kept = manifests_in(folder)[:keep]
+    if not kept:
+        return
+    names = {manifest.name for manifest in kept} | {manifest.file for manifest in kept}
+    for path in list(folder.iterdir()):
+        match = _NAME.match(path.name)
+        if match is None or path.name in names:
+            continue
+        if tuple(map(int, match.groups())) <= kept[0].order:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Flush a folder's names to the disk, where the file system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

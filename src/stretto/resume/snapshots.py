@@ -1,0 +1,244 @@
+"""Write a job's state beside training, and read the newest one.
+
+# Note [Training goes on while a snapshot is written]
+The state is copied in the training thread, so what is written is the state of one step,
+and a thread writes the copy. One snapshot is written at a time: if a disk is so slow
+that the next one is due before, that one is left out. A failure is logged once per kind
+and changes nothing else: the older snapshot remains, and the next one is tried.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import threading
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, final
+
+import msgspec
+import torch
+
+from stretto.errors import SpecError, StrettoError
+from stretto.logs import get_logger
+from stretto.resume.manifests import (
+    Interval,
+    Manifest,
+    digest_of,
+    manifests_in,
+    remove_old,
+    require_whole,
+    stem_of,
+    write_whole,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_log = get_logger(__name__)
+
+RESUME_VARIABLE = "STRETTO_RESUME"
+"""``auto``, the default, or ``never``."""
+
+
+def copy_of(value: Any) -> Any:
+    """Return a copy of a state on the CPU; its tensors share no memory with it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # keeps its class and a state_dict's metadata
+        for key, each in value.items():
+            copied[key] = copy_of(each)
+        return copied
+    if type(value) in (list, tuple):
+        return type(value)(copy_of(each) for each in value)
+    return value
+
+
+@final
+class SnapshotWriter:
+    """Writes snapshots of one run to a folder, in a thread."""
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        """Prepare.
+
+        Args:
+            folder: made when the first snapshot is written.
+            keep: how many complete snapshots to keep.
+        """
+        self._folder, self._keep = folder, keep
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = None
+        self._logged: set[str] = set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a snapshot is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, manifest: Manifest, state_of: Callable[[], Any]) -> bool:
+        """Begin to write a copy of a state; return false if one is being written.
+
+        Args:
+            manifest: of this snapshot, without file, size and digest.
+            state_of: returns dicts, lists and tuples of tensors and plain values.
+        """
+        if self.is_busy:
+            self._log_once(
+                "busy",
+                f"the snapshot of step {manifest.step} is left out, because the one "
+                f"before it is still being written to {self._folder}",
+            )
+            return False
+        copied = copy_of(state_of())
+        # Not a daemon: a process that ends waits until the snapshot is complete.
+        self._thread = threading.Thread(
+            target=self._write, args=(manifest, copied), name="stretto-snapshot"
+        )
+        self._thread.start()
+        return True
+
+    def join(self) -> None:
+        """Wait until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def wait(self) -> None:
+        """Wait until the snapshot that was begun is on the disk.
+
+        Raises:
+            StrettoError: it could not be written.
+        """
+        self.join()
+        if self._failure is not None:
+            raise StrettoError(self._failure)
+
+    def _write(self, manifest: Manifest, state: Any) -> None:
+        folder = self._folder
+        self._failure = None
+        name = f"{stem_of(*manifest.order)}.pt"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / name, lambda file: torch.save(state, file))
+            size_bytes, sha256 = digest_of(folder / name)
+            whole = msgspec.structs.replace(
+                manifest, file=name, size_bytes=size_bytes, sha256=sha256
+            )
+            data = msgspec.json.format(msgspec.json.encode(whole)) + b"\n"
+            write_whole(folder / whole.name, lambda file: file.write(data))
+            remove_old(folder, keep=self._keep)
+        except Exception as error:  # noqa: BLE001 - training goes on whatever it is
+            self._failure = (
+                f"the snapshot of step {manifest.step} was not written to {folder}: "
+                f"{error}. Earlier ones remain."
+            )
+            self._log_once(f"{type(error)}", self._failure)
+
+    def _log_once(self, kind: str, text: str) -> None:
+        if kind not in self._logged:
+            self._logged.add(kind)
+            _log.warning("%s", text)
+
+
+@final
+class JobSnapshots:
+    """When to take a job's snapshots, and where they are."""
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, every: str, keep: int
+    ) -> None:
+        """Check the options; see `stretto.Elastic`.
+
+        Raises:
+            SpecError: ``every`` or ``keep`` is invalid.
+        """
+        if keep < 1:
+            raise SpecError(f"keep must be at least 1 snapshot, got {keep}")
+        self.folder = Path(folder)
+        self._interval = Interval.of(every)
+        self._writer = SnapshotWriter(self.folder, keep=keep)
+        self._step, self._at_s = 0, perf_counter()
+        self.run = 1
+        """Which start of the job this is; `read` finds it out."""
+
+    def read(self, *, wanted: bool | None) -> tuple[Manifest, Any] | None:
+        """Return the newest complete snapshot, if there is one and it is wanted.
+
+        Args:
+            wanted: ``None`` asks the environment.
+
+        Raises:
+            SpecError: the environment's value is unknown.
+            StrettoError: a snapshot is not one that this version can read.
+        """
+        if wanted is None:
+            value = os.environ.get(RESUME_VARIABLE) or "auto"
+            if value not in ("auto", "never"):
+                raise SpecError(f"{RESUME_VARIABLE} must be auto or never, not {value}")
+            wanted = value == "auto"
+        self.run = newest_run(self.folder) + 1
+        return read_newest(self.folder) if wanted else None
+
+    def note(self, step: int) -> None:
+        """Note that the state of a step is on the disk."""
+        self._step, self._at_s = step, perf_counter()
+
+    def take_if_due(
+        self,
+        manifest_of: Callable[[], Manifest],
+        state_of: Callable[[], Any],
+        *,
+        rank: int,
+    ) -> None:
+        """Begin to write a snapshot if one is due and this is rank 0."""
+        if rank:
+            return
+        manifest = manifest_of()
+        if self._interval.is_due(
+            steps=manifest.step - self._step, seconds=perf_counter() - self._at_s
+        ) and self._writer.start(manifest, state_of):
+            self.note(manifest.step)
+
+    def take(self, manifest: Manifest, state: Any) -> None:
+        """Write a snapshot and wait for it.
+
+        Raises:
+            StrettoError: it cannot be written.
+        """
+        self._writer.join()
+        self._writer.start(manifest, lambda: state)
+        self._writer.wait()
+        self.note(manifest.step)
+
+
+def newest_run(folder: Path) -> int:
+    """Return the highest run of a folder's snapshots, or 0."""
+    return max((manifest.run for manifest in manifests_in(folder)), default=0)
+
+
+def read_newest(folder: Path) -> tuple[Manifest, Any] | None:
+    """Return the newest complete snapshot; ``None`` where nothing was written yet.
+
+    A damaged one is skipped with a warning, and the one before it is read.
+
+    Raises:
+        StrettoError: its state holds classes that torch does not load by default.
+    """
+    for manifest in manifests_in(folder):
+        try:
+            require_whole(folder, manifest)
+        except StrettoError as error:
+            _log.warning("%s; the snapshot before it is taken", error)
+            continue
+        path = folder / manifest.file
+        try:
+            return manifest, torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise StrettoError(
+                f"{path} holds objects that torch.load refuses by default: "
+                f"{str(error).splitlines()[0]} If you trust the file, allow their "
+                "classes with torch.serialization.add_safe_globals before "
+                "stretto.Elastic."
+            ) from error
+    return None

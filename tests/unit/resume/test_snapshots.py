@@ -1,0 +1,159 @@
+"""The copy of a state, and the thread that writes it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from stretto.errors import SpecError, StrettoError
+from stretto.resume import manifests, snapshots
+from stretto.resume.manifests import Manifest
+from stretto.resume.snapshots import (
+    JobSnapshots,
+    SnapshotWriter,
+    copy_of,
+    read_newest,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def manifest(step: int) -> Manifest:
+    return Manifest(
+        run=1,
+        generation=0,
+        step=step,
+        epoch=0,
+        done=0,
+        samples=0,
+        seed=0,
+        ranks=1,
+        file="",
+        size_bytes=0,
+        sha256="",
+    )
+
+
+def take(folder: Path, step: int, state: Any) -> None:
+    writer = SnapshotWriter(folder, keep=2)
+    writer.start(manifest(step), lambda: state)
+    writer.wait()
+
+
+def test_a_copy_shares_no_memory_with_the_state() -> None:
+    weight = torch.ones(2)
+    copied = copy_of({"a": [weight, (weight,)], "c": 1})
+    weight.zero_()
+    assert copied["a"][0].tolist() == copied["a"][1][0].tolist() == [1, 1]
+
+
+def test_a_copy_keeps_a_state_dicts_metadata() -> None:
+    state: Any = torch.nn.Linear(1, 1).state_dict()
+    assert copy_of(state)._metadata == state._metadata
+
+
+def test_a_snapshot_is_read_as_it_was_taken(tmp_path: Path) -> None:
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    schedulers = [
+        torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 2]),
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10),
+        torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+    ]
+    net(torch.ones(2)).sum().backward()
+    optimizer.step()
+    state = [net.state_dict(), optimizer.state_dict()]
+    state += [each.state_dict() for each in schedulers]
+    take(tmp_path, 1, state)
+    found = read_newest(tmp_path)
+    assert found is not None
+    assert str(found[1]) == str(state)
+
+
+def test_a_damaged_snapshot_leaves_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    take(tmp_path, 1, [1])
+    take(tmp_path, 2, [2])
+    (tmp_path / "run1-membership0-step2.pt").write_bytes(b"")
+    found = read_newest(tmp_path)
+    assert found is not None
+    assert (found[0].step, found[1]) == (1, [1])
+    assert "damaged" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    writer = SnapshotWriter(tmp_path / "file", keep=2)
+    for step in (1, 2):
+        writer.start(manifest(step), lambda: [1])
+        writer.join()
+    assert caplog.text.count("was not written") == 1
+    with pytest.raises(StrettoError, match="step 2 was not written"):
+        writer.wait()
+
+
+def test_a_snapshot_is_left_out_while_one_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on = threading.Event()
+    written = manifests.write_whole
+
+    def wait_and_write(*args: Any) -> None:
+        goes_on.wait(30)
+        written(*args)
+
+    monkeypatch.setattr(snapshots, "write_whole", wait_and_write)
+    writer = SnapshotWriter(tmp_path, keep=2)
+    assert writer.start(manifest(1), lambda: [1])
+    assert not writer.start(manifest(2), lambda: pytest.fail("copied"))
+    goes_on.set()
+    writer.wait()
+    assert "step 2 is left out" in caplog.text
+
+
+def test_a_class_that_torch_does_not_load_is_named(tmp_path: Path) -> None:
+    take(tmp_path, 1, logging.Handler)
+    with pytest.raises(StrettoError, match="add_safe_globals"):
+        read_newest(tmp_path)
+
+
+def test_a_snapshot_is_not_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take(tmp_path, 1, [1])
+    monkeypatch.setenv("STRETTO_RESUME", "never")
+    job = JobSnapshots(tmp_path, every="1 step", keep=2)
+    assert job.read(wanted=None) is None
+    assert job.run == 2  # newer than what was not wanted
+    assert job.read(wanted=True) is not None
+
+
+def test_an_unknown_wish_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRETTO_RESUME", "yes")
+    with pytest.raises(SpecError, match="auto or never"):
+        JobSnapshots(tmp_path, every="1 step", keep=2).read(wanted=None)
+
+
+def test_no_snapshot_is_no_use(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="keep must be"):
+        JobSnapshots(tmp_path, every="1 step", keep=0)
+
+
+def test_only_rank_0_takes_snapshots(tmp_path: Path) -> None:
+    job = JobSnapshots(tmp_path, every="1 step", keep=2)
+    job.take_if_due(lambda: manifest(5), lambda: [1], rank=1)
+    job.take_if_due(lambda: manifest(0), lambda: [1], rank=0)
+    assert not list(tmp_path.iterdir())
+    job.take_if_due(lambda: manifest(5), lambda: [1], rank=0)
+    job._writer.wait()
+    assert read_newest(tmp_path) is not None
