@@ -30,6 +30,8 @@ from stretto.convert._tree import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from stretto.convert._edit import Work
     from stretto.convert._loaders import Loaders
     from stretto.convert._rank_value_notes import Reductions
@@ -227,7 +229,9 @@ class _RankValues:
         self._notes = RankValueNotes(self._work, self._numbers)
         for frame in list(self._frames.values()):
             self._run(frame)
-        for node in found(self._tree.module, (cst.If, cst.While)):
+        decisions: Iterator[cst.If | cst.While]
+        decisions = found(self._tree.module, (cst.If, cst.While))
+        for node in decisions:
             if self._steers(node):
                 self._decide(node, self._notes)
 

@@ -21,7 +21,7 @@ from stretto.burst.tracing.comparing import BATCHES, Counts, follows
 from stretto.burst.tracing.packing import Arguments, Results
 from stretto.burst.tracing.reads import Ambient
 from stretto.burst.tracing.recorder import set_item
-from stretto.burst.tracing.sample_positions import nodes_behind, source_line_of
+from stretto.burst.tracing.sample_positions import nodes_before, source_line_of
 from stretto.burst.tracing.watching import Watch
 from stretto.errors import SpecError
 
@@ -197,7 +197,7 @@ def classify(
     ops = {source}
     (end,) = (node for node in build.graph.nodes if node.op == "output")
     result = end.args[0]
-    used, drawn = nodes_behind(result), set[fx.Node]()
+    used, drawn = nodes_before(result), set[fx.Node]()
     for node in build.graph.nodes:
         if node in (source, end) or node in build.counts:
             continue
