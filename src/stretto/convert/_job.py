@@ -286,10 +286,10 @@ class Job:
             ):
                 raise self.refuse(
                     call,
-                    f"`{self.tree.text(call)[:60]}` makes an optimizer, but which "
-                    "model it trains is not to be seen, so the model could not be "
-                    "distributed. Make the optimizer in this file, and give it the "
-                    "model's parameters()",
+                    f"`{self.tree.text(call)[:60]}` makes an optimizer, but the model "
+                    "that it trains cannot be found in this file, so it could not be "
+                    "distributed. Create the model here, and give the optimizer its "
+                    "parameters()",
                 )
 
     def _refuse_updates_by_hand(self) -> None:
