@@ -285,7 +285,7 @@ class Models:
         while self._contains_training(at, scope):
             inside = [a for a in anchors if self._tree.within(a, at)]
             if not is_main_guard(at):
-                # What stands before the block, since the block may train.
+                # What is set up before the block, since the block may train.
                 inside = [a for a in anchors if not self._tree.within(a, at)]
             if not inside or len(inside) == len(anchors):
                 raise self._work.job.refuse(
