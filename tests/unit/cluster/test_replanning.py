@@ -315,4 +315,4 @@ def test_a_job_whose_speed_changes_follows_another_plan_without_a_restart(
         assert end["attempt"] == 1
         changes = [r["data"] for r in found.rows(name) if r["kind"] == "replanned"]
         assert len(changes) >= 2
-        assert all(row["predicted_s"] < row["step_s"] for row in changes)
+        assert all(row["predicted_s"] <= row["step_s"] for row in changes)
