@@ -250,3 +250,11 @@ def test_usual_values_of_a_layer_run_once_for_each_set_of_rows(monkeypatch):
     monkeypatch.setattr(proof, "trace_layer", counted)
     capture(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), (torch.randn(6, 4),))
     assert len(ran) == len(set(ran))
+
+
+def test_rows_that_differ_by_rounding_are_those_of_no_position():
+    def scaled(h):
+        odd = torch.arange(len(h)) % 2
+        return h * (1.0 + odd * torch.finfo(h.dtype).eps)[:, None]
+
+    capture(Inside(scaled).double(), (torch.randn(6, 4, dtype=torch.float64),))
