@@ -226,7 +226,7 @@ class Aliasing(Branching):
     def forward(self, x):
         x = self.layer(x)
         part = x[:, 1:]
-        x[:, 0] = 0  # BREAKS
+        x.data[:, 0] = 0  # BREAKS
         return x * part.sum(1, keepdim=True)
 
 
