@@ -172,4 +172,7 @@ def _hardest(work: Work, call: cst.Call) -> bool:
         on = call.args[0].value
     if argument(call, 1, "dim") is not None and on is not None:
         return False
+    if isinstance(on, cst.Call):
+        text = work.tree.text(on).replace(" ", "")
+        return text.endswith((".flatten()", ".view(-1)", ".reshape(-1)", ".ravel()"))
     return "loss" in (dotted(on) or "").lower()

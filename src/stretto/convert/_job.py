@@ -9,7 +9,7 @@ import libcst as cst
 
 from stretto.convert._flow import SAME_OBJECT, Flow, Key, Origin, parameters
 from stretto.convert._optimizers import SteppedObjects, is_named, update_by_hand
-from stretto.convert._tree import Scope, Tree, argument, dotted, found
+from stretto.convert._tree import Scope, Tree, argument, dotted, found, stored_names
 from stretto.errors import SpecError
 
 _COUNTERS = ("range", "trange", "tqdm.trange", "tqdm.auto.trange", "itertools.count")
@@ -363,14 +363,41 @@ class Job:
                     inner = self._free_tensor(made, origin.scope, depth - 1)
                     if inner is not None:
                         return inner
+        for attribute in found(given, cst.Attribute):
+            if dotted(attribute) is not None and self._is_free(attribute, scope):
+                return self.tree.text(attribute)
         return None
+
+    def _is_free(self, node: cst.Attribute, scope: Scope) -> bool:
+        """Return whether an attribute of an object that is no module is a tensor."""
+        made = self.flow.assigned(dotted(node) or "", scope)
+        return any(
+            isinstance(o.value, cst.Call)
+            and o.scope is not None
+            and self._makes_tensor(o.value)
+            and not self._is_of_module(o.scope)
+            for o in (*made, *self.flow.of_objects(node, scope))
+        )
+
+    def _is_of_module(self, method: cst.FunctionDef) -> bool:
+        """Return whether a method's class has a base that may be a module."""
+        owner = self.tree.owner(method)
+        if owner is None:
+            return True
+        return any(kind.bases for kind in self.tree.family(owner))
 
     def _makes_tensor(self, call: cst.Call) -> bool:
         full = self.tree.called(call)
         module, _, _ = full.rpartition(".")
         return (
             (module == "torch" and full not in ("torch.compile", "torch.load"))
-            or full in ("torch.nn.Parameter", "torch.nn.parameter.Parameter")
+            or full
+            in (
+                "torch.nn.Parameter",
+                "torch.nn.parameter.Parameter",
+                "torch.nn.ParameterList",
+                "torch.nn.ParameterDict",
+            )
             or self.tree.method_called(call, "requires_grad_") is not None
         )
 
@@ -475,22 +502,64 @@ class Job:
         anchor: cst.CSTNode = node
         if isinstance(node, cst.For):
             sources = list(self._sources(node.iter, scope))
-        if not sources:
-            for call in found(node.body, cst.Call):
-                nearest = self.tree.loops(call)[:1]
-                if dotted(call.func) == "next" and call.args and nearest == [node]:
-                    sources += self._sources(call.args[0].value, scope)
+        for call in found(node.body, cst.Call):
+            nearest = self.tree.loops(call)[:1]
+            if dotted(call.func) != "next" or not call.args or nearest != [node]:
+                continue
+            if not isinstance(node, cst.For) or not sources or self._feeds(call, node):
+                sources += self._sources(call.args[0].value, scope)
         pairs = [(s, self._loaders(s, inner)) for s, inner in sources]
         origins = [o for _, reached in pairs for o in reached]
         if not origins:
             return None
-        loaders = [s for s, (_, reached) in zip(sources, pairs, strict=True) if reached]
+        named = {
+            (self.tree.text(s[0]), id(s[1])): s
+            for s, (_, reached) in zip(sources, pairs, strict=True)
+            if reached
+        }
+        loaders = list(named.values())
         return Loop(
             node=node,
             scope=scope,
             loaders=loaders,
             origins=list({o.key: o for o in origins}.values()),
             anchor=anchor,
+        )
+
+    def _feeds(self, taken: cst.Call, loop: cst.For | cst.While) -> bool:
+        """Return whether a loss in a loop is computed from a batch that it takes."""
+        line = self.tree.parent(taken)
+        if not isinstance(line, cst.Assign):
+            return True
+        targets = {n.value for t in line.targets for n in stored_names(t.target)}
+        scope = self.tree.function(loop)
+        waiting: list[cst.CSTNode] = [
+            call
+            for call in found(loop.body, cst.Call)
+            if call in self.backwards
+            or any(self._trains(f, set()) for f in self.flow.local(call))
+        ]
+        seen: set[str] = set()
+        while waiting:
+            for name in found(waiting.pop(), cst.Name):
+                if name.value in targets:
+                    return True
+                if name.value not in seen:
+                    seen.add(name.value)
+                    made = self.flow.assigned(name.value, scope)
+                    waiting += [
+                        o.value for o in made if self.tree.within(o.statement, loop)
+                    ]
+        return False
+
+    def _trains(self, function: cst.FunctionDef, seen: set[int]) -> bool:
+        if id(function) in seen:
+            return False
+        seen.add(id(function))
+        return any(
+            call in self.backwards
+            or any(self._trains(f, seen) for f in self.flow.local(call))
+            for call in found(function.body, cst.Call)
         )
 
     def taken_by(self, node: cst.CompFor) -> list[Origin]:

@@ -10,9 +10,11 @@ import libcst as cst
 
 from stretto.convert._branches import Branches
 from stretto.convert._flow import parameters
-from stretto.convert._tree import Scope, dotted, found
+from stretto.convert._tree import Scope, argument, dotted, found, stored_names
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from stretto.convert._calls import Called
     from stretto.convert._edit import Work
     from stretto.convert._flow import Origin
@@ -87,10 +89,20 @@ class Losses:
                 node = node.args[0].value
         scope, line = self._tree.function(call), self._tree.line(call)
         loss = self._of(node, scope, line, _DEPTH)
+        weights = argument(call, 0, "gradient")
+        if weights is not None and self._tree.called(call) != "torch.autograd.backward":
+            loss = self._weighted(loss, weights)
         # A model's unchanged output is its own loss, a mean by all conventions.
         if loss in (Loss.EACH, Loss.OUTPUT):
             return Loss.MEAN
         return Loss.UNKNOWN if loss is Loss.OTHER else loss
+
+    def _weighted(self, loss: Loss, weights: cst.BaseExpression) -> Loss:
+        """Return the kind of a loss whose backward gets weights of its elements."""
+        if loss not in (Loss.EACH, Loss.OUTPUT) or self._tree.text(weights) == "None":
+            return loss
+        ones = self._tree.called(weights) in ("torch.ones_like", "torch.ones")
+        return Loss.SUM if loss is Loss.EACH and ones else Loss.UNKNOWN
 
     def _of(
         self, node: cst.BaseExpression, scope: Scope, line: int, depth: int
@@ -102,10 +114,14 @@ class Losses:
         if isinstance(node, cst.UnaryOperation):
             return self._of(node.expression, scope, line, depth)
         if isinstance(node, cst.BinaryOperation):
+            left = self._of(node.left, scope, line, depth - 1)
+            right = self._of(node.right, scope, line, depth - 1)
+            if isinstance(node.operator, cst.MatrixMultiply) and left is right:
+                return left if left is Loss.PARAMETERS else Loss.UNKNOWN
             return _combined(
                 node.operator,
-                self._of(node.left, scope, line, depth - 1),
-                self._of(node.right, scope, line, depth - 1),
+                left,
+                right,
                 counts=self._counts(node.right, scope),
             )
         if isinstance(node, cst.IfExp):
@@ -359,7 +375,12 @@ class Losses:
         if isinstance(node, cst.GeneratorExp | cst.ListComp):
             if self._is_of_parameters(node.for_in.iter):
                 return Loss.PARAMETERS
-            return self._of(node.elt, scope, line, depth)
+            value = self._of(node.elt, scope, line, depth)
+            if value in (Loss.EACH, Loss.MEAN, Loss.OUTPUT) and self._is_over_batch(
+                node.for_in.iter
+            ):
+                return Loss.SUM if value is Loss.MEAN else Loss.UNKNOWN
+            return value
         if isinstance(node, cst.List | cst.Tuple) and node.elements:
             out = Loss.CONSTANT
             for element in node.elements:
@@ -367,6 +388,19 @@ class Losses:
                 out = _combined(cst.Add(), out, value, counts=False)
             return out
         return Loss.UNKNOWN
+
+    def _is_over_batch(self, node: cst.BaseExpression) -> bool:
+        """Return whether an expression goes through the samples of a batch."""
+        names = {
+            name.value
+            for loop in self._work.job.training
+            if isinstance(loop.node, cst.For)
+            for name in stored_names(loop.node.target)
+        }
+        given = [node]
+        if self._tree.called(node) in ("zip", "enumerate", "reversed"):
+            given = [a.value for a in node.args] if isinstance(node, cst.Call) else []
+        return any(isinstance(n, cst.Name) and n.value in names for n in given)
 
     def _of_returned(self, called: list[Called], depth: int) -> Loss:
         out: Loss | None = None
@@ -409,15 +443,20 @@ class Losses:
         if full.startswith("torch.nn.functional."):
             name = full.rpartition(".")[2]
             if "loss" in name or "cross_entropy" in name or name == "kl_div":
-                return self._by_reduction(call)
+                return self._by_reduction(call, call.args[2:])
             return None
         for made in self._calls.makers(call, scope):
             name = self._tree.called(made)
             if name.startswith("torch.nn.") and name.endswith("Loss"):
-                return self._by_reduction(made)
+                return self._by_reduction(made, made.args)
         return None
 
-    def _by_reduction(self, call: cst.Call) -> Loss:
+    def _by_reduction(self, call: cst.Call, options: Sequence[cst.Arg]) -> Loss:
+        for given in options:
+            text = self._tree.text(given.value).strip("\"'")
+            if given.keyword is None and text in ("sum", "none", "False"):
+                of_text = {"sum": Loss.SUM, "none": Loss.EACH}
+                return of_text.get(text, Loss.UNKNOWN)
         for given in call.args:
             name = given.keyword.value if given.keyword is not None else ""
             text = self._tree.text(given.value).strip("\"'")

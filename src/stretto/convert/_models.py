@@ -10,6 +10,7 @@ from stretto.convert._edit import theirs
 from stretto.convert._freezing import Freezing
 from stretto.convert._tree import (
     Scope,
+    argument,
     arguments_of,
     dotted,
     found,
@@ -101,6 +102,15 @@ _SETTING_UP = frozenset(
         "gradient_checkpointing_enable",
     ]
 )
+
+_FUNCTIONAL = (
+    "torch.func.functional_call",
+    "torch.nn.utils.stateless.functional_call",
+    "functorch.make_functional",
+    "functorch.make_functional_with_buffers",
+    "higher.innerloop_ctx",
+)
+"""Calls that compute a model with parameters other than its own."""
 
 Span = tuple[int, int]
 """The first line of a part of a scope, and the line after its last."""
@@ -239,8 +249,13 @@ class Models:
         """
         path, scope = model.path or "", model.scope
         begins = sorted(self._tree.line(node) for node in self._beginnings(scope))
-        out = [(0, begins[0] if begins else _NEVER)]
-        for made in self._flow.assigned(path, scope):
+        assigned = self._flow.assigned(path, scope)
+        first = min(
+            (self._tree.line(o.statement) for o in assigned if o.scope is scope),
+            default=0,
+        )
+        out = [(0, next((begin for begin in begins if begin > first), _NEVER))]
+        for made in assigned:
             line = self._tree.line(made.statement)
             home = self._flow.home(path, made.scope)
             if (
@@ -464,6 +479,20 @@ class Models:
         ]
 
     def _check_called(self, model: Origin) -> None:
+        for call in self._tree.calls:
+            given = argument(call, 0, "module")
+            if (
+                self._tree.called(call) in _FUNCTIONAL
+                and given is not None
+                and not self._work.horovod
+                and self._is(given, self._tree.function(call), model)
+            ):
+                raise self._work.job.refuse(
+                    call,
+                    f"`{self._tree.text(call)[:50]}` computes `{model.path}` with other "
+                    "parameters, by name, which DistributedDataParallel does not "
+                    "see. Call the model itself in training, or use --to horovod",
+                )
         if not self._calls_of(model) and not self._work.horovod:
             raise self._work.job.refuse(
                 model.statement,

@@ -17,7 +17,27 @@ if TYPE_CHECKING:
     """Returns whether an expression's value may differ by rank, at its place."""
 
 _COMBINING = frozenset(
-    ["mean", "std", "var", "median", "flip", "roll", "cov", "corrcoef"]
+    [
+        "mean",
+        "std",
+        "var",
+        "median",
+        "flip",
+        "roll",
+        "cov",
+        "corrcoef",
+        "softmax",
+        "log_softmax",
+        "cumsum",
+        "cumprod",
+        "prod",
+        "amax",
+        "amin",
+        "sort",
+        "argsort",
+        "logsumexp",
+        "quantile",
+    ]
 )
 
 
@@ -88,7 +108,7 @@ class RankValueNotes:
         module, _, last = full.rpartition(".")
         on: cst.BaseExpression | None = None
         given = list(call.args)
-        if module == "torch" and last in _COMBINING and given:
+        if module in ("torch", "torch.nn.functional") and last in _COMBINING and given:
             on, given = given[0].value, given[1:]
         elif isinstance(call.func, cst.Attribute) and not module.startswith("torch"):
             last = call.func.attr.value
@@ -99,6 +119,8 @@ class RankValueNotes:
             return
         if last == "mean" and self._is_loss(call, on):
             return
+        if "sort" in last and "len" in self._tree.text(on).lower():
+            return  # for packed sequences: each sample stays the same
         self._reported.add(id(call))
         self._work.undecided(
             call,
@@ -113,6 +135,15 @@ class RankValueNotes:
             node,
             f"this decides on `{name}`, which differs by rank: if ranks take different "
             "branches here, they hang waiting for each other",
+        )
+
+    def saved(self, node: cst.CSTNode, name: str) -> None:
+        """List a decision to write a file by a value of one rank's samples."""
+        self._work.undecided(
+            node,
+            f"this decides on `{name}`, which is computed from each rank's own "
+            "samples, whether a file is written: rank 0's value decides. Reduce it "
+            "over ranks (mean_over_ranks) first",
         )
 
     def buffer(self, target: cst.Attribute, at: cst.CSTNode) -> None:
@@ -152,7 +183,7 @@ class RankValueNotes:
 
     def _is_over_samples(self, last: str, given: list[cst.Arg]) -> bool:
         """Return whether the arguments of a reduction say that it is over samples."""
-        place = 1 if last == "roll" else 0
+        place = 1 if last in ("roll", "quantile") else 0
         plain = [a for a in given if a.keyword is None]
         dims = [
             a.value

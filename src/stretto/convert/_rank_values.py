@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from stretto.convert._edit import Work
     from stretto.convert._loaders import Loaders
     from stretto.convert._rank_value_notes import Reductions
+    from stretto.convert._replicas import RankValues
 
 _SHOWING = frozenset(
     [
@@ -132,9 +133,11 @@ class _Frame:
     """Places of the returned tuple that differ; ``None`` for the whole value."""
 
 
-def point_out(work: Work, loaders: Loaders, numbers: Reductions) -> None:
+def point_out(work: Work, loaders: Loaders, numbers: Reductions) -> RankValues:
     """List what differs by rank where it is shown, written or collected."""
-    _RankValues(work, loaders, numbers).point_out()
+    values = _RankValues(work, loaders, numbers)
+    values.point_out()
+    return values
 
 
 @final
@@ -232,8 +235,10 @@ class _RankValues:
         decisions: Iterator[cst.If | cst.While]
         decisions = found(self._tree.module, (cst.If, cst.While))
         for node in decisions:
-            if self._steers(node):
+            if self.steers(node):
                 self._decide(node, self._notes)
+            elif isinstance(node, cst.If) and self._saves(node):
+                self._save(node, self._notes)
 
     def _decide(self, node: cst.If | cst.While, notes: RankValueNotes) -> None:
         """List a decision that a rank takes by its own samples or random numbers."""
@@ -246,6 +251,24 @@ class _RankValues:
         for call in found(node.test, cst.Call):
             if self._tree.called(call) in _DRAWING:  # a generator for each rank
                 notes.decided(node, self._tree.text(call)[:50])
+                return
+
+    def _saves(self, node: cst.If) -> bool:
+        if any(self._tree.within(node, t.node) for t in self._work.job.training):
+            return False  # listed with the other decisions of a step
+        return any(
+            self._tree.called(call) in SAVES
+            or self._tree.method_called(call, *SAVING_METHODS) is not None
+            for call in found(node.body, cst.Call)
+        )
+
+    def _save(self, node: cst.If, notes: RankValueNotes) -> None:
+        """List a decision to write a file by a value of a rank's own samples."""
+        scope = self._tree.function(node)
+        for frame in [f for f in list(self._frames.values()) if f.scope is scope]:
+            name = self._decides(node, frame)
+            if name is not None:
+                notes.saved(node, name)
                 return
 
     def _decides(self, node: cst.If | cst.While, frame: _Frame) -> str | None:
@@ -286,7 +309,7 @@ class _RankValues:
         made = self._flow.assigned(name.value, self._tree.function(name))
         return bool(made) and all(_is_size(_innermost_of_index(o.value)) for o in made)
 
-    def _steers(self, node: cst.If | cst.While) -> bool:
+    def steers(self, node: cst.If | cst.While) -> bool:
         """Return whether a decision may change how often a rank trains."""
         if isinstance(node, cst.While) and self._trains(node.body):
             return True
@@ -318,6 +341,12 @@ class _RankValues:
         frames = [f for (of, _), f in self._frames.items() if of == scope]
         in_lambda = any(isinstance(a, cst.Lambda) for a in self._tree.ancestors(node))
         return in_lambda or not frames or any(self._differs(node, f) for f in frames)
+
+    def differs(self, node: cst.BaseExpression) -> bool:
+        """Return whether a value comes from a rank's own samples, not reduced."""
+        scope = id(self._tree.function(node))
+        frames = [f for (of, _), f in self._frames.items() if of == scope]
+        return any(self._differs(node, frame) for frame in frames)
 
     def follow(self) -> None:
         """Follow a rank's samples through the script until nothing more differs."""
@@ -757,8 +786,12 @@ class _RankValues:
         ):
             return
         elif on is not None and method.endswith("_"):
-            at = self._tree.statement(call)
-            self._store(_innermost(on), at, frame, differs=True)
+            at, inner = self._tree.statement(call), _innermost(on)
+            path = dotted(inner)
+            kept = path is not None and self._outlives(path, at, frame)
+            if kept and path is not None and self._notes is not None:
+                self._notes.collected(path, at)
+            self._store(inner, at, frame, differs=True)
         elif on is not None and method in _COLLECTING:
             self._collect(on, call, frame)
         else:
@@ -794,11 +827,13 @@ class _RankValues:
             if isinstance(inner, cst.Attribute) and dotted(inner) is None:
                 inner = inner.value
             path = dotted(inner)
-        if path is None or path in self._numbers.graph:
+        if path is None:
             return
         if self._outlives(path, at, frame):
             if self._notes is not None:
                 self._notes.collected(path, at)
+        elif path in self._numbers.graph:
+            return
         elif isinstance(inner, cst.Name):
             self._set(inner.value, at, frame, differs=True)
         elif isinstance(inner, cst.Attribute):

@@ -12,6 +12,7 @@ from stretto.convert import (
     _file_names,
     _rank_values,
     _reading,
+    _replicas,
     _sample_loops,
     _setup,
     _support,
@@ -109,11 +110,13 @@ def _distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Not
     numbers = Numbers(work, models, loaders, shares)
     numbers.convert()
     _sample_loops.point_out(work, shares)
-    _rank_values.point_out(work, loaders, numbers)
+    values = _rank_values.point_out(work, loaders, numbers)
+    first = _first_epoch(work)
+    _replicas.point_out(work, models, values, first)
     display.convert()
     _file_names.convert(work)
     _device.convert(work, saves=display.saves)
-    _setup.convert(work, logs=display.logs(), seeds_before=_first_epoch(work))
+    _setup.convert(work, logs=display.logs(), seeds_before=first)
     _advice.give(work)
     return work.result().code, work.notes
 
