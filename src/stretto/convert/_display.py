@@ -29,13 +29,35 @@ SAVES = (
     "os.mkdir",
     "os.remove",
     "os.rename",
+    "os.replace",
+    "os.unlink",
+    "os.rmdir",
+    "os.symlink",
     "shutil.rmtree",
+    "shutil.copy2",
+    "shutil.copytree",
+    "shutil.move",
+    "numpy.savez_compressed",
+    "scipy.io.savemat",
+    "torch.jit.save",
+    "safetensors.torch.save_file",
+    "torchaudio.save",
+    "torchvision.io.write_png",
+    "torchvision.io.write_jpeg",
+    "torchvision.io.write_video",
+    "cv2.imwrite",
+    "imageio.imwrite",
+    "imageio.imsave",
+    "imageio.mimsave",
 )
 SAVING_METHODS = (
     "save_pretrained",
     "savefig",
     "to_csv",
     "to_json",
+    "to_pickle",
+    "to_parquet",
+    "to_excel",
     "write_text",
     "mkdir",
     "write_bytes",
@@ -76,6 +98,12 @@ class Display:
             )
             if full in SAVES or method in SAVING_METHODS:
                 self._guard(call, full or method)
+            elif full == "os.system" and not self._work.is_guarded(call):
+                self._work.undecided(
+                    call,
+                    f"`{self._tree.text(call)[:50]}` runs on every rank: put it under "
+                    "`if RANK == 0:` if it writes",
+                )
             elif self._writes(call) and not self._work.is_guarded(call):
                 self._work.undecided(
                     call,

@@ -38,6 +38,7 @@ _DIFFERING = (
     "os.getpid",
     "socket.gethostname",
 )
+_WRITING_DATA = tuple(m for m in SAVING_METHODS if m != "mkdir")
 _PATHS = frozenset(
     [
         *SAVES,
@@ -67,6 +68,8 @@ class _EqualNames:
         self._work, self._tree = work, work.tree
 
     def convert(self) -> None:
+        for node in found(self._tree.module, cst.If):
+            self._found_or_made(node)
         for call in self._tree.calls:
             full = self._tree.called(call)
             if full not in (*_FOLDERS, _CONTEXT, *_FILES, *_DIFFERING):
@@ -84,6 +87,53 @@ class _EqualNames:
                 self._context(call)
             elif full in _FOLDERS or self._names_a_path(call, _DEPTH, set()):
                 self._value(call, full)
+
+    def _found_or_made(self, node: cst.If) -> None:
+        """Let rank 0 say whether a file exists that a branch writes or loads.
+
+        Otherwise rank 0 may have written it already when another rank looks.
+        """
+        checks = [c for c in found(node.test, cst.Call) if self._is_check(c)]
+        scope = self._tree.function(node)
+        if (
+            not checks
+            or not self._touches_data(node)
+            or self._work.is_guarded(node)
+            or not is_joined(self._work, node)
+            or any(self._work.job.loop(x) is not None for x in self._tree.loops(node))
+            or (scope is not None and not self._is_of_all_ranks(scope))
+        ):
+            return
+        for check in checks:
+            self._around(check, "of_rank0")
+        wait = "hvd.barrier()" if self._work.horovod else "dist.barrier()"
+        self._work.after(node, wait)
+        self._work.done(
+            node, "rank 0 looks for the file; all ranks go on when it has been written"
+        )
+
+    def _is_check(self, call: cst.Call) -> bool:
+        if self._tree.called(call) in ("os.path.exists", "os.path.isfile"):
+            return True
+        return self._tree.method_called(call, "exists", "is_file") is not None
+
+    def _touches_data(self, node: cst.If) -> bool:
+        """Return whether a branch writes a file, other than to make a folder."""
+        blocks = [node.body, *([node.orelse] if node.orelse is not None else [])]
+        return any(
+            (self._tree.called(call) in SAVES and "dir" not in self._tree.called(call))
+            or self._tree.method_called(call, *_WRITING_DATA) is not None
+            for block in blocks
+            for call in found(block, cst.Call)
+        )
+
+    def _is_of_all_ranks(self, scope: cst.FunctionDef) -> bool:
+        """Return whether all ranks call a function, in their main processes."""
+        name = scope.name.value
+        if name.startswith("__") and name != "__init__":
+            return False
+        calls = self._work.flow.calls_of(scope)
+        return bool(calls) and not any(self._work.is_guarded(c) for c in calls)
 
     def _context(self, call: cst.Call) -> None:
         if not isinstance(self._tree.parent(call), cst.WithItem):
