@@ -489,8 +489,8 @@ class Models:
             ):
                 raise self._work.job.refuse(
                     call,
-                    f"`{self._tree.text(call)[:50]}` computes `{model.path}` with other "
-                    "parameters, by name, which DistributedDataParallel does not "
+                    f"`{self._tree.text(call)[:50]}` computes `{model.path}` with "
+                    "other parameters, by name, which DistributedDataParallel does not "
                     "see. Call the model itself in training, or use --to horovod",
                 )
         if not self._calls_of(model) and not self._work.horovod:
