@@ -349,6 +349,20 @@ def test_a_second_loader_of_a_step_is_divided(before: str, taken: str) -> None:
     assert "more = DataLoader(ds, batch_size=per_rank(8), sampler=" in after
 
 
+def test_a_loader_that_a_step_begins_again_has_another_order_each_time() -> None:
+    source = (
+        "model = Net()\nopt = optim.SGD(model.parameters(), lr=0.1)\n"
+        "batches = iter(loader)\nfor step in range(9):\n    try:\n"
+        "        (x,) = next(batches)\n    except StopIteration:\n"
+        "        batches = iter(loader)\n        (x,) = next(batches)\n"
+        "    opt.zero_grad()\n    model(x).mean().backward()\n    opt.step()\n"
+    )
+    line = "loader.sampler.set_epoch(loader.sampler.epoch + 1)\n"
+    after = convert(HEAD + source).after
+    assert f"\n{line}batches = iter(loader)" in after
+    assert f"        {line}        batches = iter(loader)" in after
+
+
 def test_a_model_made_after_another_was_trained_is_wrapped_once() -> None:
     step = "    opt.zero_grad()\n    {}(x).mean().backward()\n    opt.step()\n"
     source = "".join(
@@ -377,6 +391,7 @@ def test_the_loss_by_which_lbfgs_decides_is_the_mean_over_ranks() -> None:
         ("", "sum(F.mse_loss(model(a), a[:1]) for a in x)"),
         ("", "F.mse_loss(model(x), x[:, :1], None, None, 'sum')"),
         ("crit = nn.MSELoss(None, None, 'sum')", "crit(model(x), x[:, :1])"),
+        ("", "(model(x) - x[:, :1]).pow(2).sum() / 4"),
     ],
 )
 def test_other_forms_of_a_sum_are_multiplied(made: str, loss: str) -> None:
@@ -397,6 +412,29 @@ def test_a_backward_of_each_samples_loss_is_a_sum() -> None:
     )
     after = convert(HEAD + source).after
     assert "(loss * WORLD_SIZE).backward(torch.ones_like(loss))" in after
+
+
+def test_a_sum_divided_by_the_loaders_batch_size_is_a_mean() -> None:
+    source = (
+        "model = Net()\nopt = optim.SGD(model.parameters(), lr=0.1)\n"
+        "for (x,) in loader:\n    opt.zero_grad()\n"
+        "    loss = ((model(x) - x[:, :1]) ** 2).sum() / loader.batch_size\n"
+        "    loss.backward()\n    opt.step()\n"
+    )
+    assert "WORLD_SIZE).backward()" not in convert(HEAD + source).after
+
+
+@pytest.mark.parametrize("whole", ["len(ds)", "len(X)", "X.size(0)", "X.shape[0]"])
+def test_a_sum_divided_by_the_size_of_all_data_is_no_mean(whole: str) -> None:
+    source = (
+        "model = Net()\nopt = optim.SGD(model.parameters(), lr=0.1)\n"
+        "for (x,) in loader:\n    opt.zero_grad()\n"
+        f"    loss = ((model(x) - x[:, :1]) ** 2).sum() / {whole}\n"
+        "    loss.backward()\n    opt.step()\n"
+    )
+    conversion = convert(HEAD + source)
+    multiplied = "WORLD_SIZE).backward()" in conversion.after
+    assert multiplied or any("whether this loss" in n for n in open_notes(conversion))
 
 
 def test_a_product_of_vectors_of_samples_is_listed() -> None:

@@ -17,7 +17,8 @@ imports torch. It needs LibCST, which the extra ``stretto[convert]`` installs.
   `_second_backward` (the model), `_loaders` and `_batch` (its data), `_numbers`,
   `_loop_sums`, `_sample_loops`, `_classify`, `_losses`, `_rank_values`, `_divided` and
   `_rank_value_notes` (numbers of one rank), `_replicas` (what makes models differ),
-  `_display` and `_file_names` (output), `_device`, `_setup` and `_support` (the ranks, and inserted functions), and `_advice`.
+  `_display` and `_file_names` (output), `_device`, `_setup` and `_support` (the ranks,
+  and inserted functions), and `_advice`.
 - `_horovod` and `_already_distributed` convert scripts that are distributed already.
 """
 

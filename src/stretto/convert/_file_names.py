@@ -97,7 +97,7 @@ class _EqualNames:
         scope = self._tree.function(node)
         if (
             not checks
-            or not self._touches_data(node)
+            or not (self._touches_data(node) or self._loads(node))
             or self._work.is_guarded(node)
             or not is_joined(self._work, node)
             or any(self._work.job.loop(x) is not None for x in self._tree.loops(node))
@@ -106,10 +106,18 @@ class _EqualNames:
             return
         for check in checks:
             self._around(check, "of_rank0")
-        wait = "hvd.barrier()" if self._work.horovod else "dist.barrier()"
-        self._work.after(node, wait)
+        if self._touches_data(node):
+            wait = "hvd.barrier()" if self._work.horovod else "dist.barrier()"
+            self._work.after(node, wait)
         self._work.done(
-            node, "rank 0 looks for the file; all ranks go on when it has been written"
+            node, "rank 0 looks for the file, so that all ranks take the same branch"
+        )
+
+    def _loads(self, node: cst.If) -> bool:
+        """Return whether a branch loads a file that the script itself writes."""
+        saves = any(self._tree.called(c) == "torch.save" for c in self._tree.calls)
+        return saves and any(
+            self._tree.called(c) == "torch.load" for c in found(node, cst.Call)
         )
 
     def _is_check(self, call: cst.Call) -> bool:

@@ -513,7 +513,7 @@ class Job:
         if not origins:
             return None
         named = {
-            (self.tree.text(s[0]), id(s[1])): s
+            id(s[0]): s
             for s, (_, reached) in zip(sources, pairs, strict=True)
             if reached
         }
@@ -597,13 +597,14 @@ class Job:
                 ]
             return [(node, scope)] if self._gives_loader(node) else []
         if (path := dotted(node)) is not None:
+            out = []
             for origin in self.flow.assigned(path, scope):
                 made = origin.value
                 if isinstance(made, cst.Call) and (
                     self.tree.called(made) in WRAPPERS or self._yields(made)
                 ):
-                    return self._sources(made, origin.scope, depth - 1)
-            return [(node, scope)]
+                    out += self._sources(made, origin.scope, depth - 1)
+            return out or [(node, scope)]
         if isinstance(node, cst.Subscript) and dotted(node.value) is not None:
             return [(node, scope)]
         return []

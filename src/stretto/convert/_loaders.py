@@ -254,7 +254,8 @@ class Loaders:
         for node, scope in loop.loaders:
             at = self._epoch_begins(loop, node)
             name = self._tree.text(node)
-            epoch = self._epoch(at, scope)
+            again = at is not loop.node and self._tree.within(at, loop.node)
+            epoch = None if again else self._epoch(at, scope)
             if isinstance(node, cst.Call) or (
                 epoch is None and self._is_per_pass(loop)
             ):
@@ -311,6 +312,9 @@ class Loaders:
                 return loop.node
             return self._tree.statement(node)
         statement = self._tree.statement(node)
+        above = self._tree.parent(self._tree.parent(node) or node)
+        if self._tree.called(above) == "iter":
+            return statement
         if self._tree.function(loop.node) is self._tree.function(node) and isinstance(
             loop.node, cst.For
         ):

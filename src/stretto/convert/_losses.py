@@ -77,6 +77,7 @@ class Losses:
         self._work = work
         self._tree, self._flow = work.tree, work.flow
         self._calls, self._branches = work.calls, Branches(work.tree, work.flow)
+        self._tops = [loop.scope for loop in work.job.training]
 
     def of(self, call: cst.Call) -> Loss:
         """Return the kind of the loss of a call of ``backward``."""
@@ -502,6 +503,10 @@ class Losses:
     def _counts(self, node: cst.BaseExpression, scope: Scope) -> bool:
         """Return whether an expression is a number of samples or of elements."""
         if (path := dotted(node)) is not None:
+            if isinstance(node, cst.Attribute) and node.attr.value == "batch_size":
+                keys = {o.key for t in self._work.job.training for o in t.origins}
+                of = self._flow.origins(node.value, scope)
+                return any(o.key in keys for o in of)  # a rank's part of the batch
             made = self._flow.assigned(path, scope)
             return bool(made) and all(
                 dotted(o.value) is None and self._counts(o.value, o.scope) for o in made
@@ -510,13 +515,45 @@ class Losses:
             method = (
                 node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
             )
-            return self._tree.called(node) == "len" or method in ("size", "numel")
+            if self._tree.called(node) == "len" and node.args:
+                return self._is_of_step(node.args[0].value, scope)
+            on = node.func.value if isinstance(node.func, cst.Attribute) else None
+            return (
+                method in ("size", "numel")
+                and on is not None
+                and self._is_of_step(on, scope)
+            )
         if isinstance(node, cst.BinaryOperation):
             return self._counts(node.left, scope) or self._counts(node.right, scope)
         if isinstance(node, cst.Subscript):
             base = node.value
-            return isinstance(base, cst.Attribute) and base.attr.value == "shape"
+            return (
+                isinstance(base, cst.Attribute)
+                and base.attr.value == "shape"
+                and self._is_of_step(base.value, scope)
+            )
         return False
+
+    def _is_of_step(self, node: cst.BaseExpression, scope: Scope) -> bool:
+        """Return whether something may be a batch, rather than whole data."""
+        path = dotted(node)
+        if path is None:
+            return True
+        first = path.partition(".")[0]
+        if scope is not None and first in parameters(scope) and first != "self":
+            return not path.endswith("dataset")
+        made = self._flow.assigned(path, scope) or self._flow.assigned(first, scope)
+        loops = [loop.node for loop in self._work.job.training]
+        inside = [self._tree.within(o.statement, loop) for o in made for loop in loops]
+        return (
+            (not made and first != "self")
+            or any(inside)
+            or (
+                scope is not None
+                and scope not in self._tops
+                and any(o.scope is scope for o in made)
+            )
+        )
 
 
 def _either(one: Loss, other: Loss) -> Loss:

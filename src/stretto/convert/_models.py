@@ -635,7 +635,7 @@ def trained_functions(work: Work) -> list[cst.FunctionDef]:
     waiting: list[cst.CSTNode] = [*out, *(loop.node for loop in work.job.training)]
     while waiting:
         for call in found(waiting.pop(), cst.Call):
-            for function in work.flow.local(call):
+            for function in (*work.flow.local(call), *work.calls.functions(call)):
                 if function not in out:
                     out.append(function)
                     waiting.append(function)

@@ -126,7 +126,9 @@ class _Replicas:
             self._gradients(call)
             self._statistics(call)
             self._trial(call)
-        for node in found(self._tree.module, (cst.Assign, cst.AugAssign)):
+        changes: Iterator[cst.Assign | cst.AugAssign]
+        changes = found(self._tree.module, (cst.Assign, cst.AugAssign))
+        for node in changes:
             self._assigned(node)
         for loop in found(self._tree.module, cst.For):
             self._samples(loop)
@@ -135,7 +137,9 @@ class _Replicas:
             for given in optimizer.call.args[1:]:
                 self._setting(given.value, optimizer.scope, "the optimizer")
         self._data()
-        for decision in found(self._tree.module, (cst.If, cst.While)):
+        decisions: Iterator[cst.If | cst.While]
+        decisions = found(self._tree.module, (cst.If, cst.While))
+        for decision in decisions:
             self._decision(decision)
         for block in found(self._tree.module, cst.Try):
             self._attempt(block)
@@ -257,7 +261,8 @@ class _Replicas:
                 continue
             if not any(n.value == name.value for n in stored_names(loop.target)):
                 continue
-            over, target = loop.iter, loop.target
+            over: cst.BaseExpression = loop.iter
+            target: cst.BaseExpression = loop.target
             if self._tree.called(over) == "enumerate" and isinstance(over, cst.Call):
                 over = over.args[0].value
                 if isinstance(target, cst.Tuple):
