@@ -251,6 +251,26 @@ def test_a_time_limit_is_listed(setup: str, test: str) -> None:
     assert "decides on the clock" in note
 
 
+def test_a_decision_on_numbers_that_samples_draw_too_is_listed() -> None:
+    source = (
+        "class Noise:\n    def __getitem__(self, i):\n"
+        "        return X[i] + random.random()\n\n"
+        "    def __len__(self):\n        return 8\n\n\n"
+    )
+    skip = "        if random.random() < 0.5:\n            continue\n"
+    rest = TRAINING.format(setup="", epoch="", step="").replace("\n\n", "\n")
+    line = "    for (x,) in loader:\n"
+    rest = rest.replace(line, line + skip)
+    notes = open_notes(convert(HEAD + source + rest))
+    assert any("only if all have drawn equally often" in n for n in notes)
+    assert not open_notes(convert(HEAD + rest))
+
+
+def test_a_model_chosen_by_a_drawn_number_is_listed() -> None:
+    step = "(aux if torch.rand(1) < 0.5 else model)(x).mean().backward()"
+    assert any("chooses a model by a value" in n for n in notes_on(step=step))
+
+
 SKIPPING = """\
 model = Net()
 opt = optim.SGD(model.parameters(), lr=0.1)
@@ -347,6 +367,20 @@ def test_a_second_loader_of_a_step_is_divided(before: str, taken: str) -> None:
     )
     after = convert(HEAD + source).after
     assert "more = DataLoader(ds, batch_size=per_rank(8), sampler=" in after
+
+
+def test_models_that_one_function_trains_one_after_another_are_wrapped() -> None:
+    source = (
+        "def fit(net, opt):\n    for (x,) in loader:\n        opt.zero_grad()\n"
+        "        net(x).mean().backward()\n        opt.step()\n\n\n"
+    ) + "".join(
+        f"{name} = Net()\nopt = optim.SGD({name}.parameters(), lr=0.1)\n"
+        f"for epoch in range(2):\n    fit({name}, opt)\n"
+        for name in ("first", "second")
+    )
+    after = convert(HEAD + source).after
+    for name in ("first", "second"):
+        assert after.count(f"{name} = DistributedDataParallel({name}") == 1
 
 
 def test_a_loader_that_a_step_begins_again_has_another_order_each_time() -> None:

@@ -312,7 +312,24 @@ class Models:
             anchors = inside
             at = last_of_common_block(self._work, anchors)
         last = max(self._tree.line(n) for n in (at, *anchors))
-        return Site(path=path, scope=scope, at=at, last_line=last, first_line=span[0])
+        own = self._values(model)
+        others: set[Key] = set()
+        for other in self._work.job.models:
+            others |= self._values(other)
+        return Site(
+            path=path,
+            scope=scope,
+            at=at,
+            last_line=last,
+            first_line=span[0],
+            values=frozenset(own),
+            others=frozenset(others - own),
+        )
+
+    def _values(self, model: Origin) -> set[Key]:
+        """Return the keys of what a model's name is assigned."""
+        made = self._flow.assigned(model.path or "", model.scope)
+        return {model.key, *(o.key for o in made)}
 
     def _place(self, model: Origin, span: Span) -> Site:
         """Return where to wrap a model so that every call in training uses the wrapper.

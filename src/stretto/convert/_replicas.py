@@ -141,6 +141,8 @@ class _Replicas:
         decisions = found(self._tree.module, (cst.If, cst.While))
         for decision in decisions:
             self._decision(decision)
+        for choice in found(self._tree.module, cst.IfExp):
+            self._choice(choice)
         for block in found(self._tree.module, cst.Try):
             self._attempt(block)
 
@@ -548,6 +550,14 @@ class _Replicas:
                 "rank: if ranks take different branches here, they hang waiting for "
                 "each other. Let rank 0 decide, and broadcast it",
             )
+        elif (uneven := self._is_uneven(node.test)) is not None:
+            self._note(
+                node,
+                f"this decides on `{self._short(uneven)}`, which is equal on all ranks "
+                "only if all have drawn equally often, but the samples of a rank draw "
+                "from it too: if ranks take different branches here, they hang waiting "
+                "for each other. Use a generator of its own, random.Random(seed)",
+            )
         elif not self._has_draw(node.test):
             drawn = self._draw(node.test, scope)
             if drawn is not None:
@@ -557,6 +567,38 @@ class _Replicas:
                     "differs by rank: if ranks take different branches here, they hang "
                     "waiting for each other",
                 )
+
+    def _choice(self, node: cst.IfExp) -> None:
+        """List a choice between models that ranks may make differently."""
+        scope = self._tree.function(node)
+        chosen = (node.body, node.orelse)
+        if self._is_in_step(node) and any(
+            self._models.is_model(part, scope) for part in chosen
+        ):
+            drawn = self._draw(node.test, scope)
+            if drawn is not None or self._values.differs(node.test):
+                self._note(
+                    node,
+                    f"`{self._short(node)}` chooses a model by a value that differs by "
+                    "rank: if ranks train different models, they hang waiting for each "
+                    "other. Choose with `random`, or let rank 0 choose",
+                )
+
+    def _is_uneven(self, node: cst.BaseExpression) -> cst.Call | None:
+        """Return a draw of `random` or NumPy that samples of a rank also make."""
+        for call in found(node, cst.Call):
+            library = self._library(call)
+            for function in self._tree.functions if library else ():
+                if function.name.value in ("__getitem__", "__call__") and any(
+                    self._library(c) == library for c in found(function, cst.Call)
+                ):
+                    return call
+        return None
+
+    def _library(self, call: cst.Call) -> str:
+        full = self._tree.called(call)
+        names = ("random.", "numpy.random.")
+        return next((n for n in names if full.startswith(n)), "")
 
     def _has_draw(self, node: cst.BaseExpression) -> bool:
         return any(self._is_draw(call) for call in found(node, cst.Call))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
-from stretto.convert._flow import parameters
+from stretto.convert._flow import Key, parameters
 from stretto.convert._tree import Scope, dotted
 
 if TYPE_CHECKING:
@@ -26,6 +26,10 @@ class Site:
     """The last line on which the model is not wrapped yet."""
     first_line: int = 0
     """The line from which the name means this model, if it meant another before."""
+    values: frozenset[Key] = frozenset()
+    """What the model is, as `Flow.reached` says it."""
+    others: frozenset[Key] = frozenset()
+    """What the other trained models are."""
 
 
 @final
@@ -91,7 +95,13 @@ class Views:
         return all(
             self._wrapped(v, self._tree.function(c), self._tree.line(c), site, seen)
             for c, v in passed
+            if self._may_be(v, self._tree.function(c), site)
         )
+
+    def _may_be(self, node: cst.BaseExpression, scope: Scope, site: Site) -> bool:
+        """Return whether an expression may be a site's model, not surely another."""
+        reached = self._flow.reached(node, scope)
+        return not site.values.isdisjoint(reached) or site.others.isdisjoint(reached)
 
     def _of_assigned(
         self, origin: Origin, site: Site, seen: set[tuple[int, int]]
