@@ -13,6 +13,8 @@ _RATE = re.compile(
 _SIZE = re.compile(
     r"^\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(ki|mi|gi|k|m|g)?b?\s*$", re.IGNORECASE
 )
+_TIME = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|h)\s*$")
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
 
@@ -47,6 +49,22 @@ def parse_bytes(text: str) -> int:
     if size_bytes >= 2**63:
         raise SpecError(f"a size must be below 2^63 bytes, got {text:.40}")
     return round(size_bytes)
+
+
+def parse_s(text: str) -> float:
+    """Return the seconds of a time such as ``30 s``, ``10 min`` or ``1.5 h``.
+
+    Raises:
+        SpecError: the text is not a positive time.
+    """
+    match = _TIME.match(text)
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if seconds <= 0:
+        raise SpecError(
+            f"a time is a positive number and one of s, min, h, for instance 10 min; "
+            f"got {text!r}"
+        )
+    return seconds
 
 
 def format_s(duration_s: float) -> str:

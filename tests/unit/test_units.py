@@ -112,6 +112,19 @@ def test_rates_are_written_as_links_are_sold(bytes_per_s, text):
     assert units.format_rate(bytes_per_s) == text
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30 s", 30.0), ("1.5min", 90.0), (" 2 h ", 7200.0)]
+)
+def test_times_have_a_unit(text, seconds):
+    assert units.parse_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "10", "0 s", "-1 s", "1 day", "1e3 s", "s"])
+def test_other_times_are_refused(text):
+    with pytest.raises(SpecError, match="positive number"):
+        units.parse_s(text)
+
+
 @given(st.floats(1e-12, 1e12))
 def test_written_durations_mean_what_they_say(duration_s):
     text = units.format_s(duration_s)

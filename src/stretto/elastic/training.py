@@ -297,7 +297,9 @@ class Elastic:
             self._group.release_one()
         self._has_begun, self._received = True, None
         if self._snapshots is not None:
-            self._snapshots.take_if_due(self._manifest, self._state, rank=self.rank)
+            self._snapshots.take_if_due(
+                self._steps, self._manifest, self._state, rank=self.rank
+            )
         self._has_stepped = False
         self.optimizer.zero_grad(set_to_none=True)
         if self._client is not None:

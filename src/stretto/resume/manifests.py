@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stretto.errors import SpecError, StrettoError
+from stretto.schema.codec import replacing
+from stretto.units import parse_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,8 +36,7 @@ VERSION = 1
 _SUFFIX = ".snapshot.json"
 _NAME = re.compile(r"^\.?run([0-9]+)-membership([0-9]+)-step([0-9]+)\.")
 
-_INTERVAL = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*(steps?|s|min|h)\s*$")
-_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_STEPS = re.compile(r"^\s*([0-9]+)\s*steps?\s*$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +53,18 @@ class Interval:
         Raises:
             SpecError: it is neither, or not positive.
         """
-        match = _INTERVAL.match(text)
-        number = float(match[1]) if match else 0.0
-        if match is None or number <= 0:
+        match = _STEPS.match(text)
+        try:
+            steps = int(match[1]) if match else None
+            seconds = None if match else parse_s(text)
+        except SpecError:
+            steps = 0
+        if steps == 0:
             raise SpecError(
                 "every must be a number of steps or a time, for instance '100 steps', "
                 f"'30 s', '10 min' or '1 h'; got {text!r}"
             )
-        unit = match[2]
-        if unit.startswith("step"):
-            if number != int(number):
-                raise SpecError(f"every must be a whole number of steps, got {text!r}")
-            return cls(int(number), None)
-        return cls(None, number * _SECONDS[unit])
+        return cls(steps, seconds)
 
     def is_due(self, *, steps: int, seconds: float) -> bool:
         """Return whether this much since the last snapshot is enough."""
@@ -177,17 +177,8 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     Raises:
         OSError: it cannot be written; what was there before remains.
     """
-    part = path.with_name(f".{path.name}.part{os.getpid()}")
-    try:
-        with part.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        write(file)
     _flush_folder(path.parent)
 
 

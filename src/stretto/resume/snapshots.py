@@ -186,19 +186,19 @@ class JobSnapshots:
 
     def take_if_due(
         self,
+        step: int,
         manifest_of: Callable[[], Manifest],
         state_of: Callable[[], Any],
         *,
         rank: int,
     ) -> None:
-        """Begin to write a snapshot if one is due and this is rank 0."""
-        if rank:
+        """Begin to write a snapshot if one is due after a step and this is rank 0."""
+        if rank or not self._interval.is_due(
+            steps=step - self._step, seconds=perf_counter() - self._at_s
+        ):
             return
-        manifest = manifest_of()
-        if self._interval.is_due(
-            steps=manifest.step - self._step, seconds=perf_counter() - self._at_s
-        ) and self._writer.start(manifest, state_of):
-            self.note(manifest.step)
+        if self._writer.start(manifest_of(), state_of):
+            self.note(step)
 
     def take(self, manifest: Manifest, state: Any) -> None:
         """Write a snapshot and wait for it.

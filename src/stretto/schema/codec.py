@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tempfile
+import secrets
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from stretto._version import __version__
 from stretto.errors import SpecError
 from stretto.schema._convert import convert
 from stretto.schema._json import dump, parse, plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = [
     "MADE_BY",
@@ -114,34 +117,37 @@ def write_atomically(path: str | Path, data: bytes) -> None:
         if target.exists() and not target.is_file() and not target.is_dir():
             target.write_bytes(data)
             return
-        handle, temporary = tempfile.mkstemp(
-            dir=target.parent, prefix=f".{target.name[:64]}."
-        )
+        with replacing(target) as file:
+            file.write(data)
     except (OSError, ValueError) as exc:
         raise SpecError(f"{path}: cannot be written: {_reason(exc)}") from exc
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[IO[bytes]]:
+    """Yield a file that takes a path's place once it is complete on the disk.
+
+    Its name begins with a point and the path's own name. If the block fails, it is
+    removed, and what was at the path remains.
+
+    Raises:
+        OSError: the folder does not exist or cannot be written.
+    """
+    temporary = target.with_name(f".{target.name[:64]}.{secrets.token_hex(6)}")
+    with temporary.open("xb") as file:
+        try:
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())
-        Path(temporary).replace(target)
-    except BaseException as exc:
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink(missing_ok=True)
-        if isinstance(exc, OSError):
-            raise SpecError(f"{path}: cannot be written: {_reason(exc)}") from exc
-        raise
+            temporary.replace(target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
 
 
 def _reason(exc: OSError | ValueError) -> str:
     return (exc.strerror if isinstance(exc, OSError) else None) or str(exc)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def header(kind: str) -> dict[str, Any]:

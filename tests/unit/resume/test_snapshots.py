@@ -151,9 +151,9 @@ def test_no_snapshot_is_no_use(tmp_path: Path) -> None:
 
 def test_only_rank_0_takes_snapshots(tmp_path: Path) -> None:
     job = JobSnapshots(tmp_path, every="1 step", keep=2)
-    job.take_if_due(lambda: manifest(5), lambda: [1], rank=1)
-    job.take_if_due(lambda: manifest(0), lambda: [1], rank=0)
+    job.take_if_due(5, lambda: manifest(5), lambda: [1], rank=1)
+    job.take_if_due(0, lambda: manifest(0), lambda: [1], rank=0)
     assert not list(tmp_path.iterdir())
-    job.take_if_due(lambda: manifest(5), lambda: [1], rank=0)
+    job.take_if_due(5, lambda: manifest(5), lambda: [1], rank=0)
     job._writer.wait()
     assert read_newest(tmp_path) is not None
