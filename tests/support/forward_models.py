@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from stretto.optim import AdamSGD
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -188,5 +190,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizers]] = {
     "Rprop": _one(_o.Rprop, lr=0.01),
     "Adafactor": _one(_o.Adafactor, lr=0.01),
     "Muon": _muon,
+    "AdamSGD": _one(AdamSGD, lr=0.01, switch_at=3),
 }
 """Optimizers whose step treats each parameter separately."""

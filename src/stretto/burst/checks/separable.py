@@ -181,8 +181,8 @@ def why_together(
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is one of PyTorch's own."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+    """Return whether an optimizer is one of PyTorch's own, or of `stretto.optim`."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "stretto.optim."))
 
 
 def _is_loss(value: Any) -> bool:

@@ -7,8 +7,9 @@ this one call by empty lists; the hook after it puts the lists back and takes th
 in parts: now where gradients are complete, later where they are under way. Each part
 calls the class's own ``step`` with the groups' options as they were at the user's call.
 This equals one call bit for bit for optimizers that treat each parameter separately:
-the exact types in `SEPARABLE_NAMES`, and what `separable` declares. A subclass may do
-anything else, so it is not among them.
+the exact types in `SEPARABLE_NAMES`, classes that say ``is_separable = True`` in their
+own body, and what `separable` declares. A subclass may do anything else, so it is not
+among them.
 
 With a closure, the decision is taken as the closure ends: torch's optimizers call it
 before they look at any parameter.
@@ -328,7 +329,11 @@ def _sorted_out(
 def _why_not(optimizer: Any, members: Sequence[BucketMember]) -> str | None:
     """Return why a step can't be deferred, or "" to wait without a log line."""
     kind = type(optimizer)
-    if kind not in _SEPARABLE and optimizer not in _declared:
+    if (
+        kind not in _SEPARABLE
+        and optimizer not in _declared
+        and not vars(kind).get("is_separable", False)
+    ):
         return (
             f"{kind.__module__}.{kind.__qualname__} is not known to treat each "
             "parameter separately, so its step waits for all gradients. If it does, "
