@@ -163,6 +163,10 @@ def train(state):
             os._exit(1)
         state.commit()
         time.sleep(0.3)
+        # The other host may need long to start: some steps are left for both.
+        while mark.exists() and hvd.size() == 1 and state.step >= STEPS - 6:
+            state.commit()
+            time.sleep(0.3)
 
 train(state)
 """.replace("STEPS", str(_STEPS))
@@ -196,12 +200,13 @@ def _rows(folder: Path) -> list[tuple[str, int, int, float]]:
     return [tuple(json.loads(line)) for line in lines]
 
 
+@pytest.mark.timeout(360)
 def test_a_lost_host_and_one_that_comes_back(tmp_path: Path) -> None:
     """Two agents; one dies with its rank, and later another takes its place."""
     (tmp_path / "script.py").write_text(_SCRIPT)
     port = free_port()
     agents = [_agent(tmp_path, "a", port), _agent(tmp_path, "b", port)]
-    deadline = time.perf_counter() + 120
+    deadline = time.perf_counter() + 240
     try:
         came_back = False
         while agents[0].poll() is None and time.perf_counter() < deadline:
@@ -211,7 +216,7 @@ def test_a_lost_host_and_one_that_comes_back(tmp_path: Path) -> None:
                 came_back = True
                 agents.append(_agent(tmp_path, "b", port))
         if agents[-1].poll() is None:
-            agents[-1].wait(15)
+            agents[-1].wait(60)
         codes = [agent.poll() for agent in agents]
     finally:
         for agent in agents:

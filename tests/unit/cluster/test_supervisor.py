@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -393,7 +394,8 @@ def test_a_rank_that_uses_too_much_memory_ends_the_attempt_and_says_so(
     end = started(folder, part).event("ended")
     assert end["code"] == 137
     assert end["signaled"] is False  # it counts as a failure
-    assert "use 2" in end["why"]
+    used = re.search(r"use (\d+) MiB", end["why"])  # it may still be growing
+    assert used and int(used[1]) > 100
     assert "MiB of the host's memory; host_memory_bytes permits 100 MiB" in end["why"]
 
 
