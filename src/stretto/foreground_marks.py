@@ -130,10 +130,14 @@ class StepMarker:
     whose gradients are not reduced belong to the step that reduces them.
     """
 
-    __slots__ = ("__weakref__", "_in_step", "windows")
+    __slots__ = ("__weakref__", "_in_step", "steps", "windows")
 
     def __init__(self) -> None:
         self._in_step = False
+        self.steps = 0
+        """Steps begun so far: the same on all ranks of the model, also on one that has
+        joined later, where a model's marker is made anew."""
+
         self.windows: tuple[Any, ...] = ()
         """The windows predicted for each step, a `Window` each."""
 
@@ -141,6 +145,7 @@ class StepMarker:
         """Mark the start of a step, unless one has begun."""
         if not self._in_step:
             self._in_step = True
+            self.steps += 1
             _marks.step(self)
 
     def predict(self, windows: Sequence[Any]) -> None:

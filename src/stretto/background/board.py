@@ -78,6 +78,13 @@ _MARK_END = (_MARK.size - 8) // 8
 
 _SIZE = _RING_AT + _MARK_BYTES * _MARKS
 
+_MASK = 2**64 - 1
+"""Of a number's field. A file that something else has written may hold any number."""
+
+_claimed: set[tuple[Path, int]] = set()
+"""Boards and roles that this program has claimed. A role that has this process's id,
+and is not among them, is that of the program that called ``exec``."""
+
 _LOCK_S = 10.0
 """How long a process that opens a board waits for another that changes it."""
 
@@ -342,16 +349,19 @@ class Board:
             # The table has no room for the kinds of every foreground since the boot.
             self._map[_KINDS_AT:_WINDOWS_AT] = bytes(_WINDOWS_AT - _KINDS_AT)
             self._numbers = itertools.count(self.words[_LAST_MARK] + 1)
+            self.mark(0, FREE)  # a background may follow this process's last program
             self.mark(0, COMPUTING)
             self.words[_FOREGROUND_STARTED] = own_start()
             self.words[_FOREGROUND] = os.getpid()
             self.set_windows(())
+            _claimed.add((self.path, _FOREGROUND))
 
     def release_foreground(self) -> None:
         """Leave the device free."""
         if self._pid == os.getpid() and self.words[_FOREGROUND] == self._pid:
             self.mark(0, FREE)
             self.words[_FOREGROUND] = 0
+            _claimed.discard((self.path, _FOREGROUND))
 
     @property
     def is_read(self) -> bool:
@@ -370,7 +380,7 @@ class Board:
             state: ``FREE``, ``COMPUTING``, ``WAITING`` or ``COMMUNICATING``.
             kind: what it waits for, as `kind_number` returned it.
         """
-        number = next(self._numbers)
+        number = next(self._numbers) & _MASK
         _MARK.pack_into(
             self._map,
             _RING_AT + _MARK_BYTES * (number % _MARKS),
@@ -410,7 +420,7 @@ class Board:
             _WINDOW.pack(w.begin_s, w.length_s, self.kind_number(w.kind)) for w in kept
         )
         front = _WINDOWS_AT // 8
-        number = self.words[front] + 1
+        number = (self.words[front] + 1) & _MASK
         struct.pack_into(
             f"=QQ{_MAX_WINDOWS * _WINDOW.size}sQ",
             self._map,
@@ -449,12 +459,14 @@ class Board:
             self.words[_BACKGROUND] = os.getpid()
             self.words[_READER_STARTED] = started
             self.words[READER] = os.getpid()
+            _claimed.add((self.path, _BACKGROUND))
 
     def release_background(self) -> None:
         """Let another background have the device."""
         if self._pid == os.getpid() and self.words[_BACKGROUND] == self._pid:
             self.words[READER] = 0
             self.words[_BACKGROUND] = 0
+            _claimed.discard((self.path, _BACKGROUND))
 
     @property
     def has_foreground(self) -> bool:
@@ -522,7 +534,7 @@ class Board:
 
     def publish(self, status: BackgroundStatus) -> None:
         """Write what the background does; in some 2 us, so at each lease."""
-        number = self.words[_STATUS_AT // 8] + 1
+        number = (self.words[_STATUS_AT // 8] + 1) & _MASK
         _STATUS.pack_into(
             self._map,
             _STATUS_AT,
@@ -556,6 +568,8 @@ class Board:
     def _require_free(self, role: int, name: str) -> None:
         pid, started = self.words[role], self.words[role + 1]
         if pid == os.getpid() and started == own_start():
+            if (self.path, role) not in _claimed:
+                return
             raise BackgroundError(
                 f"device {self.device} has a {name} already, process {pid}, which is "
                 "this one: use the one that it has opened, or name another device"

@@ -47,6 +47,12 @@ _KILL_AFTER_S = 5.0
 _BUSY = 0.05
 """Share of a processor above which a process computes."""
 
+_VERY_BUSY = 0.5
+"""The same for one that may look at the board all the time, while it waits."""
+
+_LEASELESS_S = 10.0
+"""Time for which a background computes without a lease before that is reported."""
+
 _OTHER_STEPS = 8
 """Steps of another model without one of the model that has marked steps so far, after
 which the other marks them."""
@@ -111,6 +117,8 @@ class Foreground:
         self._reported: tuple[int, float] | None = None
         self._ended: tuple[int, float] | None = None
         self._processor = 0, 0.0, 0.0
+        self._leaseless_from_s, self._tasks_seen = 0.0, (0, -1)
+        self._has_warned_of = 0
         self._waits = 0
         self._waits_lock = threading.Lock()
         self._takes = False
@@ -153,7 +161,9 @@ class Foreground:
         """
         if not self._counts(source):
             return
-        self._step += 1
+        # Ranks agree on the number of a model's step, whenever each has opened this.
+        is_model = isinstance(source, StepMarker)
+        self._step = source.steps if is_model else self._step + 1
         if self._words[READER]:  # a background reads
             self._board.mark(self._step, COMPUTING)
             if perf_counter() > self._look_at_s:
@@ -240,7 +250,10 @@ class Foreground:
         pid, status = found
         # A process that was stopped may hold the device without a lease.
         begin_s = status.lease_begin_s or blocked_since_s
-        if status.is_preempted or not begin_s:
+        if status.is_preempted:
+            return
+        if not begin_s:
+            self._look_without_lease(pid, status, now_s)
             return
         held_s = now_s - begin_s
         computes = self._device.is_processor and self._computes(pid, now_s)
@@ -262,7 +275,27 @@ class Foreground:
         if keeps and limit_s is not None and held_s > limit_s:
             self._stop(lease)
 
-    def _computes(self, pid: int, now_s: float) -> bool:
+    def _look_without_lease(
+        self, pid: int, status: BackgroundStatus, now_s: float
+    ) -> None:
+        """Report a background that computes for long and takes no leases."""
+        computes = self._computes(pid, now_s, share=_VERY_BUSY)
+        before, self._tasks_seen = self._tasks_seen, (pid, status.tasks)
+        if not computes or before != self._tasks_seen:
+            self._leaseless_from_s = now_s
+        elif (
+            now_s - self._leaseless_from_s > _LEASELESS_S and self._has_warned_of != pid
+        ):
+            self._has_warned_of = pid
+            _log.warning(
+                "the background of %s, process %d, has computed for %.0f s without a "
+                "lease, whatever this process did",
+                self._device.name,
+                pid,
+                now_s - self._leaseless_from_s,
+            )
+
+    def _computes(self, pid: int, now_s: float, *, share: float = _BUSY) -> bool:
         """Return whether a process has computed since the last look."""
         before_pid, before_s, before_used_s = self._processor
         try:
@@ -271,7 +304,7 @@ class Foreground:
         except OSError:
             return False
         self._processor = pid, now_s, used_s
-        return before_pid == pid and used_s - before_used_s > _BUSY * (now_s - before_s)
+        return before_pid == pid and used_s - before_used_s > share * (now_s - before_s)
 
     def _stop(self, lease: tuple[int, float]) -> None:
         pid, now_s = lease[0], perf_counter()

@@ -74,6 +74,8 @@ class ForegroundView:
         """Length of all foregrounds' complete steps, of the waits in them, and of the
         tasks that ended in them."""
 
+        # Where no requests are recorded, the background always has one.
+        self._asked_s = self._asked_until_s = -math.inf
         self.forget(0)
 
     def forget(self, number: int) -> None:
@@ -159,11 +161,20 @@ class ForegroundView:
             StepRecord(
                 duration_s=duration_s,
                 had_task=had_task,
+                had_request=self._asked_s < end_s or self._asked_until_s > step.begin_s,
                 number=step.number,
                 late_s=step.late_s,
                 waited_s=waited,
             )
         )
+
+    def request_began(self, time_s: float) -> None:
+        """Record that the background waits for a lease."""
+        self._asked_s = time_s
+
+    def request_ended(self, time_s: float) -> None:
+        """Record that it has the lease, or waits no more."""
+        self._asked_s, self._asked_until_s = math.inf, time_s
 
     def task_began(self, time_s: float) -> None:
         """Record that a task of the background has been started."""

@@ -186,6 +186,7 @@ class Background:
         """
         self.end_task()
         begin_s = looked_s = perf_counter()
+        self._view.request_began(begin_s)
         pause_s = _MIN_PAUSE_S
         while not self._started(label):
             before_s, looked_s = looked_s, perf_counter()
@@ -194,12 +195,14 @@ class Background:
             waited_s = looked_s - begin_s
             if timeout_s is not None and waited_s > timeout_s:
                 self._status.waited_s += waited_s
+                self._view.request_ended(looked_s)
                 return False
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, self._longest_pause_s())
         self._is_open = True
         now_s = perf_counter()
         self._status.waited_s += now_s - begin_s
+        self._view.request_ended(now_s)
         if self._foreground:
             self._view.task_began(now_s)
         # Without a foreground too: one may begin, and need the device, in this task.

@@ -31,7 +31,9 @@ before, one in 16 is a control step again.
 # Note [What is tried again]
 A loss may come from other work on the machine, which ends. So whatever the controller
 has closed, banned or changed is tried again, after twice as long each time, up to 16
-times. A trial lasts one short block.
+times. It was shown to be harmful before, so a trial ends as soon as its blocks together
+show a loss above the limit, even within the noise: where steps differ much, proof would
+take hundreds of steps.
 """
 
 from __future__ import annotations
@@ -77,6 +79,9 @@ _BANNED_BLOCKS = 8
 """Blocks before a banned kind of wait is tried again; doubles in the same way."""
 
 _DOUBLINGS = 4
+
+_TRIAL_BLOCKS = 8
+"""Blocks of a trial, see Note [What is tried again]; the first one may be chance."""
 
 _USUAL_NOISE = 0.02
 """Of one block's loss."""
@@ -299,12 +304,18 @@ class Controller:
     def _begin(self) -> None:
         self._good, self._period = 0, PERIODS[0]
         self._closed_left = self._policy_left = self._policy_changes = 0
+        self._is_trial = False
         self._number = self._control_at = 0
         self.gate.is_control = True
 
     def add(self, step: StepRecord) -> bool:
         """Add the foreground's next step; return whether a control step has ended."""
+        before = self._number
         self._number = self._number + 1 if step.number is None else step.number
+        if self._number < before:  # steps of another model
+            self._changed()
+            self._paired.reset()
+            self._control_at = self._number
         if self.gate.is_closed:
             self._wait_closed()
             return False
@@ -312,9 +323,10 @@ class Controller:
         if self.gate.is_control:
             if step.had_task or self._number < self._control_at:
                 return False
-            self._end_control(step)
+            if step.had_request:
+                self._end_control(step)
             self._plan_control()
-            return True
+            return step.had_request
         if step.had_task:
             self._paired.add_step(self._number, step)
             looks = self._period == PERIODS[-1] and self._number % _LOOK_EVERY == 0
@@ -345,7 +357,6 @@ class Controller:
         self.last_block = (None, 0.0)
         if not paired.add_control(self._number, control):
             return
-        self._end_bans()
         (block,) = paired.last_blocks(1)
         base_s = statistics.fmean(c.record.duration_s for c in block.controls)
         self.last_block = (paired.compare(1).loss, base_s)
@@ -353,6 +364,9 @@ class Controller:
         self.loss = shown.loss
         if (count := self._harmful_blocks()) is not None:
             self._tighten(paired.last_blocks(count))
+            return
+        if self._end_bans():
+            self._try_again()
             return
         if self.loss <= self.max_loss:
             self._good += 1
@@ -364,6 +378,12 @@ class Controller:
 
     def _harmful_blocks(self) -> int | None:
         """Return of how many last blocks the loss exceeds the limit, if of any."""
+        blocks = self._paired.blocks
+        if self._is_trial and blocks > 1:
+            found = self._paired.compare(blocks)
+            if found.loss - _USUAL_NOISE / blocks > self.max_loss:
+                return blocks
+            self._is_trial = blocks < _TRIAL_BLOCKS
         count = 1
         while count <= self._paired.blocks:
             found = self._paired.compare(count, _SURE if count > 2 else _SURE_OF_FEW)
@@ -397,7 +417,13 @@ class Controller:
     def _changed(self) -> None:
         """Begin to compare again: the background is another."""
         self._good, self._period = 0, PERIODS[0]
+        self._is_trial = False
         self._paired.clear(keeps_control=not self.gate.is_closed)
+
+    def _try_again(self) -> None:
+        """Begin to compare what was harmful before."""
+        self._changed()
+        self._is_trial = True
 
     def _wait_for_policy(self) -> None:
         """Try the device's own policy again once its time has come."""
@@ -405,7 +431,7 @@ class Controller:
             self._policy_left -= 1
             if not self._policy_left:
                 self.gate.policy = self._first.policy
-                self._changed()
+                self._try_again()
 
     def _relax(self) -> None:
         gate = self.gate
@@ -413,12 +439,15 @@ class Controller:
         gate.late_ratio = min(self._first.late_ratio, 1.2 * gate.late_ratio)
         gate.depth = min(self._first.depth, gate.depth + 1)
 
-    def _end_bans(self) -> None:
+    def _end_bans(self) -> bool:
+        """Count a block; return whether a ban has ended with it."""
+        before = len(self.gate.banned)
         for kind, ban in self._bans.items():
             if kind in self.gate.banned:
                 ban.blocks_left -= 1
                 if ban.blocks_left <= 0:
                     self.gate.banned.discard(kind)
+        return len(self.gate.banned) < before
 
     def _close(self) -> None:
         self.gate.is_closed = True
@@ -430,6 +459,7 @@ class Controller:
         if self._closed_left <= 0:
             self.gate.is_closed, self.gate.is_control = False, True
             self.gate.margin = MAX_MARGIN
+            self._try_again()
 
 
 def _to_blame(blocks: Sequence[Block]) -> str | None:

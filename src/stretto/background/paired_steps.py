@@ -8,6 +8,11 @@ blocks: drift cancels, because control steps lie on both sides, and the median i
 for any distribution of the foreground's own steps, long ones now and then included,
 because a difference of two draws from one distribution has the median 0.
 
+A background that loads data between its tasks asks for a lease now and then, and so
+more often in long steps than in short ones. Then steps in which a task ran would be
+longer than others even if it cost nothing. So only a control step counts in which the
+background asked for a lease.
+
 # Note [Which steps are control steps]
 A foreground's steps may follow a pattern: two batch sizes in turn, a regularization in
 every fourth step. If control steps came at equal distances, they could all be of one
@@ -110,6 +115,9 @@ class StepRecord:
 
     had_task: bool
     """Whether a task of the background ran in it."""
+
+    had_request: bool = True
+    """Whether the background waited for a lease in it."""
 
     number: int | None = None
     """The foreground's number of it; the next one if ``None``."""

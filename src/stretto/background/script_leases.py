@@ -7,14 +7,19 @@ or one for each layer in forward and in backward.
 A task should hold the device only while it computes, so loading data is outside where
 that is possible. A lease begins with the first forward, and ends with the optimizer's
 step or after a forward without gradients. No hook reports that a backward without a
-step has ended (gradient accumulation), so its lease lasts until the next forward.
+step has ended (gradient accumulation), so its lease lasts until the next forward. A
+forward that fails ends its lease. After an interrupt, which no hook reports, the next
+forward finds that the last one does not run any more.
 """
 
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -33,10 +38,15 @@ from stretto.background.lease import Background
 from stretto.background.named_device import device_name
 from stretto.errors import SpecError
 from stretto.logs import get_logger
+from stretto.process_identity import stat_row
 from stretto.schema.collocation import Collocation
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from torch.utils.hooks import RemovableHandle
+
+    from stretto.background.background_statistics import BackgroundStatistics
 
 _log = get_logger(__name__)
 
@@ -53,8 +63,14 @@ NAMES_VARIABLE = "STRETTO_BACKGROUND_NAMES"
 
 _NAMES = "foreground:background"
 
+_OWNER_VARIABLE = "STRETTO_BACKGROUND_OWNER"
+"""Process id and device of the background that has started this process."""
+
 _CHILDREN_S = 0.1
 """Processor time of child processes from which the last line names it."""
+
+_WITHOUT_S = 1.0
+"""Processor time of a script that took no lease from which a warning names it."""
 
 MICRO_BATCH, LAYER = "micro-batch", "layer"
 SEGMENTS = (MICRO_BATCH, LAYER)
@@ -83,6 +99,7 @@ class ScriptLeases:
         self._has_looked = False
         self._has_warned = False
         self._top: nn.Module | None = None
+        self._top_frame: FrameType | None = None
         self._layer = 0
         self._handles: list[RemovableHandle] = [
             register_module_forward_pre_hook(self._before_forward),
@@ -121,8 +138,9 @@ class ScriptLeases:
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
         if not self._applies():
             return
-        if self._top is None:
+        if self._top is None or _has_ended(self._top_frame):
             self._top, self._layer = module, 0
+            self._top_frame = _caller()
             self._look_for_ranks()
             self._background.wait(_label(module))
         elif self._by_layer and _is_layer(module):
@@ -138,8 +156,10 @@ class ScriptLeases:
             label = f"{_label(self._top)} {self._layer} backward"
             output.register_hook(lambda _grad: self._in_backward(label))
         if module is self._top:
-            self._top = None
-            if not torch.is_grad_enabled():
+            self._top = self._top_frame = None
+            # torch calls this for a forward that has failed, too, with no output.
+            has_failed = output is None and sys.exc_info()[0] is not None
+            if has_failed or not torch.is_grad_enabled():
                 self._background.end_task()
 
     def _in_backward(self, label: str) -> None:
@@ -163,6 +183,24 @@ class ScriptLeases:
             )
 
 
+def _caller() -> FrameType | None:
+    """Return the call of torch that has called a hook, which calls this."""
+    frame = inspect.currentframe()
+    hook = None if frame is None else frame.f_back
+    return None if hook is None else hook.f_back
+
+
+def _has_ended(frame: FrameType | None) -> bool:
+    """Return whether a function's call has ended; its local variables are then lost."""
+    if frame is None:
+        return True
+    try:
+        frame.clear()
+    except RuntimeError:  # it is being executed
+        return False
+    return True
+
+
 def _is_layer(module: nn.Module) -> bool:
     return next(module.children(), None) is None
 
@@ -182,20 +220,38 @@ def lease_script() -> None:
     named = os.environ.get(VARIABLE)
     if not named:
         return
+    device = device_name(named)
+    pid, _, owned = os.environ.get(_OWNER_VARIABLE, "").partition(" ")
+    if owned == device and _runs_elsewhere(pid):
+        _log.warning(
+            "this process takes no leases of %s: the background that has started it "
+            "has the device",
+            device,
+        )
+        return
     text = os.environ.get(MAX_LOSS_VARIABLE) or "0.05"
     try:
         max_loss = float(text)
     except ValueError:
         raise SpecError(f"{MAX_LOSS_VARIABLE} must be a number, got {text!r}") from None
     names_of(os.environ.get(NAMES_VARIABLE) or _NAMES)
-    path = os.environ.get(COLLOCATION_VARIABLE)
-    if path and Path(path).exists():
+    named_path = os.environ.get(COLLOCATION_VARIABLE)
+    path = Path(named_path).absolute() if named_path else None  # the script may chdir
+    if path is not None and path.exists():
         Collocation.load(path)  # not only at the end
-    background = Background(device_name(named), max_loss=max_loss)
+    background = Background(device, max_loss=max_loss)
+    os.environ[_OWNER_VARIABLE] = f"{os.getpid()} {device}"
     leases = ScriptLeases(
         background, segments=os.environ.get(SEGMENTS_VARIABLE) or MICRO_BATCH
     )
-    atexit.register(_end, leases, background, os.getpid())
+    ending = _Ending(leases, background, path)
+    atexit.register(ending.run)
+
+
+def _runs_elsewhere(pid: str) -> bool:
+    """Return whether a process other than this one still runs."""
+    row = stat_row(int(pid)) if pid.isdigit() and pid != str(os.getpid()) else None
+    return row is not None and row[0] not in "ZXx"
 
 
 def names_of(text: str) -> tuple[str, str]:
@@ -210,12 +266,12 @@ def names_of(text: str) -> tuple[str, str]:
     return foreground, background
 
 
-def _save_pair(background: Background, path: str) -> None:
+def _save_pair(background: Background, path: Path) -> None:
     """Add the measured pair to a file, which is created if needed."""
     names = names_of(os.environ.get(NAMES_VARIABLE) or _NAMES)
     try:
         pair = background.measured_pair(*names)
-        if Path(path).exists():
+        if path.exists():
             found = Collocation.load(path).with_row(pair)
         else:
             found = Collocation(rows=(pair,))
@@ -240,32 +296,65 @@ def _save_pair(background: Background, path: str) -> None:
         )
 
 
-def _end(leases: ScriptLeases, background: Background, owner: int) -> None:
-    if os.getpid() != owner:
-        return
-    leases.close()
-    if path := os.environ.get(COLLOCATION_VARIABLE):
-        _save_pair(background, path)
-    found = background.statistics
-    background.close()
-    beside = (
-        f"loss of the foreground {100 * found.loss:.1f} %, by its own measurement; it "
-        f"waited {100 * found.idle_ratio:.0f} % of its steps, and tasks ran for "
-        f"{100 * found.used_ratio:.0f} % of that time"
-        if found.foregrounds
-        else f"no foreground was seen in {runtime_folder()}"
-    )
-    if found.children_s >= _CHILDREN_S:
-        beside += (
-            f"; processes that it has started used {found.children_s:.3g} s of the "
-            "processors without leases"
+@final
+class _Ending:
+    """What is saved and logged when the script ends."""
+
+    def __init__(
+        self, leases: ScriptLeases, background: Background, path: Path | None
+    ) -> None:
+        self._leases, self._background, self._path = leases, background, path
+        self._owner, self._folder = os.getpid(), runtime_folder()
+        self._used_s = time.process_time()
+
+    def run(self) -> None:
+        """Save the pair, close the background and log its last line."""
+        if os.getpid() != self._owner:
+            return
+        background = self._background
+        self._leases.close()
+        if self._path is not None:
+            _save_pair(background, self._path)
+        found = background.statistics
+        background.close()
+        _log.info(
+            "background on %s: %d tasks, %.3g s of %.3g s (%.0f %%) on the device; %s",
+            background.device_name,
+            found.tasks,
+            found.running_s,
+            found.elapsed_s,
+            100 * found.share,
+            self._beside(found),
         )
-    _log.info(
-        "background on %s: %d tasks, %.3g s of %.3g s (%.0f %%) on the device; %s",
-        background.device_name,
-        found.tasks,
-        found.running_s,
-        found.elapsed_s,
-        100 * found.share,
-        beside,
-    )
+        self._warn_of_no_lease(found)
+
+    def _beside(self, found: BackgroundStatistics) -> str:
+        beside = f"no foreground was seen in {self._folder}"
+        if found.foregrounds:
+            beside = (
+                f"loss of the foreground {100 * found.loss:.1f} %, by its own "
+                f"measurement; it waited {100 * found.idle_ratio:.0f} % of its steps, "
+                f"and tasks ran for {100 * found.used_ratio:.0f} % of that time"
+            )
+        if found.children_s >= _CHILDREN_S:
+            beside += (
+                f"; processes that it has started used {found.children_s:.3g} s of the "
+                "processors without leases"
+            )
+        return beside
+
+    def _warn_of_no_lease(self, found: BackgroundStatistics) -> None:
+        """Warn of a script that computed, but never waited for the device."""
+        isolation = self._background.isolation
+        used_s = time.process_time() - self._used_s
+        if found.tasks or found.waited_s or used_s < _WITHOUT_S:
+            return
+        if isolation is None or not isolation.works:
+            _log.warning(
+                "this script took no lease of %s, and computed for %.3g s of processor "
+                "time whatever a foreground did: leases are taken for forwards of "
+                "torch.nn modules in the main thread. For other work, take them with "
+                "`with background.lease():` of a stretto.Background",
+                self._background.device_name,
+                used_s,
+            )

@@ -506,3 +506,37 @@ def test_a_gpu_has_one_board_whatever_number_processes_give_it(
     device: str, visible: str, expected: str
 ) -> None:
     assert board_module.physical_name(device, visible) == expected
+
+
+@pytest.mark.parametrize("number", [2**64 - 1, 2**63, 511])
+def test_no_number_in_a_file_keeps_a_process_from_its_board(boards, number):
+    board = boards()
+    for at in range(12, len(board.words)):
+        board.words[at] = number
+    board.words[board_module._LAST_MARK] = number
+    board.claim_foreground()
+    board.claim_background()
+    board.set_windows((Window(begin_s=0.0, length_s=1.0, kind="network"),))
+    board.mark(1, WAITING, board.kind_number("network"))
+    board.publish(BackgroundStatus())
+    board.marks_after(board.last_number - 1)
+    assert board.windows()
+    assert board.background() is not None
+
+
+@pytest.mark.parametrize("role", ["foreground", "background"])
+def test_a_process_that_runs_another_program_claims_its_role_again(
+    boards, role, monkeypatch
+):
+    """After exec the process has its id and start, and nothing else."""
+    former = boards()
+    claim = f"claim_{role}"
+    getattr(former, claim)()
+    with pytest.raises(BackgroundError, match="which is this one"):
+        getattr(boards(), claim)()
+    monkeypatch.setattr(board_module, "_claimed", set())
+    board, before = boards(), former.last_number
+    getattr(board, claim)()
+    if role == "foreground":
+        states = [mark.state for mark in board.marks_after(before)]
+        assert states == [FREE, COMPUTING]  # a background begins to learn again

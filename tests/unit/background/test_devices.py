@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -328,3 +329,29 @@ def test_a_graph_is_replayed_in_the_order_of_its_capture_a_lease_each():
     assert leases == ["piece 0", "piece 1", "piece 2"]
     with pytest.raises(SpecError, match="as many times"):
         GraphPieces(device, segments, [0.1], cuda=cuda)
+
+
+def test_what_a_process_took_before_it_ran_another_program_is_withdrawn(
+    queues, monkeypatch
+):
+    former = queues()
+    assert former.start_task("a", waits=True, depth=3)
+    assert not queues().start_task("a", waits=False, depth=1)
+    monkeypatch.setattr(exclusive_module, "_opened", weakref.WeakSet())
+    assert queues().start_task("a", waits=False, depth=1)
+    former._tickets.clear()
+
+
+def test_an_interrupt_while_a_task_waits_withdraws_its_launches(queues, monkeypatch):
+    foreground, background = queues(), queues()
+    assert foreground.take()
+
+    def interrupt(_seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(exclusive_module.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        background.start_task("a", waits=True, depth=2)
+    assert not background._tickets
+    foreground.release()
+    assert foreground.take(patience_s=0.0)

@@ -487,3 +487,64 @@ def test_a_task_in_a_step_that_is_never_complete_is_no_use_of_idle_time(foregrou
         job.end_task()
         assert job.statistics.running_s > 20.0
         assert job.statistics.beside_s == before_s > 0.0
+
+
+def test_ranks_agree_on_a_models_steps_whenever_each_has_opened_its_device():
+    """A rank that joins later has trained fewer steps; each made the model anew."""
+
+    def numbers(before):
+        with stretto.Foreground(DEVICE) as foreground, background():
+            for steps in (before, 3):
+                marker = StepMarker()
+                for _ in range(steps):
+                    marker.begin_step()
+                    marker.end_step()
+            last = foreground._board.last_number
+            return [mark.step for mark in foreground._board.marks_after(last - 3)]
+
+    assert numbers(before=20) == numbers(before=0) == [1, 2, 3]
+
+
+def test_a_step_has_a_request_if_the_background_waited_in_it():
+    records = []
+    view = ForegroundView(records.append)
+    view.request_ended(-1.0)
+    numbers = itertools.count(1)
+
+    def begin(step, time_s):
+        view.add([Mark(next(numbers), step, time_s, COMPUTING, "other")])
+
+    begin(1, 0.0)
+    begin(2, 1.0)  # the first step's begin is unknown
+    begin(3, 2.0)
+    view.request_began(2.5)
+    begin(4, 3.0)
+    begin(5, 4.0)
+    view.request_ended(4.5)
+    begin(6, 5.0)
+    begin(7, 6.0)
+    found = {record.number: record.had_request for record in records}
+    assert found == {2: False, 3: True, 4: True, 5: True, 6: False}
+
+
+def test_a_background_that_computes_and_takes_no_lease_is_reported_once(
+    foreground, caplog, monkeypatch
+):
+    used_s, now_s = itertools.count(), itertools.count(100)
+    monkeypatch.setattr(
+        foreground_module.time, "clock_gettime", lambda _clock: next(used_s)
+    )
+    monkeypatch.setattr(foreground_module, "perf_counter", lambda: next(now_s))
+    with background() as job:
+        for _ in range(40):
+            foreground._look()
+        assert "has computed for 11 s without a lease" in caplog.text
+        assert len(caplog.records) == 1
+        caplog.clear()
+        foreground._has_warned_of = 0
+        for _ in range(40):  # it takes leases, and computes between them too
+            job._status.tasks += 1
+            job._board.publish(job._status)
+            foreground._look()
+            foreground._look()
+    assert not caplog.records

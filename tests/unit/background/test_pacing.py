@@ -461,6 +461,78 @@ def test_tasks_at_any_time_are_tried_ever_less_often_if_they_stay_harmful():
     assert len(tried) < 0.015 * 4000
 
 
+RANDOM = {
+    "lognormal": lambda rng: rng.lognormvariate(0.0, 0.4),
+    "exponential": lambda rng: 0.3 + rng.expovariate(1 / 0.7),
+}
+"""Lengths of steps without background."""
+
+
+def with_pauses(length_of, *, pause_s, seed, steps=1500):
+    """Return how often a harmless background might run that pauses between tasks."""
+    rng = random.Random(seed)
+    gate = Gate(policy=FITS)
+    controller = Controller(gate, max_loss=0.05)
+    now_s = asks_s = 0.0
+    opened = 0
+    for number in range(1, steps + 1):
+        end_s = now_s + length_of(rng)
+        runs = not (gate.is_control or gate.is_closed)
+        had_request = had_task = False
+        while asks_s < end_s and not (had_request and not runs):
+            had_request, had_task = True, runs
+            if runs:
+                asks_s = max(asks_s, now_s) + 0.05 + rng.expovariate(1.0 / pause_s)
+        controller.add(
+            StepRecord(
+                duration_s=end_s - now_s,
+                had_task=had_task,
+                had_request=had_request,
+                number=number,
+            )
+        )
+        now_s = end_s
+        opened += runs
+    return opened / steps
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_long_steps_in_which_rare_tasks_fall_are_not_taken_for_a_loss(name):
+    """A task that comes at any time comes in a long step more often."""
+    shares = [with_pauses(RANDOM[name], pause_s=3.0, seed=seed) for seed in range(4)]
+    assert min(shares) >= 0.8
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_what_was_harmful_does_not_hide_in_noise_when_it_is_tried_again(name):
+    losses = [
+        beside(
+            lambda number, rng: RANDOM[name](rng),
+            costs_before_it_fits,
+            seed=seed,
+            steps=2000,
+        )[0]
+        for seed in range(3)
+    ]
+    assert statistics.fmean(losses) <= 0.05
+
+
+@pytest.mark.parametrize("last", range(960, 1000, 3))
+def test_another_models_steps_have_control_steps_from_the_first_ones(last):
+    gate = Gate(policy=OUTSTANDING)
+    controller = Controller(gate, max_loss=0.05)
+    controls = []
+    for number in (*range(900, last), *range(1, 21)):
+        if gate.is_control and number < 900:
+            controls.append(number)
+        controller.add(
+            StepRecord(
+                duration_s=1.0 + number % 2, had_task=not gate.is_control, number=number
+            )
+        )
+    assert len(controls) >= 4
+
+
 def test_a_closed_background_is_tried_again_at_least_every_4096_steps():
     gate = Gate(policy=FITS)
     controller = Controller(gate, max_loss=0.01)

@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
+from stretto.background import script_leases
 from stretto.background.lease import Background
 from stretto.background.script_leases import ScriptLeases
 from stretto.cli.run import command
@@ -153,6 +154,30 @@ def test_an_error_in_forward_leaves_the_next_forward_a_lease(leases, words):
     assert [w for w in words if w != "end"] == ["Sequential", "Sequential"]
 
 
+def test_a_forward_that_fails_ends_its_lease(leases, words):
+    leases("micro-batch")
+    model, _ = model_and_optimizer()
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(2, 9))
+    assert words == ["Sequential", "end"]
+
+
+class Interrupted(nn.Module):
+    """A layer in whose forward the user presses Ctrl-C."""
+
+    def forward(self, x):
+        raise KeyboardInterrupt
+
+
+def test_after_an_interrupt_the_next_forward_of_any_model_waits(leases, words):
+    leases("micro-batch")
+    with pytest.raises(KeyboardInterrupt):
+        nn.Sequential(nn.Linear(4, 4), Interrupted())(torch.ones(2, 4))
+    words.clear()
+    nn.Linear(4, 4)(torch.ones(2, 4))
+    assert words == ["Linear", "end"]  # the interrupted forward's lease
+
+
 def test_another_thread_computes_without_leases_and_is_reported_once(
     leases, words, caplog
 ):
@@ -210,6 +235,46 @@ def test_run_leases_each_step_of_a_script(tmp_path):
     assert done.stdout == "trained\n"
     assert "background on exclusive:job: 5 tasks" in done.stderr
     assert f"no foreground was seen in {tmp_path / 'run'}" in done.stderr
+
+
+def test_a_script_that_takes_no_lease_is_told(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("STRETTO_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr(script_leases, "_WITHOUT_S", 0.0)
+    with Background("exclusive:job", isolates=False) as made:
+        leases = ScriptLeases(made)
+        ending = script_leases._Ending(leases, made, None)
+        ending.run()
+    assert "this script took no lease of exclusive:job" in caplog.text
+
+
+def test_a_process_that_a_background_starts_takes_no_leases(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("STRETTO_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv(script_leases.VARIABLE, "exclusive:job")
+    owner = f"{os.getppid()} exclusive:job"
+    monkeypatch.setenv(script_leases._OWNER_VARIABLE, owner)
+    script_leases.lease_script()
+    assert "takes no leases of exclusive:job" in caplog.text
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_measured_pair_goes_where_it_was_asked_for_wherever_the_script_is(
+    background, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(script_leases.VARIABLE, "exclusive:job")
+    monkeypatch.setenv(script_leases.COLLOCATION_VARIABLE, "pairs.json")
+    monkeypatch.setenv(script_leases._OWNER_VARIABLE, "")
+    endings = []
+    monkeypatch.setattr(
+        script_leases.atexit, "register", lambda end, *_: endings.append(end)
+    )
+    script_leases.lease_script()
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    endings[-1]()
+    assert f"no pair is written to {tmp_path / 'pairs.json'}" in caplog.text
 
 
 def test_run_reports_a_device_that_has_a_background(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar, final
@@ -36,6 +37,7 @@ from stretto.errors import BackgroundError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 _SIZE = 4096
 _MAGIC = int.from_bytes(b"strqueue", "big")
@@ -76,13 +78,14 @@ class ExclusiveDevice(AbstractDevice):
             ) from exc
         self._lock = threading.Lock()
         self._pid, self._started = os.getpid(), own_start()
+        self._tickets: deque[int] = deque()  # of this process, the oldest first
         try:
             with as_background_error(self._path), self._locked(_OPEN_S) as is_locked:
                 self._words = self._mapped(is_locked=is_locked)
         except BaseException:
             os.close(self._descriptor)
             raise
-        self._tickets: deque[int] = deque()  # of this process, the oldest first
+        _opened.add(self)
         self._running: tuple[str, float] | None = None
         self._look_at_s = 0.0
         self._ended: list[EndedTask] = []
@@ -101,7 +104,27 @@ class ExclusiveDevice(AbstractDevice):
         self._map = mmap.mmap(self._descriptor, _SIZE)
         words = memoryview(self._map).cast("Q")
         words[0] = _MAGIC
+        self._withdraw_former(words)
         return words
+
+    def _withdraw_former(self, words: memoryview[int]) -> None:
+        """Withdraw what this process took before it became this program by ``exec``."""
+        own = {n for one in _opened if one.queue == self.queue for n in one.tickets}
+        last = min(words[_NEXT], words[_SERVED] + _TICKETS)
+        for number in range(words[_SERVED], last):
+            at = _TICKETS_AT + 2 * (number % _TICKETS)
+            if (words[at], words[at + 1]) == (self._pid, self._started):
+                words[at] *= number in own
+
+    @property
+    def queue(self) -> Path:
+        """The file of its queue."""
+        return self._path
+
+    @property
+    def tickets(self) -> tuple[int, ...]:
+        """The numbers of this process's tickets, the oldest first."""
+        return tuple(self._tickets)
 
     def isolate(self, foreground_pid: int) -> Isolation:
         """Do nothing: this device has no priorities."""
@@ -201,9 +224,13 @@ class ExclusiveDevice(AbstractDevice):
                 self._look()
                 return False
         else:
-            while len(self._tickets) < depth:
-                self._reserve()
-            self._await(self._tickets[0])
+            try:
+                while len(self._tickets) < depth:
+                    self._reserve()
+                self._await(self._tickets[0])
+            except BaseException:  # an interrupt, which the program may catch
+                self.withdraw()
+                raise
         self._running = label, perf_counter()
         return True
 
@@ -259,3 +286,6 @@ class ExclusiveDevice(AbstractDevice):
         self._map.close()
         os.close(self._descriptor)
         self._descriptor = -1
+
+
+_opened: weakref.WeakSet[ExclusiveDevice] = weakref.WeakSet()
