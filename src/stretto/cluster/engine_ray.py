@@ -214,6 +214,6 @@ def how_to_join(ray: RaySettings) -> str:
     variables = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={ray.token}"
     command = f"ray start --block --address={ray.address}"
     return (
-        f"another host joins by `{variables} RAY_worker_niceness=0 {command}`, with a "
-        "copy of that file"
+        f"another host joins by `umask 077; {variables} RAY_worker_niceness=0 "
+        f"{command}`, with a copy of that file"
     )

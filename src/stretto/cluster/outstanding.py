@@ -11,12 +11,18 @@ from stretto.cluster.commands import (
     UseDevices,
 )
 
+from stretto.cluster.records import RETRY
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stretto.cluster.commands import Command
     from stretto.cluster.records import Attempt, Part, Record
     from stretto.cluster.state import State
+    from stretto.schema.job import Job
+
+_FAILED_GRACE_S = 10.0
+"""As long as a supervisor waits for its own ranks after one has failed."""
 
 
 def commands(state: State, host: str | None = None) -> list[Command]:
@@ -47,6 +53,15 @@ def commands(state: State, host: str | None = None) -> list[Command]:
     return found
 
 
+def _grace_s(spec: Job, attempt: Attempt) -> float:
+    """Return how long ranks may take to end.
+
+    Where a rank has failed, the others wait for it in vain, on every host.
+    """
+    grace_s = spec.restart.grace_s
+    return min(grace_s, _FAILED_GRACE_S) if attempt.then == RETRY else grace_s
+
+
 def _for_part(record: Record, attempt: Attempt, part: Part) -> Iterator[Command]:
     spec = record.view.spec
     if attempt.stopping or part.is_released:
@@ -55,7 +70,7 @@ def _for_part(record: Record, attempt: Attempt, part: Part) -> Iterator[Command]
             job=attempt.job,
             attempt=attempt.number,
             signal=spec.restart.signal,
-            grace_s=spec.restart.grace_s,
+            grace_s=_grace_s(spec, attempt),
             why=attempt.stopping or "its devices are needed",
         )
     elif not part.is_started:

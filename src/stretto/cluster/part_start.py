@@ -13,6 +13,7 @@ from stretto.cluster.commands import PROFILE
 from stretto.cluster.part_spec import PartSpec, ReplanSpec
 from stretto.cluster.views import BURST
 from stretto.lab.ports import free_port
+from stretto.network_interfaces import INTERFACE_VARIABLES, interface_of
 from stretto.schema.job import BACKGROUND, DIRECT
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def part_spec_of(
         watchdog_s=settings.watchdog_s,
         first_watchdog_until_s=watchdog_until_s,
         report_every_s=settings.report_every_s,
-        extra=_variables(command, folders, batch),
+        extra=_variables(command, folders, batch, settings.address),
         replan=_replan_spec(command, folders, devices, settings.network),
     )
 
@@ -102,7 +103,7 @@ def _replan_spec(
 
 
 def _variables(
-    command: StartPart, folders: Folders, batch: int | None
+    command: StartPart, folders: Folders, batch: int | None, address: str
 ) -> dict[str, str]:
     found = {
         "STRETTO_CLUSTER_JOB": command.job,
@@ -115,6 +116,10 @@ def _variables(
     plan = folders.plan(command.job, command.ranks)
     if command.method == BURST and plan.exists():
         found["STRETTO_CLUSTER_PLAN"] = str(plan)
+    if len(command.hosts) > 1 and (interface := interface_of(address)) is not None:
+        # Gloo otherwise takes the interface of what the host's name resolves to, which
+        # is often the loopback one: other hosts could not connect.
+        found |= dict.fromkeys(INTERFACE_VARIABLES, interface)
     return found
 
 

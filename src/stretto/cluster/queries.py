@@ -61,7 +61,7 @@ def job_details(ledger: Ledger, job: str, now_s: float) -> dict[str, Any]:
         "batch": view.batch or view.spec.batch,
         "failures": view.failures,
         "code": record.code,
-        "progress": dict(record.progress.get("step", {})),
+        "progress": _progress(record),
         "predicted_step_s": replanned.get("predicted_s") or predicted_s,
         "replanned": dict(replanned),
         "command": list(view.spec.command),
@@ -69,6 +69,14 @@ def job_details(ledger: Ledger, job: str, now_s: float) -> dict[str, Any]:
         "directory": view.spec.directory,
         "after": list(record.after),
     }
+
+
+def _progress(record: Record) -> dict[str, Any]:
+    """Return the last report of a job's steps; one that has ended cannot hang."""
+    found = dict(record.progress.get("step", {}))
+    if record.live is None:
+        found.pop("idle_s", None)
+    return found
 
 
 def status(

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from stretto.cluster import events as ev
+from stretto.cluster.commands import StopPart
 from stretto.cluster.policies import registry
+from stretto.cluster.queries import job_details
 from stretto.errors import Infeasible, SpecError, StoreUnavailable
 from support.cluster_world import LIMITS, World
 
@@ -94,6 +96,30 @@ def test_a_failed_job_starts_again_after_a_backoff_until_none_is_left(world):
     record = world.ledger.state.records[job]
     assert (record.view.state, record.code) == ("failed", 1)
     assert "after 1 restarts" in record.why
+
+
+def test_ranks_on_other_hosts_get_a_short_grace_after_a_failure(world):
+    world.submit(minimum=4, attempts=1)
+    world.advance(6.0, 6)
+    first, second = (host for host, _ in world.live())
+    ((fence, _),) = first.supervisors.items()
+    first.end(fence, 1)
+    world.beat(first)
+    (stop,) = world.ledger.commands(second.name)
+    assert (type(stop), stop.grace_s) == (StopPart, 10.0)
+
+
+def test_a_job_that_has_ended_does_not_hang(world):
+    job = world.submit(minimum=1)
+    world.advance(6.0, 6)
+    host, supervisor = world.live()[0]
+    fence = supervisor.job, supervisor.attempt
+    host.report(ev.STEP, *fence, step=7, step_s=0.1, idle_s=9.0)
+    world.beat(host)
+    assert job_details(world.ledger, job, world.now_s)["progress"]["idle_s"] == 9.0
+    host.end(fence, 0)
+    world.beat(host)
+    assert "idle_s" not in job_details(world.ledger, job, world.now_s)["progress"]
 
 
 def test_a_restart_waits_and_says_why(world):

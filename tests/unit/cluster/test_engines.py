@@ -105,6 +105,14 @@ def test_ranks_on_two_hosts_meet_at_one_port(shared: Cluster, tmp_path: Path) ->
     assert len({shared.log(name, rank) for rank in range(4)}) == 1
 
 
+def test_ranks_on_two_hosts_use_the_interfaces_of_their_hosts_addresses(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    name = shared.submit(job(tmp_path, "echo $GLOO_SOCKET_IFNAME", devices=4))
+    shared.await_state(name, "done")
+    assert shared.log(name, 0) == shared.log(name, 3) == "lo\n"
+
+
 def test_a_job_waits_until_its_devices_are_free_and_says_so(
     shared: Cluster, tmp_path: Path
 ) -> None:
