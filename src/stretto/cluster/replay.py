@@ -166,6 +166,19 @@ def assumptions(trace: Trace, options: ReplayOptions) -> list[str]:
             f"batches, the critical batch of each model is {CRITICAL_BATCH:g}."
         ),
     ]
+    if trace.skipped:
+        found.append(
+            f"{trace.skipped} rows of the trace are left out: they have no GPUs, no "
+            "start or no end."
+        )
+    if large := sum(job.gpus > options.gpus for job in trace.jobs):
+        found.append(
+            f"{large} of the jobs had more than {options.gpus} GPUs, and get all."
+        )
+    if any(min(job.gpus, options.gpus) > _MAX_TABLE_GPUS for job in trace.jobs):
+        found.append(
+            f"On more than {_MAX_TABLE_GPUS} GPUs a job is as fast as on that number."
+        )
     if any(job.role is None for job in trace.jobs):
         found.append(
             f"The trace has no backgrounds: {options.background_ratio:.0%} of the jobs "

@@ -13,13 +13,13 @@ import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from stretto.errors import SpecError
 from stretto.schema.job import BACKGROUND, FOREGROUND
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 _PAI_COLUMNS = (
     "job_name",
@@ -33,6 +33,13 @@ _PAI_COLUMNS = (
     "plan_gpu",
     "gpu_type",
 )
+
+
+_MISSING = (None, "", "None")
+
+_MAX_GPUS = 1_000_000
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,15 +108,18 @@ def load_trace(path: str | Path, *, max_jobs: int | None = None) -> Trace:
 
 def _from_csv(text: str, source: str) -> tuple[str, Iterator[TraceJob | None]]:
     lines = text.splitlines()
-    columns = next(csv.reader(lines[:1]), [])
+    try:
+        columns = next(csv.reader(lines[:1]), [])
+    except csv.Error as exc:
+        raise SpecError(f"{source}: line 1: {exc}") from exc
     for name, needed, convert in _FORMATS:
         if needed <= set(columns):
             return name, _rows(csv.DictReader(lines), convert, source)
+    if set(_PAI_COLUMNS) <= set(columns):
+        return "pai", _pai(csv.DictReader(lines), source)
     if len(columns) == len(_PAI_COLUMNS):  # as published, without a header
         table = csv.DictReader(lines, fieldnames=list(_PAI_COLUMNS))
         return "pai", _pai(table, source)
-    if set(_PAI_COLUMNS) <= set(columns):
-        return "pai", _pai(csv.DictReader(lines), source)
     raise SpecError(
         f"{source}: is no known trace: known are Philly's JSON list, and CSV with the "
         "columns of Helios (gpu_num, submit_time, duration), of PAI's task table "
@@ -118,36 +128,44 @@ def _from_csv(text: str, source: str) -> tuple[str, Iterator[TraceJob | None]]:
     )
 
 
+_Row = dict[str, str]
+"""Fields by column; one that a row lacks is empty."""
+
+
+def _checked(
+    table: csv.DictReader[str], source: str, use: Callable[[_Row], _Value]
+) -> Iterator[_Value]:
+    """Yield what a function makes of each row; errors name the line."""
+    try:
+        for row in table:
+            found = {k: v if isinstance(v, str) else "" for k, v in row.items()}
+            yield use(found)
+    except (ValueError, csv.Error) as exc:
+        raise SpecError(f"{source}: line {table.reader.line_num}: {exc}") from exc
+
+
 def _rows(
-    table: Iterable[Mapping[str, str]],
-    convert: Callable[[Mapping[str, str]], TraceJob | None],
-    source: str,
+    table: csv.DictReader[str], convert: Callable[[_Row], TraceJob | None], source: str
 ) -> Iterator[TraceJob | None]:
-    for number, row in enumerate(table, 2):
-        try:
-            yield convert(row)
-        except (ValueError, TypeError, KeyError) as exc:
-            raise SpecError(f"{source}: line {number}: {exc}") from exc
+    yield from _checked(table, source, convert)
 
 
-def _spot(row: Mapping[str, str]) -> TraceJob | None:
+def _spot(row: _Row) -> TraceJob | None:
     """Alibaba spot-gpu 2026: HP is the foreground, Spot the background."""
-    gpus = _number(row["gpu_request"]) * _number(row["worker_num"])
+    gpus = _number(row, "gpu_request") * _number(row, "worker_num")
     role = {"HP": FOREGROUND, "Spot": BACKGROUND}.get(row["job_type"].strip())
     if role is None:
-        raise ValueError(f"job_type must be HP or Spot, got {row['job_type']!r}")
-    return _job(_number(row["submit_time"]), gpus, _number(row["duration"]), role)
+        raise ValueError(f"job_type must be HP or Spot, got {row['job_type']!r:.80}")
+    submit_s = _time(row, "submit_time")
+    return _job(submit_s, gpus, _number(row, "duration"), role)
 
 
-def _helios(row: Mapping[str, str]) -> TraceJob | None:
-    return _job(
-        _time(row["submit_time"]), _number(row["gpu_num"]), _number(row["duration"])
-    )
+def _helios(row: _Row) -> TraceJob | None:
+    submit_s = _time(row, "submit_time")
+    return _job(submit_s, _number(row, "gpu_num"), _number(row, "duration"))
 
 
-_FORMATS: tuple[
-    tuple[str, set[str], Callable[[Mapping[str, str]], TraceJob | None]], ...
-] = (
+_FORMATS: tuple[tuple[str, set[str], Callable[[_Row], TraceJob | None]], ...] = (
     (
         "spot-gpu",
         {"job_type", "gpu_request", "worker_num", "submit_time", "duration"},
@@ -157,7 +175,7 @@ _FORMATS: tuple[
 )
 
 
-def _pai(table: Iterable[Mapping[str, str]], source: str) -> Iterator[TraceJob | None]:
+def _pai(table: csv.DictReader[str], source: str) -> Iterator[TraceJob | None]:
     """PAI 2020: the tasks of a job run together; GPUs are in percent of one.
 
     The table has no submission, so a job counts as submitted when its first task
@@ -165,71 +183,105 @@ def _pai(table: Iterable[Mapping[str, str]], source: str) -> Iterator[TraceJob |
     """
     tasks: dict[str, list[tuple[float, float, float]]] = {}
     skipped = 0
-    for number, row in enumerate(table, 1):
-        try:
-            start, end = row["start_time"], row["end_time"]
-            gpus = _number(row["inst_num"]) * _number(row["plan_gpu"]) / 100
-            if start and end and gpus > 0:
-                times = tasks.setdefault(row["job_name"], [])
-                times.append((_number(start), _number(end), gpus))
-            else:
-                skipped += 1
-        except (ValueError, TypeError) as exc:
-            raise SpecError(f"{source}: line {number}: {exc}") from exc
-    for rows in tasks.values():
+    for name, start_s, end_s, gpus in _checked(table, source, _task):
+        if start_s is None or end_s is None or gpus <= 0:
+            skipped += 1
+        else:
+            tasks.setdefault(name, []).append((start_s, end_s, gpus))
+    for name, rows in tasks.items():
         first_s = min(row[0] for row in rows)
         last_s = max(row[1] for row in rows)
-        gpus = math.ceil(sum(row[2] for row in rows) - 1e-9)
-        yield _job(first_s, gpus, last_s - first_s)
+        gpus = sum(row[2] for row in rows) - 1e-9
+        try:
+            yield _job(first_s, gpus, last_s - first_s)
+        except ValueError as exc:
+            raise SpecError(f"{source}: {name:.80}: {exc}") from exc
     for _ in range(skipped):
         yield None
+
+
+def _task(row: _Row) -> tuple[str, float | None, float | None, float]:
+    """Return a task's job, its start and end, if it has them, and its GPUs."""
+    gpus = _number(row, "inst_num") * _number(row, "plan_gpu") / 100
+    return row["job_name"], _time(row, "start_time"), _time(row, "end_time"), gpus
 
 
 def _philly(text: str, source: str) -> Iterator[TraceJob | None]:
     """Philly: the duration is that of the last attempt with both times."""
     try:
         rows = json.loads(text)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise SpecError(f"{source}: is not JSON: {exc}") from exc
     for number, row in enumerate(rows):
         try:
             yield _philly_job(row)
-        except (ValueError, TypeError, KeyError, AttributeError) as exc:
+        except KeyError as exc:
+            raise SpecError(f"{source}: $[{number}]: lacks {exc}") from exc
+        except (TypeError, AttributeError) as exc:
+            raise SpecError(
+                f"{source}: $[{number}]: is no job of Philly, which has "
+                "submitted_time, and attempts with start_time, end_time and detail"
+            ) from exc
+        except ValueError as exc:
             raise SpecError(f"{source}: $[{number}]: {exc}") from exc
 
 
 def _philly_job(row: Mapping[str, Any]) -> TraceJob | None:
     found: TraceJob | None = None
     for attempt in row["attempts"]:
-        start, end = attempt.get("start_time"), attempt.get("end_time")
-        if start in (None, "None", "") or end in (None, "None", ""):
+        start_s, end_s = _time(attempt, "start_time"), _time(attempt, "end_time")
+        if start_s is None or end_s is None:
             continue
         gpus = sum(len(part["gpus"]) for part in attempt["detail"])
-        found = _job(_time(row["submitted_time"]), gpus, _time(end) - _time(start))
+        found = _job(_time(row, "submitted_time"), gpus, end_s - start_s)
     return found
 
 
 def _job(
-    submit_s: float, gpus: float, duration_s: float, role: str | None = None
+    submit_s: float | None, gpus: float, duration_s: float, role: str | None = None
 ) -> TraceJob | None:
-    """Return a job, or ``None`` if it used no GPU or no time."""
-    if gpus <= 0 or duration_s <= 0:
+    """Return a job, or ``None`` if it was not submitted, or used no GPU or no time."""
+    if submit_s is None or gpus <= 0 or duration_s <= 0:
         return None
+    if gpus > _MAX_GPUS:
+        raise ValueError(f"a job with {gpus:g} GPUs: no cluster has them")
     return TraceJob(
         submit_s=submit_s, gpus=math.ceil(gpus), duration_s=duration_s, role=role
     )
 
 
-def _number(text: str) -> float:
-    value = float(text) if text not in (None, "", "None") else 0.0
-    if not math.isfinite(value):
-        raise ValueError(f"must be a finite number, got {text!r}")
-    return value
+def _number(row: _Row, name: str) -> float:
+    """Return a row's number; 0 if it has none."""
+    text = row[name]
+    if text in _MISSING:
+        return 0.0
+    found = _finite(text)
+    if found is None:
+        raise ValueError(f"{name} must be a finite number, got {text!r:.80}")
+    return found
 
 
-def _time(text: str) -> float:
+def _time(row: Mapping[str, Any], name: str) -> float | None:
     """Return seconds of a number or of a date such as ``2017-10-03 09:15:00``."""
+    text = row.get(name)
+    if text in _MISSING:
+        return None
+    text = str(text).strip()
+    found = _finite(text)
+    if found is None:
+        try:
+            found = datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+        except ValueError as exc:
+            raise ValueError(
+                f"{name} must be seconds or a date such as 2017-10-03 09:15:00, got "
+                f"{text!r:.80}"
+            ) from exc
+    return found
+
+
+def _finite(text: str) -> float | None:
     try:
-        return _number(text)
+        found = float(text)
     except ValueError:
-        return datetime.fromisoformat(text.strip()).replace(tzinfo=UTC).timestamp()
+        return None
+    return found if math.isfinite(found) else None

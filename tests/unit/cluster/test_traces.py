@@ -92,13 +92,27 @@ def test_philly_takes_the_last_attempt_with_both_times(tmp_path):
         ("[1]", r"\$\[0\]"),
         ("[", "is not JSON"),
         (SPOT.replace("HP,2", "VIP,2"), "line 2: job_type must be HP or Spot"),
-        (SPOT.replace("100,50", "nan,50"), "line 2: must be a finite number"),
+        (SPOT.replace("100,50", "nan,50"), "line 2: submit_time must be seconds"),
+        (SPOT.replace("HP,2", "HP,x"), "line 2: gpu_request must be a finite number"),
+        (SPOT + "d\n", "line 5: job_type must be HP or Spot"),
+        (SPOT.replace("a,HP", "a" * 200_000 + ",HP"), "line 2: field larger"),
+        (SPOT.replace("HP,2,2", "HP,1e200,1e200"), "line 2: a job with inf GPUs"),
+        (PAI.replace("600,29,50", "600,29,1e300"), "j1: a job with 2e.298 GPUs"),
+        ("[" * 100_000, "is not JSON"),
+        ('[{"submitted_time": 1}]', r"\$\[0\]: lacks 'attempts'"),
         (SPOT.splitlines()[0] + "\n", "has no job"),
     ],
 )
 def test_a_bad_trace_is_refused_with_its_place(tmp_path, text, error):
     with pytest.raises(SpecError, match=error):
         rows(tmp_path, text)
+
+
+@pytest.mark.parametrize("missing", ["", "None"])
+def test_a_job_without_a_time_of_submission_is_skipped(tmp_path, missing):
+    # As a time it would be 1970, and all others decades later.
+    text = HELIOS.replace("2020-09-01 00:00:10", missing)
+    assert rows(tmp_path, text) == ("helios", [(0, 1, 60, None)], 2)
 
 
 def test_a_trace_is_simulated_and_its_page_needs_nothing_else(tmp_path, monkeypatch):
