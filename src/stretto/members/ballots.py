@@ -16,9 +16,14 @@ no collective can end. A keeper that has restarted is another keeper, so no vote
 survive its process.
 
 # Note [Hearing counts in both directions]
-Where packets are dropped in one direction, one side hears the other. A promise needs
-both directions between candidate and voter. Between two voters, each says whom it
-hears, and a view contains only keepers that all hear each other.
+Where packets are dropped in one direction, one side hears the other. So each beat says
+whom its keeper has heard lately, and a keeper counts as lost once it was not heard, or
+has not said that it hears this one, for `VotePolicy.silent_s`. A promise needs both
+directions between candidate and voter. Between two voters, each says whom it hears, and
+a view contains only keepers that all hear each other.
+
+A keeper with such links to less than a majority begins no ballot: its ballots could
+only delay those of the others. Its ranks wait (`KeeperCore.is_cut_off`).
 """
 
 from __future__ import annotations
@@ -43,7 +48,10 @@ class VotePolicy:
     max_ranks: int = 1 << 20
 
     silent_s: float = 3.0
-    """A keeper that was not heard for this long counts as lost."""
+    """A keeper counts as lost when there was no link in both directions for so long."""
+
+    hear_s: float = 1.0
+    """A keeper says that it hears another for this long after its last message."""
 
     failure_grace_s: float = 0.2
     """How long a failed collective waits for news of an ended rank."""
@@ -67,6 +75,12 @@ class Beat:
 
     generation: int
     hears: tuple[int, ...]
+
+    is_leaving: bool = False
+    """Whether one of its ranks has finished training: no more ranks should join."""
+
+    is_done: bool = False
+    """Whether all its ranks have ended, so that it may end without being a loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +197,11 @@ class KeeperCore:
         self._left: set[int] = set()
         self._failed_s: float | None = None
         self._heard_s: dict[int, float] = {}
+        self._linked_s: dict[int, float] = {}
+        self._beats: dict[int, Beat] = {}
+        self.is_done = False
+        """Whether all local ranks have ended for good; set by the owner."""
+
         self._began_s: float | None = None
         self._promised: Ballot | None = None
         self._accepted: tuple[Ballot, View] | None = None
@@ -218,8 +237,40 @@ class KeeperCore:
 
     def tick(self, now_s: float) -> list[Command]:
         """Time has passed; call it several times per `VotePolicy.gather_s`."""
-        beat = Beat(generation=self.view.generation, hears=self._hears(now_s))
-        return [*self._to_peers(beat), *self._advance(now_s)]
+        return [*self._to_peers(self.beat(now_s)), *self._advance(now_s)]
+
+    def beat(self, now_s: float) -> Beat:
+        """Return what this keeper says about itself now."""
+        return Beat(
+            generation=self.view.generation,
+            hears=self._hears(now_s, within_s=self._policy.hear_s),
+            is_leaving=bool(self._left),
+            is_done=self.is_done,
+        )
+
+    def meet(self, keeper: int) -> None:
+        """Another keeper takes part from now on."""
+        if keeper != self._keeper:
+            self._peers = tuple(sorted({*self._peers, keeper}))
+
+    def is_leaving(self) -> bool:
+        """Return whether a rank of any keeper has finished training."""
+        return bool(self._left) or any(beat.is_leaving for beat in self._beats.values())
+
+    def is_cut_off(self, now_s: float) -> bool:
+        """Return whether too few keepers are linked with this one to decide a view."""
+        return not self.view.is_majority({self._keeper, *self.linked(now_s)})
+
+    def linked(self, now_s: float) -> tuple[int, ...]:
+        """Return the keepers that hear this one and are heard by it."""
+        limit_s = now_s - self._policy.silent_s
+        return tuple(
+            peer for peer in self._peers if self._linked_s.get(peer, -1e9) > limit_s
+        )
+
+    def are_done(self, keepers: Iterable[int]) -> bool:
+        """Return whether all ranks of these keepers have ended, as far as is known."""
+        return all(k in self._beats and self._beats[k].is_done for k in keepers)
 
     def receive(self, sender: int, message: Message, now_s: float) -> list[Command]:
         """A message of another keeper has come."""
@@ -228,6 +279,9 @@ class KeeperCore:
             case Decided():
                 return self._adopt(message.view, now_s)
             case Beat():
+                self._beats[sender] = message
+                if self._keeper in message.hears:
+                    self._linked_s[sender] = now_s
                 if message.generation < self.view.generation:
                     return [Send(sender, Decided(view=self.view))]
                 return []
@@ -236,8 +290,7 @@ class KeeperCore:
                 return [Send(sender, Decided(view=self.view))]
             return []
         if message.generation > self.view.generation + 1:  # this keeper is behind
-            beat = Beat(generation=self.view.generation, hears=self._hears(now_s))
-            return [Send(sender, beat)]
+            return [Send(sender, self.beat(now_s))]
         return self._vote(sender, message, now_s)
 
     # voting
@@ -309,12 +362,14 @@ class KeeperCore:
         if candidacy is None:
             if now_s < self._retry_s or not self._wants_change(now_s):
                 return []
+            if self.is_cut_off(now_s):
+                return []
             return self._begin_ballot(now_s)
         if candidacy.proposed is None:
-            heard = {self._keeper, *self._hears(now_s)}
+            linked = {self._keeper, *self.linked(now_s)}
             is_late = now_s >= candidacy.began_s + self._policy.gather_s
             promised = candidacy.promises.keys()
-            if (is_late or promised >= heard) and self.view.is_majority(promised):
+            if (is_late or promised >= linked) and self.view.is_majority(promised):
                 return self._propose(candidacy, now_s)
         elif self.view.is_majority(candidacy.accepted_by):
             view = candidacy.proposed
@@ -338,7 +393,7 @@ class KeeperCore:
         place = self._place(now_s)
         if self._lost(now_s, later_s=policy.gather_s * place):
             return True
-        room = len(view.members) < policy.max_ranks and not self._left
+        room = len(view.members) < policy.max_ranks and not self.is_leaving()
         return room and any(view.rank(member) is None for member in self._ready)
 
     def _begin_ballot(self, now_s: float) -> list[Command]:
@@ -402,18 +457,20 @@ class KeeperCore:
 
     # hearing
 
-    def _hears(self, now_s: float) -> tuple[int, ...]:
-        limit_s = now_s - self._policy.silent_s
+    def _hears(
+        self, now_s: float, *, within_s: float | None = None
+    ) -> tuple[int, ...]:
+        limit_s = now_s - (self._policy.silent_s if within_s is None else within_s)
         return tuple(
             peer for peer in self._peers if self._heard_s.get(peer, -1e9) > limit_s
         )
 
     def _lost(self, now_s: float, *, later_s: float) -> bool:
-        """Return whether a keeper of the view has been silent for too long."""
+        """Return whether a keeper of the view has had no link for too long."""
         limit_s = now_s - self._policy.silent_s - later_s
         began_s = self._began_s if self._began_s is not None else now_s
         return any(
-            max(began_s, self._heard_s.get(peer, began_s)) <= limit_s
+            max(began_s, self._linked_s.get(peer, began_s)) <= limit_s
             for peer in self.view.keepers
             if peer != self._keeper
         )

@@ -116,6 +116,16 @@ class World:
                 assert budget, "keepers never fall silent"
                 self.deliver(0)
 
+    def host_joins(self) -> int:
+        """A keeper without ranks takes part, which knows the first keeper's view."""
+        keeper = max(self.hosts) + 1
+        first = self.view(min(self.hosts))
+        for host in self.hosts.values():
+            host.core.meet(keeper)
+        core = KeeperCore(keeper, list(self.hosts), first, self.policy)
+        self.hosts[keeper] = Host(core)
+        return keeper
+
     def cut(self, *side: int) -> None:
         others = self.hosts.keys() - set(side)
         self.blocked |= {(a, b) for a in side for b in others}
@@ -197,6 +207,54 @@ def test_a_keeper_that_hears_but_is_not_heard_is_left_out() -> None:
     world.blocked = {(2, 0), (2, 1)}
     world.run(8.0)
     assert world.view(0).ids == (0, 1)
+
+
+def test_a_keeper_that_is_heard_but_does_not_hear_is_left_out() -> None:
+    world = formed([1, 1, 1])
+    world.blocked = {(0, 2), (1, 2)}
+    world.run(4.5)
+    assert world.view(0).ids == (0, 1)
+    assert world.hosts[2].core.is_cut_off(world.now_s)
+
+
+def test_a_link_that_fails_for_less_than_the_limit_changes_nothing() -> None:
+    world = formed([1, 1, 1])
+    world.cut(2)
+    world.run(1.9)
+    world.blocked.clear()
+    world.run(5.0)
+    assert world.view(0).generation == 1
+
+
+def test_a_keeper_that_is_cut_off_begins_no_ballot() -> None:
+    world = formed([1, 1, 1])
+    world.cut(2)
+    world.run(3.5)
+    world.kill(2, 2)
+    world.sent.clear()
+    world.hosts[2].core.failed(1, world.now_s)
+    world.run(1.0)
+    assert world.view(2).generation == 1
+    assert world.hosts[2].core._highest_round == 0
+
+
+def test_a_host_that_joins_later_adds_its_ranks() -> None:
+    world = formed([1, 1])
+    keeper = world.host_joins()
+    world.run(1.0)
+    assert world.view(0).generation == 1
+    member = world.newcomer(keeper)
+    world.run(1.0)
+    assert world.view(0).ids == world.view(keeper).ids == (0, 1, member)
+
+
+def test_no_rank_joins_once_a_rank_of_another_host_has_finished() -> None:
+    world = formed([1, 1, 1])
+    world.execute(0, world.hosts[0].core.left(0, world.now_s))
+    world.run(0.5)
+    world.newcomer(1)
+    world.run(2.0)
+    assert world.view(1).generation == 1
 
 
 def test_keepers_without_a_link_between_them_are_not_in_one_view() -> None:
@@ -322,6 +380,11 @@ class Keepers(RuleBasedStateMachine):
     @rule(data=st.data())
     def join(self, data: st.DataObject) -> None:
         self.world.newcomer(self._host(data))
+
+    @precondition(lambda self: len(self.world.hosts) < 5)
+    @rule()
+    def host_joins(self) -> None:
+        self.world.host_joins()
 
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
