@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stretto.cli._elastic import MODULE, run_elastic
 from stretto.errors import SpecError, StrettoError
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
-
-MODULE = "-m"
 
 SETTINGS = {
     "plan": "STRETTO_PLAN",
@@ -175,7 +174,7 @@ def _torchrun_options() -> dict[str, argparse.Action]:
     "--elastic",
     metavar="MIN:MAX",
     help="(Experimental) Continue with the remaining ranks when one is lost, for a "
-    "script that uses stretto.Elastic on this machine.",
+    "script that uses stretto.Elastic. Start it on each host, as torchrun.",
 )
 @click.option(
     "--resume",
@@ -215,7 +214,7 @@ def command(
     if convert:
         os.environ["STRETTO_CONVERT"] = "1"
     if elastic is not None:
-        _run_elastic(elastic, arguments, settings, convert=convert)
+        run_elastic(elastic, arguments, settings, convert=convert)
         return
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys() or settings["background"]:
         _run_here(arguments)
@@ -223,76 +222,6 @@ def command(
         _check_plan(settings["plan"])
         _check_lane_backend(settings["lane_backend"])
         _launch(arguments, convert=convert)
-
-
-_NOT_ELASTIC = ("background", "collocation", "trace", "report")
-"""Options whose work keeps the ranks it began with."""
-
-
-def _run_elastic(
-    elastic: str,
-    arguments: tuple[str, ...],
-    settings: dict[str, str | None],
-    *,
-    convert: bool,
-) -> None:
-    """Run a script's ranks under a keeper; exit with their status."""
-    from stretto.members.keeper import ElasticJob, RankKeeper
-
-    least, most = _limits(elastic)
-    refused = [f"--{name}" for name in _NOT_ELASTIC if settings[name] is not None]
-    refused += ["--convert"] * convert
-    if refused:
-        raise SpecError(f"--elastic does not support {refused[0]} yet")
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        raise SpecError(
-            "--elastic starts the ranks of one host itself, but RANK and WORLD_SIZE "
-            "are set by another launcher: start `stretto run --elastic` without it"
-        )
-    ranks, script = _elastic_arguments(arguments, most)
-    if not least <= ranks <= most:
-        raise SpecError(f"--nproc-per-node {ranks} is not within --elastic {elastic}")
-    job = ElasticJob(
-        command=(sys.executable, "-m", "stretto.script", *script),
-        ranks=ranks,
-        min_ranks=least,
-        max_ranks=most,
-    )
-    sys.exit(RankKeeper(job).run())
-
-
-def _limits(text: str) -> tuple[int, int]:
-    least, colon, most = text.partition(":")
-    if not (colon and least.isdecimal() and most.isdecimal()):
-        raise SpecError(f"--elastic must be MIN:MAX, for instance 2:8, not {text!r}")
-    if not 1 <= int(least) <= int(most):
-        raise SpecError(f"--elastic {text}: MIN must be 1 or more, and at most MAX")
-    return int(least), int(most)
-
-
-def _elastic_arguments(
-    arguments: tuple[str, ...], ranks: int
-) -> tuple[int, tuple[str, ...]]:
-    """Return the number of ranks to start, and the script with its arguments."""
-    left = list(arguments)
-    while left and left[0].startswith("-") and left[0] not in ("-m", "--module"):
-        name, separator, value = left.pop(0).partition("=")
-        if name == "--":
-            break
-        if name.replace("_", "-") != "--nproc-per-node":
-            raise SpecError(f"--elastic does not support torchrun's {name} yet")
-        if not separator and left:
-            value = left.pop(0)
-        if not value.isdecimal():
-            raise SpecError(f"--nproc-per-node must be a number, got {value!r}")
-        ranks = int(value)
-    if not left:
-        raise SpecError("there is no script to run")
-    if left[0] in ("-m", "--module"):
-        left[0] = MODULE
-    elif not Path(left[0]).is_file():
-        raise SpecError(f"{left[0]}: no such script")
-    return ranks, tuple(left)
 
 
 def _run_here(arguments: tuple[str, ...]) -> None:

@@ -17,6 +17,7 @@ from stretto.elastic.batches import BatchSize, ShareSampler, Stamp, order_of
 from stretto.errors import CommTimeout, SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.members.client import MemberClient
+from stretto.members.wire import HOST_VARIABLE
 from stretto.resume.manifests import Manifest
 from stretto.resume.snapshots import JobSnapshots, copy_of
 from stretto.runtime.failure import forget_frames
@@ -137,7 +138,7 @@ class Elastic:
         self._snapshots = snapshots
         self._division = 0
         self._failures = 0
-        self._has_stepped = False
+        self._has_stepped = self._has_ended_epoch = False
         self._stamp: Stamp | None = None
         self._sampler: ShareSampler | None = None
         self._buffers: list[torch.Tensor] = []
@@ -150,7 +151,7 @@ class Elastic:
         if snapshots is not None and not (self._client and self._client.joins):
             self._resume(snapshots, wanted=resume)
         if self._client is not None:
-            host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+            host = os.environ.get(HOST_VARIABLE, "127.0.0.1")
             self._group = MemberGroup(model, host=host)
             self._is_fresh = self._client.joins
             model._on_loss = self._report  # noqa: SLF001
@@ -271,8 +272,16 @@ class Elastic:
                 if self._epoch != epoch:
                     break
             if self._epoch != epoch:
-                self._meet()
+                self._end_epoch()
         self._sampler = None
+
+    def _end_epoch(self) -> None:
+        """End an epoch together, if the others end it now."""
+        if self._has_ended_epoch:
+            self._has_ended_epoch = False
+            self._meet()
+        else:  # the others ended it before they gave their state to this rank
+            self._has_skipped = True
 
     def _divide(self) -> None:
         if self._sampler is not None:
@@ -331,6 +340,7 @@ class Elastic:
             self._done += self._stamp.samples
             if self._done >= self._samples:
                 self._epoch, self._done = self._epoch + 1, 0
+                self._has_ended_epoch = True
         self._buffers = []
 
     def _discard(self) -> None:
@@ -398,17 +408,19 @@ class Elastic:
             return False  # the store's rank is lost, which the keeper reports
 
     def _meet(self) -> None:
-        """Wait until all ranks have committed as many steps as this one."""
-        while self._client is not None:
-            try:
-                if self.size > 1:
-                    dist.all_reduce(torch.zeros(1))
-            except RuntimeError as error:
-                if not _is_loss(error):
-                    raise
-                self._recover(error)
-            else:
-                return
+        """Wait until all ranks have committed as many steps as this one.
+
+        They have done so after a new membership, too, which a newcomer may be in that
+        does not wait here.
+        """
+        if self._client is None or self.size == 1:
+            return
+        try:
+            dist.all_reduce(torch.zeros(1))
+        except RuntimeError as error:
+            if not _is_loss(error):
+                raise
+            self._recover(error)
 
     def _recover(self, cause: BaseException) -> None:
         """Follow the next membership after a failure."""
@@ -431,6 +443,9 @@ class Elastic:
             return
         while True:
             view = client.next_view(group.generation, timeout_s=_PATIENCE_S)
+            if view.rank(client.member) is None:
+                self._wait_for_return(view, client, group)
+                continue
             try:
                 self._enter(view, client, group)
             except (RuntimeError, CommTimeout) as error:
@@ -444,15 +459,26 @@ class Elastic:
             finally:
                 group.built()
 
+    def _wait_for_return(
+        self, view: View, client: MemberClient, group: MemberGroup
+    ) -> None:
+        """Ask to join again, after a membership without this rank.
+
+        Its own last step may be one that the others have run without it.
+        """
+        _log.warning(
+            "member %d was not reached by the others, which train as membership %d: it "
+            "asks to join them again",
+            client.member,
+            view.generation,
+        )
+        group.skip(view.generation)
+        self._is_fresh, self._has_begun = True, False
+        client.ready(group.address)
+
     def _enter(self, view: View, client: MemberClient, group: MemberGroup) -> None:
-        rank = view.rank(client.member)
-        if rank is None:
-            raise StrettoError(
-                f"member {client.member} is not in membership {view.generation}: the "
-                "others took it for lost"
-            )
+        rank, size = view.ids.index(client.member), len(view.members)
         before = 0 if self._view is None else len(self._view.members)
-        size = len(view.members)
         group.enter(view.generation, rank, size, view.members[0].address)
         self._level([json.loads(row) for row in group.join(self._note())])
         self._is_fresh = False
@@ -536,6 +562,7 @@ class Elastic:
 
     def _receive(self, state: dict[str, Any]) -> None:
         """Take another rank's state, or a snapshot's."""
+        self._has_ended_epoch = False
         if not self._has_begun:
             self._received = state
             state = copy_of(state)

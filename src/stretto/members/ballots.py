@@ -188,7 +188,9 @@ class KeeperCore:
             policy: equal on all keepers.
         """
         self._keeper, self._policy = keeper, policy
-        self._peers = tuple(sorted(set(peers) - {keeper}))
+        self.peers = tuple(sorted(set(peers) - {keeper}))
+        """All other keepers, also those that were lost."""
+
         self.view = first
         """The last view that this keeper knows to be decided."""
 
@@ -251,7 +253,7 @@ class KeeperCore:
     def meet(self, keeper: int) -> None:
         """Another keeper takes part from now on."""
         if keeper != self._keeper:
-            self._peers = tuple(sorted({*self._peers, keeper}))
+            self.peers = tuple(sorted({*self.peers, keeper}))
 
     def is_leaving(self) -> bool:
         """Return whether a rank of any keeper has finished training."""
@@ -265,7 +267,7 @@ class KeeperCore:
         """Return the keepers that hear this one and are heard by it."""
         limit_s = now_s - self._policy.silent_s
         return tuple(
-            peer for peer in self._peers if self._linked_s.get(peer, -1e9) > limit_s
+            peer for peer in self.peers if self._linked_s.get(peer, -1e9) > limit_s
         )
 
     def are_done(self, keepers: Iterable[int]) -> bool:
@@ -391,7 +393,7 @@ class KeeperCore:
         ):
             return True
         place = self._place(now_s)
-        if self._lost(now_s, later_s=policy.gather_s * place):
+        if self.lost(now_s, later_s=policy.gather_s * place):
             return True
         room = len(view.members) < policy.max_ranks and not self.is_leaving()
         return room and any(view.rank(member) is None for member in self._ready)
@@ -457,34 +459,33 @@ class KeeperCore:
 
     # hearing
 
-    def _hears(
-        self, now_s: float, *, within_s: float | None = None
-    ) -> tuple[int, ...]:
+    def _hears(self, now_s: float, *, within_s: float | None = None) -> tuple[int, ...]:
         limit_s = now_s - (self._policy.silent_s if within_s is None else within_s)
         return tuple(
-            peer for peer in self._peers if self._heard_s.get(peer, -1e9) > limit_s
+            peer for peer in self.peers if self._heard_s.get(peer, -1e9) > limit_s
         )
 
-    def _lost(self, now_s: float, *, later_s: float) -> bool:
-        """Return whether a keeper of the view has had no link for too long."""
+    def lost(self, now_s: float, *, later_s: float = 0.0) -> list[int]:
+        """Return the keepers of the view that have had no link for too long."""
         limit_s = now_s - self._policy.silent_s - later_s
         began_s = self._began_s if self._began_s is not None else now_s
-        return any(
-            max(began_s, self._linked_s.get(peer, began_s)) <= limit_s
+        return [
+            peer
             for peer in self.view.keepers
             if peer != self._keeper
-        )
+            and max(began_s, self._linked_s.get(peer, began_s)) <= limit_s
+        ]
 
     def _place(self, now_s: float) -> int:
         """Return how many keepers that this one hears come before it."""
-        order = [*self.view.keepers, *self._peers]
+        order = [*self.view.keepers, *self.peers]
         heard = {self._keeper, *self._hears(now_s)}
         return [k for k in dict.fromkeys([*order, self._keeper]) if k in heard].index(
             self._keeper
         )
 
     def _to_peers(self, message: Message) -> list[Command]:
-        return [Send(peer, message) for peer in self._peers]
+        return [Send(peer, message) for peer in self.peers]
 
 
 def all_hearing(hears: Mapping[int, Collection[int]], view: View) -> list[int]:

@@ -86,6 +86,14 @@ class MemberClient:
         """
         self._on_view, self._on_end = on_view, on_end
         self._thread.start()
+        self.ready(address)
+
+    def ready(self, address: str) -> None:
+        """Report again that this rank can train, after a view without it.
+
+        Args:
+            address: ``host:port`` of the store that this rank can serve.
+        """
         self._send({"ready": self.member, "address": address})
 
     def failed(self, generation: int) -> None:

@@ -3,8 +3,8 @@
 It is a process of its own without torch, so that it answers within milliseconds
 whatever the ranks compute. Ranks are its children and end with it.
 
-It decides alone for the ranks of one host. `KeeperCore` decides for several; the
-connections between keepers are not written yet.
+`KeeperCore` decides, alone or with the keepers of other hosts (`peers`). Every keeper
+starts and sees the ranks of its host only.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from typing import TYPE_CHECKING, Any, final
 
 from stretto.cluster.channel import Channel, Listener, listening
 from stretto.cluster.loop import Loop, now_s
+from stretto.errors import StrettoError
 from stretto.lab import syscalls
 from stretto.lab.ports import free_port
 from stretto.logs import get_logger
 from stretto.members.ballots import Deliver, KeeperCore, VotePolicy
+from stretto.members.peers import Book, KeeperNetwork, MeetingPoint
 from stretto.members.view import Member, View
 from stretto.members.wire import (
+    HOST_VARIABLE,
     JOINS_VARIABLE,
     MEMBER_VARIABLE,
     SOCKET_VARIABLE,
@@ -36,7 +39,7 @@ from stretto.members.wire import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stretto.members.ballots import Command
+    from stretto.members.ballots import Command, Message
 
 _log = get_logger(__name__)
 
@@ -51,8 +54,10 @@ _END_S = 10.0
 _MAX_REPLACEMENTS = 16
 """A rank that always fails must not be started forever."""
 
-_KEEPER = 0
-_ADDRESS = "127.0.0.1"
+_NUMBERS = 10_000
+"""Members that a keeper starts later have ids from its number times this on."""
+
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +68,7 @@ class ElasticJob:
     """One rank's program and arguments."""
 
     ranks: int
-    """Ranks to start with."""
+    """Ranks to start with on this host."""
 
     min_ranks: int
     """The job fails when fewer are left."""
@@ -72,6 +77,9 @@ class ElasticJob:
 
     replaces: bool = True
     """Whether to start a rank in place of a lost one."""
+
+    meeting: MeetingPoint | None = None
+    """Where to meet the keepers of other hosts, if there are any."""
 
 
 @final
@@ -97,22 +105,25 @@ class RankKeeper:
     def __init__(self, job: ElasticJob) -> None:
         """Prepare; `run` starts the ranks."""
         self._job = job
-        first = View(
-            generation=0,
-            members=tuple(Member(id=i, keeper=_KEEPER) for i in range(job.ranks)),
-        )
-        policy = VotePolicy(min_ranks=job.min_ranks, max_ranks=job.max_ranks)
-        self._core = KeeperCore(_KEEPER, (), first, policy)
+        self._policy = VotePolicy(min_ranks=job.min_ranks, max_ranks=job.max_ranks)
         self._loop = Loop()
+        self._network: KeeperNetwork | None = None
+        self._core: KeeperCore | None = None
+        self._keeper = 0
         self._ranks: dict[int, _Rank] = {}
-        self._next = job.ranks
+        self._next = 0
         self._replacements = 0
         self._code = 0
-        self._ends = False
+        self._ends = self._waits = False
+        self._error: StrettoError | None = None
         self._folder = Path()
 
     def run(self) -> int:
-        """Run the job to its end; return its exit status, as a shell's."""
+        """Run the job to its end; return its exit status, as a shell's.
+
+        Raises:
+            StrettoError: the hosts don't meet, or this one's address can't be used.
+        """
         self._folder = Path(tempfile.mkdtemp(prefix="stretto-"))  # mode 0700
         listener = Listener(
             self._loop,
@@ -127,21 +138,108 @@ class RankKeeper:
                 signal.SIGINT: lambda: self._end(128 + signal.SIGINT),
             }
         )
-        self._loop.every(TICK_S, self._tick)
         try:
-            port = free_port()
-            for member in range(self._job.ranks):
-                self._start(
-                    member, member, rank=member, size=self._job.ranks, port=port
-                )
+            if self._job.meeting is None:
+                members = tuple(Member(id=i, keeper=0) for i in range(self._job.ranks))
+                first = View(generation=0, members=members)
+                self._form(0, (), first, _LOOPBACK, free_port())
+            else:
+                self._network = self._meeting(self._job.meeting)
             self._loop.run()
         finally:
             for rank in self._ranks.values():
                 if rank.code is None:
                     rank.process.kill()
             listener.close()
+            if self._network is not None:
+                self._network.close()
             shutil.rmtree(self._folder, ignore_errors=True)
+        if self._error is not None:
+            raise self._error
         return self._code
+
+    # hosts
+
+    def _meeting(self, point: MeetingPoint) -> KeeperNetwork:
+        job = self._job
+        return KeeperNetwork(
+            self._loop,
+            point,
+            ranks=job.ranks,
+            limits=f"--elastic {job.min_ranks}:{job.max_ranks}",
+            ranks_port=free_port(),
+            view=self._present_view,
+            on_formed=self._on_formed,
+            on_met=self._on_met,
+            on_message=self._on_keeper,
+            on_other=self._on_other,
+            on_failed=self._on_failed,
+        )
+
+    def _present_view(self) -> View | None:
+        """Return the view that a host may join, or ``None`` before training."""
+        core = self._core
+        return core.view if core is not None and core.view.generation else None
+
+    def _on_formed(self, book: Book) -> None:
+        """The keepers have met, or this one has joined those that run."""
+        places = book.places
+        others = [p.keeper for p in places if p.keeper != book.keeper]
+        first = book.view
+        if first is None:
+            keepers = [p.keeper for p in places for _ in range(p.ranks)]
+            members = tuple(Member(id=i, keeper=k) for i, k in enumerate(keepers))
+            first = View(generation=0, members=members)
+            if not self._job.min_ranks <= len(members) <= self._job.max_ranks:
+                self._on_failed(
+                    f"{len(members)} ranks on {len(places)} hosts are not within "
+                    f"--elastic {self._job.min_ranks}:{self._job.max_ranks}"
+                )
+                return
+        _log.info("this is host %d of %d", book.keeper, len(places))
+        host = next(p.host for p in places if p.keeper == min(q.keeper for q in places))
+        self._form(book.keeper, others, first, host, book.ranks_port)
+
+    def _on_met(self, keeper: int) -> None:
+        if self._core is not None:
+            self._core.meet(keeper)
+
+    def _on_failed(self, why: str) -> None:
+        self._error = StrettoError(why)
+        self._end(1)
+
+    def _on_keeper(self, sender: int, message: Message) -> None:
+        if self._core is not None:
+            self._execute(self._core.receive(sender, message, now_s()))
+
+    def _on_other(self, sender: int, message: dict[str, Any]) -> None:
+        match message:
+            case {"end": int(generation)}:
+                self._tell({"end": generation})
+            case {"over": int(code)} if self._present_view() is None:
+                _log.error("the job ends, because a rank of host %d failed", sender)
+                self._end(code)
+            case _:
+                pass
+
+    def _form(
+        self, keeper: int, others: Sequence[int], first: View, host: str, port: int
+    ) -> None:
+        """Start this host's ranks."""
+        self._keeper = keeper
+        self._core = KeeperCore(keeper, others, first, self._policy)
+        self._loop.every(TICK_S, self._tick)
+        if first.generation == 0:
+            mine = [m.id for m in first.members if m.keeper == keeper]
+            self._next = len(first.members) if keeper == 0 else keeper * _NUMBERS
+            for local_rank, member in enumerate(mine):
+                rank = first.rank(member) or 0
+                size = len(first.members)
+                self._start(member, local_rank, rank=rank, size=size, at=(host, port))
+            return
+        self._next = keeper * _NUMBERS
+        for local_rank in range(self._job.ranks):
+            self._start_joining(local_rank)
 
     # ranks
 
@@ -152,7 +250,7 @@ class RankKeeper:
         *,
         rank: int,
         size: int,
-        port: int,
+        at: tuple[str, int],
         joins: bool = False,
     ) -> None:
         environment = {
@@ -161,8 +259,9 @@ class RankKeeper:
             "WORLD_SIZE": str(size),
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(self._job.ranks),
-            "MASTER_ADDR": _ADDRESS,
-            "MASTER_PORT": str(port),
+            "MASTER_ADDR": at[0],
+            "MASTER_PORT": str(at[1]),
+            HOST_VARIABLE: _LOOPBACK if self._network is None else self._network.host,
             SOCKET_VARIABLE: str(self._folder / "keeper"),
             MEMBER_VARIABLE: str(member),
         }
@@ -216,16 +315,21 @@ class RankKeeper:
         if rank.left and code != 0 and not rank.joins:
             self._code = self._code or _shell_code(code)
         living = [r for r in self._ranks.values() if r.code is None]
-        if was_lost and not self._ends:
-            trained = self._core.view.generation > 0
-            self._execute(self._core.ended(rank.member, now_s()))
+        core = self._core
+        if was_lost and not self._ends and core is not None:
+            trained = core.view.generation > 0
+            self._execute(core.ended(rank.member, now_s()))
             if not trained:  # ranks may wait for it where nothing ends their wait
+                if self._network is not None:
+                    self._network.send_all({"over": _shell_code(code)})
                 self._end(_shell_code(code))
             else:
                 self._replace(rank)
                 living = [r for r in self._ranks.values() if r.code is None]
-                leaving = any(r.left for r in self._ranks.values())
-                if len(living) < self._job.min_ranks and not leaving:
+                if not living:
+                    self._code = self._code or _shell_code(code)
+                too_few = self._network is None and len(living) < self._job.min_ranks
+                if too_few and not core.is_leaving():
                     _log.error(
                         "%d ranks are left, of at least %d: the job ends",
                         len(living),
@@ -233,22 +337,44 @@ class RankKeeper:
                     )
                     self._end(_shell_code(code))
         if not living:
+            self._stop_if_done()
+
+    def _stop_if_done(self) -> None:
+        """End once this host's ranks have ended and no other host needs its vote."""
+        core, network = self._core, self._network
+        if any(rank.code is None for rank in self._ranks.values()):
+            return
+        if core is None or network is None or self._ends:
+            self._loop.stop()
+            return
+        core.is_done = True
+        mine = any(m.keeper == self._keeper for m in core.view.members)
+        others = [k for k in core.view.keepers if k != self._keeper]
+        linked = set(core.linked(now_s()))
+        if not mine or core.are_done([k for k in others if k in linked]):
+            for _ in range(3):  # others may end with this news, without waiting for it
+                for keeper in core.peers:
+                    network.send(keeper, core.beat(now_s()))
             self._loop.stop()
 
     def _replace(self, lost: _Rank) -> None:
         """Start a rank in place of a lost one, unless the job ends or it is in vain."""
-        is_ending = any(rank.left for rank in self._ranks.values())
-        if not self._job.replaces or is_ending:
+        core = self._core
+        if not self._job.replaces or core is None or core.is_leaving():
             return
         if self._replacements == _MAX_REPLACEMENTS:
             _log.error("%d ranks were replaced: no more are", _MAX_REPLACEMENTS)
             return
         self._replacements += 1
-        member, self._next = self._next, self._next + 1
-        self._start(
-            member, lost.local_rank, rank=0, size=1, port=free_port(), joins=True
-        )
+        member = self._start_joining(lost.local_rank)
         _log.warning("member %d is started in its place", member)
+
+    def _start_joining(self, local_rank: int) -> int:
+        """Start a rank of a job that trains; return its id."""
+        member, self._next = self._next, self._next + 1
+        at = _LOOPBACK, free_port()
+        self._start(member, local_rank, rank=0, size=1, at=at, joins=True)
+        return member
 
     def _end(self, code: int) -> None:
         """End all ranks, and the job with this status."""
@@ -271,20 +397,28 @@ class RankKeeper:
     # messages
 
     def _on_message(self, channel: Channel, message: dict[str, Any]) -> None:
-        now = now_s()
+        now, core = now_s(), self._core
+        if core is None:
+            channel.close()
+            return
         match message:
             case {"ready": int(member), "address": str(address)}:
                 rank = self._ranks.get(member)
-                if rank is None or rank.code is not None or rank.channel is not None:
+                if rank is None or rank.code is not None:
+                    channel.close()
+                    return
+                if rank.channel not in (None, channel):
                     channel.close()
                     return
                 rank.channel, channel.peer = channel, rank
-                row = Member(id=member, keeper=_KEEPER, address=address)
-                self._execute(self._core.ready(row, now))
+                row = Member(id=member, keeper=self._keeper, address=address)
+                self._execute(core.ready(row, now))
             case {"failed": int(generation)}:
-                if generation < self._core.view.generation:
-                    self._tell({"end": generation})  # others may still wait in it
-                self._execute(self._core.failed(generation, now))
+                if generation < core.view.generation:  # others may still wait in it
+                    self._tell({"end": generation})
+                    if self._network is not None:
+                        self._network.send_all({"end": generation})
+                self._execute(core.failed(generation, now))
             case {"entered": int()} if channel.peer is not None:
                 channel.peer.has_entered = True
             case {"left": int()} if channel.peer is not None:
@@ -297,17 +431,54 @@ class RankKeeper:
             channel.peer.channel = None
 
     def _tick(self) -> None:
-        self._execute(self._core.tick(now_s()))
+        core, now = self._core, now_s()
+        if core is None:
+            return
+        self._execute(core.tick(now))
+        if self._network is None or self._ends:
+            return
+        if core.view.generation == 0:
+            if (lost := core.lost(now)) and not core.is_done:
+                name = self._network.name(lost[0])
+                self._on_failed(f"{name} was lost before training began")
+            return
+        self._note_links(core, self._network, now)
+        if core.is_leaving():
+            self._end_newcomers()
+        if all(rank.code is not None for rank in self._ranks.values()):
+            self._stop_if_done()
+
+    def _note_links(self, core: KeeperCore, network: KeeperNetwork, now: float) -> None:
+        """Let this host's ranks wait while too few hosts are heard."""
+        generation = core.view.generation
+        if not core.is_cut_off(now):
+            if self._waits:
+                _log.warning("this host is linked with the others again")
+            self._waits = False
+            return
+        lost = core.lost(now)
+        if not self._waits and lost and not core.are_done(lost):
+            self._waits = True
+            names = ", ".join(map(network.name, lost))
+            _log.warning(
+                "no link with %s for %g s: this host's ranks wait",
+                names,
+                self._policy.silent_s,
+            )
+            self._tell({"end": generation})
 
     def _execute(self, commands: Sequence[Command]) -> None:
         for command in commands:
             if isinstance(command, Deliver):
                 self._deliver(command.view)
+            elif self._network is not None:
+                self._network.send(command.to, command.message)
 
     def _deliver(self, view: View) -> None:
         if self._ends:
             return
-        level = logging.INFO if view.generation == 1 else logging.WARNING
+        is_first = view.generation == 1 or view.keepers[:1] != (self._keeper,)
+        level = logging.INFO if is_first else logging.WARNING
         ids = ", ".join(map(str, view.ids))
         _log.log(level, "membership %d: members %s", view.generation, ids)
         self._tell(view_message(view))
@@ -320,9 +491,15 @@ class RankKeeper:
     def _leave(self, rank: _Rank) -> None:
         """A rank has finished: the job ends, so those that would join do too."""
         rank.left = True
-        self._execute(self._core.left(rank.member, now_s()))
+        if self._core is not None:
+            self._execute(self._core.left(rank.member, now_s()))
+        self._end_newcomers()
+
+    def _end_newcomers(self) -> None:
+        """End ranks that have not joined yet and would be too late."""
         for other in self._ranks.values():
-            if other.joins and not other.has_entered and other.code is None:
+            is_waiting = other.joins and not other.has_entered and other.code is None
+            if is_waiting and not other.left and self._core is not None:
                 other.left = True
                 self._execute(self._core.left(other.member, now_s()))
                 other.process.kill()

@@ -1,9 +1,11 @@
-"""Lines of JSON between a rank and its keeper, and the variables that join them.
+"""Messages of ranks and keepers as JSON, and the variables that join them.
 
-A rank says ``{"ready": id, "address": "host:port"}`` once, ``{"entered": generation}``
-when it trains, ``{"failed": generation}`` when a collective can't end, and
-``{"left": id}`` after its last step. A keeper says ``{"view": ...}``, and ``{"end":
-generation}`` when a rank has left a generation for one that is decided already.
+A rank says ``{"ready": id, "address": "host:port"}`` when it can train, ``{"entered":
+generation}`` when it trains, ``{"failed": generation}`` when a collective can't end,
+and ``{"left": id}`` after its last step. A keeper says ``{"view": ...}``, and ``{"end":
+generation}`` when nothing that waits in a generation can end.
+
+Keepers exchange the messages of `ballots`, each as ``{"say": kind, "body": ...}``.
 """
 
 from __future__ import annotations
@@ -12,6 +14,16 @@ from typing import Any
 
 import msgspec
 
+from stretto.members.ballots import (
+    Accept,
+    Accepted,
+    Beat,
+    Decided,
+    Message,
+    Prepare,
+    Promise,
+    Refuse,
+)
 from stretto.members.view import View
 
 SOCKET_VARIABLE = "STRETTO_KEEPER"
@@ -23,6 +35,14 @@ MEMBER_VARIABLE = "STRETTO_MEMBER"
 JOINS_VARIABLE = "STRETTO_JOINS"
 """Set for a rank that joins a job which trains already."""
 
+HOST_VARIABLE = "STRETTO_HOST_ADDRESS"
+"""The address at which other hosts reach this one."""
+
+_KINDS: dict[str, type[Message]] = {
+    kind.__name__: kind
+    for kind in (Accept, Accepted, Beat, Decided, Prepare, Promise, Refuse)
+}
+
 
 def view_message(view: View) -> dict[str, Any]:
     """Return the message that gives a rank a view."""
@@ -33,3 +53,19 @@ def view_of(message: dict[str, Any]) -> View | None:
     """Return a message's view, or ``None`` if it is another message."""
     found = message.get("view")
     return None if found is None else msgspec.convert(found, View)
+
+
+def keeper_message(message: Message) -> dict[str, Any]:
+    """Return a keeper's message as JSON has it."""
+    return {"say": type(message).__name__, "body": msgspec.to_builtins(message)}
+
+
+def keeper_message_of(message: dict[str, Any]) -> Message | None:
+    """Return the message of another keeper, or ``None`` if it is none."""
+    kind = _KINDS.get(str(message.get("say")))
+    if kind is None:
+        return None
+    try:
+        return msgspec.convert(message.get("body"), kind)
+    except msgspec.ValidationError:
+        return None

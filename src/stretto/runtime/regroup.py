@@ -193,6 +193,12 @@ class MemberGroup:
         with self._lock:
             self._sockets |= self._new_sockets()
 
+    def skip(self, generation: int) -> None:
+        """Take no part in a generation; the next one to enter follows it."""
+        with self._lock:
+            self.generation = max(self.generation, generation)
+            self._ended = max(self._ended, generation)
+
     def join(self, note: str) -> list[str]:
         """Let the model train with the ranks of the group; return each rank's note.
 

@@ -1,32 +1,88 @@
-"""What `stretto run --elastic` refuses."""
+"""What `stretto run --elastic` accepts and refuses."""
 
 from __future__ import annotations
 
 import pytest
 
-from stretto.cli.run import _elastic_arguments, _limits
+from stretto.cli._elastic import elastic_job, parse_arguments, parse_limits
 from stretto.errors import SpecError
+
+SCRIPT = __file__
 
 
 @pytest.mark.parametrize("text", ["4", "0:2", "3:2", "a:b", ":", "2:"])
 def test_invalid_limits_are_refused(text: str) -> None:
     with pytest.raises(SpecError, match="--elastic"):
-        _limits(text)
+        parse_limits(text)
 
 
 def test_limits_are_the_least_and_the_most_ranks() -> None:
-    assert _limits("2:8") == (2, 8)
+    assert parse_limits("2:8") == (2, 8)
 
 
 def test_a_number_of_ranks_may_be_given() -> None:
-    script = __file__
-    assert _elastic_arguments(("--nproc-per-node", "4", script, "--x"), 8) == (
-        4,
-        (script, "--x"),
-    )
-    assert _elastic_arguments((script,), 8) == (8, (script,))
+    given = parse_arguments(("--nproc-per-node", "4", SCRIPT, "--x"))
+    assert (given.ranks, given.script) == (4, (SCRIPT, "--x"))
+    assert elastic_job("1:8", given, {}).ranks == 4
+    assert elastic_job("1:8", parse_arguments((SCRIPT,)), {}).ranks == 8
 
 
 def test_other_options_of_torchrun_are_refused() -> None:
-    with pytest.raises(SpecError, match="--nnodes"):
-        _elastic_arguments(("--nnodes=2", __file__), 8)
+    with pytest.raises(SpecError, match="--max-restarts"):
+        parse_arguments(("--max-restarts=2", SCRIPT))
+
+
+def test_hosts_meet_where_torchrun_would() -> None:
+    options = "--nnodes=3 --node_rank 1 --master-addr a --master-port 7 --rdzv-id j"
+    given = parse_arguments((*options.split(), "--nproc-per-node=2", SCRIPT))
+    point = elastic_job("1:8", given, {}).meeting
+    assert point is not None
+    assert (point.host, point.port, point.nodes) == ("a", 7, 3)
+    assert (point.node, point.job) == (1, "j")
+
+
+def test_an_endpoint_is_an_address_and_a_port() -> None:
+    given = parse_arguments(
+        ("--nnodes=2", "--rdzv-endpoint=[fe::1]:71", "--nproc-per-node=2", SCRIPT)
+    )
+    point = elastic_job("1:8", given, {}).meeting
+    assert point is not None
+    assert (point.host, point.port, point.node) == ("fe::1", 71, None)
+
+
+def test_a_launcher_with_one_rank_per_host_says_which_host_this_is() -> None:
+    environment = {
+        "RANK": "2",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "9",
+    }
+    given = parse_arguments(("--nproc-per-node=2", SCRIPT))
+    point = elastic_job("1:8", given, environment).meeting
+    assert point is not None
+    assert (point.host, point.port, point.nodes, point.node) == ("h", 9, 4, 2)
+
+
+def test_a_launcher_with_several_ranks_per_host_is_refused() -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    with pytest.raises(SpecError, match="one per host"):
+        elastic_job("1:8", parse_arguments((SCRIPT,)), environment)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--nnodes=2", "--master-addr=a"], "--nproc-per-node"),
+        (["--nnodes=2", "--nproc-per-node=2"], "--master-addr"),
+        (
+            ["--nnodes=2", "--node-rank=2", "--master-addr=a", "--nproc-per-node=2"],
+            "not below",
+        ),
+        (["--nnodes=x", "--nproc-per-node=2"], "--nnodes must be a number"),
+        (["--nproc-per-node=9"], "not within"),
+        (["--rdzv-backend=etcd", "--master-addr=a", "--nproc-per-node=1"], "static"),
+    ],
+)
+def test_invalid_options_about_hosts_are_refused(options: list[str], why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        elastic_job("1:8", parse_arguments((*options, SCRIPT)), {})

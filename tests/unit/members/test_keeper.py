@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from stretto.lab.ports import free_port
 from stretto.members.view import Member, View
 from stretto.members.wire import view_message, view_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 KEEPER = """
@@ -77,3 +79,118 @@ def test_a_view_survives_its_line() -> None:
     view = View(generation=3, members=(Member(id=4, keeper=1, address="a:1"),))
     assert view_of(view_message(view)) == view
     assert view_of({"end": 3}) is None
+
+
+HOST = """
+import sys
+from stretto.members import keeper, peers
+number, port, nodes, job, rank, local = sys.argv[1:]
+point = peers.MeetingPoint(
+    host="127.0.0.1", port=int(port), nodes=int(nodes),
+    node=None if number == "-" else int(number), job=job, local=local,
+)
+elastic = keeper.ElasticJob(
+    command=(sys.executable, rank), ranks=1, min_ranks=1, max_ranks=8,
+    replaces=False, meeting=point,
+)
+sys.exit(keeper.RankKeeper(elastic).run())
+"""
+
+TOGETHER = """
+import os, sys, time
+from stretto.members.client import MemberClient
+client = MemberClient.of_environment()
+place = os.environ["RANK"], os.environ["WORLD_SIZE"]
+client.start(f"h:{client.member}", on_view=lambda _: None, on_end=lambda _: None)
+view = client.next_view(0, timeout_s=60)
+print("view", view.ids, *place, flush=True)
+while sys.stdin.readline().strip():
+    view = client.next_view(view.generation, timeout_s=60)
+    print("view", view.ids, flush=True)
+client.left()
+"""
+
+
+class Hosts:
+    """Keepers of several hosts, each with one rank that prints its views."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, free_port()
+        (folder / "keeper.py").write_text(HOST)
+        (folder / "rank.py").write_text(TOGETHER)
+        self.keepers: list[subprocess.Popen[str]] = []
+
+    def start(
+        self, number: int | str, nodes: int, *, job: str = "j", local: str = "127.0.0.1"
+    ) -> subprocess.Popen[str]:
+        row = [str(number), str(self.port), str(nodes), job]
+        script, rank = str(self.folder / "keeper.py"), str(self.folder / "rank.py")
+        keeper = subprocess.Popen(
+            [sys.executable, script, *row, rank, local],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.keepers.append(keeper)
+        return keeper
+
+    def close(self) -> None:
+        for keeper in self.keepers:
+            keeper.kill()
+            keeper.communicate()
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    made = Hosts(tmp_path)
+    yield made
+    made.close()
+
+
+def line(keeper: subprocess.Popen[str]) -> str:
+    assert keeper.stdout is not None
+    return keeper.stdout.readline().strip()
+
+
+def say(keeper: subprocess.Popen[str], text: str) -> None:
+    assert keeper.stdin is not None
+    keeper.stdin.write(text + "\n")
+    keeper.stdin.flush()
+
+
+def test_hosts_form_one_view_and_lose_and_gain_hosts(hosts: Hosts) -> None:
+    first, second, third = (hosts.start(n, 3) for n in range(3))
+    assert [line(k) for k in (first, second, third)] == [
+        f"view (0, 1, 2) {rank} 3" for rank in range(3)
+    ]
+    third.kill()
+    say(first, "next")
+    say(second, "next")
+    assert line(first) == line(second) == "view (0, 1)"
+    say(first, "next")
+    say(second, "next")
+    later = hosts.start(2, 3)
+    assert line(later) == "view (0, 1, 30000) 0 1"
+    assert line(first) == line(second) == "view (0, 1, 30000)"
+    for keeper in (first, second, later):
+        say(keeper, "")
+    assert [k.wait(30) for k in (first, second, later)] == [0, 0, 0]
+
+
+def test_a_host_of_another_job_is_refused(hosts: Hosts) -> None:
+    first, stranger = hosts.start(0, 2), hosts.start(1, 2, job="other")
+    assert stranger.stderr is not None
+    assert "refuses this one: its job or its token" in stranger.stderr.readline()
+    second = hosts.start("-", 2, local="127.0.0.2")
+    assert line(first) == "view (0, 1) 0 2"
+    assert line(second) == "view (0, 1) 1 2"
+
+
+def test_a_rank_lost_before_training_ends_the_job_on_all_hosts(hosts: Hosts) -> None:
+    (hosts.folder / "rank.py").write_text(
+        "import os, sys, time\n"
+        "sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)"
+    )
+    first, second = hosts.start(0, 2), hosts.start(1, 2)
+    assert (first.wait(30), second.wait(30)) == (7, 7)

@@ -1,0 +1,217 @@
+"""``stretto run --elastic``: one keeper on each host, which starts the host's ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from stretto.members.keeper import ElasticJob
+    from stretto.members.peers import MeetingPoint
+
+MODULE = "-m"
+
+_NOT_ELASTIC = ("background", "collocation", "trace", "report")
+"""Options whose work keeps the ranks it began with."""
+
+_PORT = 29500
+
+_HOST_OPTIONS = (
+    "--nnodes",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--local-addr",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--rdzv-backend",
+)
+"""Options of torchrun about hosts, as far as they have a meaning here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticArguments:
+    """What stands before and after the script."""
+
+    ranks: int | None
+    """Ranks of this host, if they were given."""
+
+    hosts: dict[str, str]
+    """Options about hosts."""
+
+    script: tuple[str, ...]
+    """The script and its arguments."""
+
+
+def run_elastic(
+    elastic: str,
+    arguments: tuple[str, ...],
+    settings: dict[str, str | None],
+    *,
+    convert: bool,
+) -> None:
+    """Run a script's ranks under a keeper; exit with their status."""
+    from stretto.members.keeper import RankKeeper
+
+    refused = [f"--{name}" for name in _NOT_ELASTIC if settings[name] is not None]
+    refused += ["--convert"] * convert
+    if refused:
+        raise SpecError(f"--elastic does not support {refused[0]} yet")
+    job = elastic_job(elastic, parse_arguments(arguments), os.environ)
+    sys.exit(RankKeeper(job).run())
+
+
+def elastic_job(
+    elastic: str, given: ElasticArguments, environment: Mapping[str, str]
+) -> ElasticJob:
+    """Return what this host's keeper runs.
+
+    Raises:
+        SpecError: an option is invalid, or a launcher has started several ranks here.
+    """
+    from stretto.members.keeper import ElasticJob
+
+    least, most = parse_limits(elastic)
+    hosts = dict(given.hosts)
+    if {"RANK", "WORLD_SIZE"} <= environment.keys():
+        hosts = _of_launcher(environment) | hosts
+    nodes = _number(hosts, "--nnodes", 1)
+    if nodes < 1:
+        raise SpecError("--nnodes must be 1 or more")
+    ranks = given.ranks
+    if ranks is None:
+        if nodes > 1:
+            raise SpecError(
+                "--elastic on several hosts needs --nproc-per-node, the number of "
+                "ranks that each host begins with"
+            )
+        ranks = most
+    if nodes == 1 and not hosts and not least <= ranks <= most:
+        raise SpecError(f"--nproc-per-node {ranks} is not within --elastic {elastic}")
+    if not 1 <= ranks <= most:
+        raise SpecError(f"--nproc-per-node {ranks} is more than --elastic {elastic}")
+    return ElasticJob(
+        command=(sys.executable, "-m", "stretto.script", *given.script),
+        ranks=ranks,
+        min_ranks=least,
+        max_ranks=most,
+        meeting=_meeting(hosts, nodes) if hosts else None,
+    )
+
+
+def _of_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the options for the only rank that a launcher has started on a host."""
+    local = environment.get("LOCAL_WORLD_SIZE", "1")
+    if local != "1":
+        raise SpecError(
+            f"--elastic starts each host's ranks itself, but a launcher has started "
+            f"{local} here: start one per host, and pass --nproc-per-node to "
+            "`stretto run`"
+        )
+    port = int(environment.get("MASTER_PORT", _PORT))
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        port += 1  # the launcher's own store listens there
+    return {
+        "--nnodes": environment["WORLD_SIZE"],
+        "--node-rank": environment["RANK"],
+        "--master-addr": environment.get("MASTER_ADDR", "127.0.0.1"),
+        "--master-port": str(port),
+    }
+
+
+def _meeting(hosts: dict[str, str], nodes: int) -> MeetingPoint:
+    from stretto.members.peers import MeetingPoint
+
+    host, port = hosts.get("--master-addr", ""), _number(hosts, "--master-port", _PORT)
+    if endpoint := hosts.get("--rdzv-endpoint"):
+        host, colon, after = endpoint.rpartition(":")
+        if not colon:
+            host = endpoint
+        elif after.isdecimal():
+            port = int(after)
+        else:
+            raise SpecError(f"--rdzv-endpoint must be HOST:PORT, got {endpoint!r}")
+    host = host.strip("[]")
+    if not host:
+        raise SpecError(
+            "--elastic on several hosts needs --master-addr or --rdzv-endpoint, the "
+            "address of the first host"
+        )
+    if not 0 < port < 1 << 16:
+        raise SpecError(f"port {port} is not within 1 to 65535")
+    if hosts.get("--rdzv-backend", "static") not in ("static", "c10d"):
+        raise SpecError("--elastic supports only --rdzv-backend static and c10d")
+    node = _number(hosts, "--node-rank", -1)
+    if node >= nodes:
+        raise SpecError(f"--node-rank {node} is not below --nnodes {nodes}")
+    return MeetingPoint(
+        host=host,
+        port=port,
+        nodes=nodes,
+        node=None if node < 0 else node,
+        job=hosts.get("--rdzv-id", "none"),
+        local=hosts.get("--local-addr"),
+    )
+
+
+def _number(hosts: Mapping[str, str], name: str, default: int) -> int:
+    text = hosts.get(name)
+    if text is None:
+        return default
+    if not text.isdecimal():
+        raise SpecError(f"{name} must be a number, got {text!r}")
+    return int(text)
+
+
+def parse_limits(text: str) -> tuple[int, int]:
+    """Return the least and the most ranks that ``MIN:MAX`` says.
+
+    Raises:
+        SpecError: it says something else.
+    """
+    least, colon, most = text.partition(":")
+    if not (colon and least.isdecimal() and most.isdecimal()):
+        raise SpecError(f"--elastic must be MIN:MAX, for instance 2:8, not {text!r}")
+    if not 1 <= int(least) <= int(most):
+        raise SpecError(f"--elastic {text}: MIN must be 1 or more, and at most MAX")
+    return int(least), int(most)
+
+
+def parse_arguments(arguments: tuple[str, ...]) -> ElasticArguments:
+    """Take options of torchrun apart from the script and its arguments.
+
+    Raises:
+        SpecError: an option is not supported, or there is no script.
+    """
+    left = list(arguments)
+    ranks: int | None = None
+    hosts: dict[str, str] = {}
+    while left and left[0].startswith("-") and left[0] not in ("-m", "--module"):
+        name, separator, value = left.pop(0).partition("=")
+        if name == "--":
+            break
+        name = name.replace("_", "-")
+        if name not in ("--nproc-per-node", *_HOST_OPTIONS):
+            raise SpecError(f"--elastic does not support torchrun's {name} yet")
+        if not separator and left:
+            value = left.pop(0)
+        if name in _HOST_OPTIONS:
+            hosts[name] = value
+            continue
+        if not value.isdecimal():
+            raise SpecError(f"--nproc-per-node must be a number, got {value!r}")
+        ranks = int(value)
+    if not left:
+        raise SpecError("there is no script to run")
+    if left[0] in ("-m", "--module"):
+        left[0] = MODULE
+    elif not Path(left[0]).is_file():
+        raise SpecError(f"{left[0]}: no such script")
+    return ElasticArguments(ranks=ranks, hosts=hosts, script=tuple(left))

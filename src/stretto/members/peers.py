@@ -1,0 +1,755 @@
+"""The connections between the keepers of a job's hosts.
+
+Keepers meet at one of them. It gives each a number and the others' addresses; then
+every two keepers have a connection, for ballots, and send each other beats as
+datagrams. Beats are datagrams because a connection that has lost packets for two
+seconds stays silent for two more; ballots are not because they may be long. A host that
+is started later meets the others at any of them.
+
+# Note [Who may take part]
+A connection begins with a proof by each side that it knows the job's name and token,
+for numbers that the other side has just drawn, and every beat has such a proof, with
+the number of the run. So a keeper of another job, of an earlier run, or without the
+token is refused. Messages are JSON and are checked against their types. Nothing is
+encrypted, as nothing is between ranks either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import msgspec
+
+from stretto._version import __version__
+from stretto.cluster.channel import Channel
+from stretto.errors import StrettoError
+from stretto.logs import get_logger
+from stretto.members.ballots import Beat
+from stretto.members.view import View
+from stretto.members.wire import keeper_message, keeper_message_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stretto.cluster.loop import Loop
+    from stretto.members.ballots import Message
+
+_log = get_logger(__name__)
+
+TOKEN_VARIABLE = "STRETTO_ELASTIC_TOKEN"
+"""A secret that all keepers of a job share; without it only the job's name counts."""
+
+MEETING_S = 900.0
+"""How long keepers wait for each other before training, as torchrun's launchers do."""
+
+_FIRST_AGAIN_S = 0.1
+_LONGEST_AGAIN_S = 1.0
+_CONNECT_S = 1.5
+_PROOF_S = 5.0
+"""A connection without a proof is closed after so long."""
+
+_UNACKNOWLEDGED_MS = 1500
+"""A connection whose data is not acknowledged for so long is closed, and made again:
+TCP itself would repeat them ever more rarely for a quarter of an hour."""
+
+_MAC_BYTES = 16
+_DATAGRAM_BYTES = 65_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a keeper is reached."""
+
+    keeper: int
+    """Its number; never used again in a run."""
+
+    ranks: int
+    """How many ranks it starts."""
+
+    host: str
+    port: int
+
+    process: str
+    """Drawn by its process: a keeper that is started again is another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Book:
+    """What a keeper must know to take part."""
+
+    run: str
+    """Drawn at the meeting, to tell runs of one job apart."""
+
+    keeper: int
+    """The number of the keeper that gets it."""
+
+    places: tuple[Place, ...]
+    """All keepers."""
+
+    ranks_port: int
+    """Where the ranks of the first view meet, on the first keeper's host."""
+
+    view: View | None = None
+    """For a keeper that joins later: the present view."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeetingPoint:
+    """Where and with whom a host's keeper meets the others."""
+
+    host: str
+    """An address of any keeper of the job; of the first one before training."""
+
+    port: int
+
+    nodes: int
+    """How many hosts the job begins with."""
+
+    node: int | None = None
+    """This host's number among them; drawn if it is ``None``."""
+
+    job: str = "none"
+    """The job's name."""
+
+    local: str | None = None
+    """This host's address; by default that from which it reaches the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hello:
+    """What a keeper says first."""
+
+    version: str
+    process: str
+    ranks: int
+    host: str
+    port: int
+    limits: str
+    """All of the job's settings that must be equal."""
+
+    node: int | None = None
+    """Set by a keeper that has no number yet, if its user gave it one."""
+
+    keeper: int | None = None
+    """Set by a keeper that has a number already, with its run."""
+
+    run: str = ""
+
+
+class _Link:
+    """A connection to another keeper, from its first byte on."""
+
+    def __init__(self, *, is_dialed: bool) -> None:
+        self.is_dialed = is_dialed
+        self.channel: Channel | None = None
+        self.nonce = secrets.token_hex(16)
+        self.theirs = ""
+        self.hello: _Hello | None = None
+        self.keeper: int | None = None
+        """Of a keeper whose proof was accepted, on a connection for ballots."""
+
+
+def key_of(job: str, token: str) -> bytes:
+    """Return the key of the proofs."""
+    return hashlib.sha256(json.dumps(["stretto", job, token]).encode()).digest()
+
+
+def _mac(key: bytes, *parts: str) -> str:
+    return hmac.new(key, json.dumps(parts).encode(), "sha256").hexdigest()
+
+
+def own_address(towards: str, port: int) -> str:
+    """Return the address from which this host reaches another.
+
+    Raises:
+        StrettoError: the name is unknown, or there is no route.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            towards, port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise StrettoError(
+            f"this host can't reach {towards}, where the hosts meet: {error.strerror}. "
+            "Check --master-addr and the network."
+        ) from error
+
+
+def is_own(host: str) -> bool:
+    """Return whether an address or a name is this host's."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, 0, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind((address[0], 0))
+    except OSError:
+        return False
+    return True
+
+
+def _address(host: str) -> str:
+    """Return the first address of a name that is known."""
+    row = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+    return str(row[4][0])
+
+
+@final
+class KeeperNetwork:
+    """A keeper's connections to all others."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        point: MeetingPoint,
+        *,
+        ranks: int,
+        limits: str,
+        ranks_port: int,
+        view: Callable[[], View | None],
+        on_formed: Callable[[Book], None],
+        on_met: Callable[[int], None],
+        on_message: Callable[[int, Message], None],
+        on_other: Callable[[int, dict[str, Any]], None],
+        on_failed: Callable[[str], None],
+    ) -> None:
+        """Listen, and meet the others.
+
+        Args:
+            loop: calls everything below.
+            point: where to meet.
+            ranks: how many ranks this host starts.
+            limits: settings that must be equal on all hosts.
+            ranks_port: for the ranks of the first view, if this is the first keeper.
+            view: the present view, or ``None`` before training.
+            on_formed: called once, when this keeper has its number.
+            on_met: called with each other keeper's number.
+            on_message: called with the sender and its message.
+            on_other: called with messages that are not of `ballots`.
+            on_failed: called with the reason if keepers don't meet.
+
+        Raises:
+            StrettoError: the address or port can't be used.
+        """
+        self._loop, self._point = loop, point
+        self._ranks, self._limits, self._ranks_port = ranks, limits, ranks_port
+        self._view, self._on_formed, self._on_met = view, on_formed, on_met
+        self._on_message, self._on_other = on_message, on_other
+        self._on_failed = on_failed
+        self._key = key_of(point.job, os.environ.get(TOKEN_VARIABLE, ""))
+        self._process = secrets.token_hex(8)
+        self.book: Book | None = None
+        self._places: dict[int, Place] = {}
+        self._links: dict[int, _Link] = {}
+        self._dialing: set[int] = set()
+        self._waiting: list[_Link] = []
+        self._number = 0
+        self._beats: dict[int, int] = {}
+        self._warned: set[str] = set()
+        if is_own(point.host):
+            here = _address(point.host)
+            self.host = point.local or here
+            self.forms = point.node in (None, 0) and self.host == here
+        else:
+            self.host = point.local or own_address(point.host, point.port)
+            self.forms = False
+        self._listener = self._listen()
+        self._datagrams = self._open_datagrams()
+        loop.watch(self._listener.fileno(), read=self._accept)
+        loop.watch(self._datagrams.fileno(), read=self._read_datagrams)
+        self._limit = loop.call_in(MEETING_S, self._on_meeting_late)
+        if self.forms:
+            loop.call_in(0.0, self._form_if_complete)
+        else:
+            loop.call_in(0.0, self._seek)
+
+    # sockets
+
+    def _listen(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        # The same port everywhere, so that a later host may meet any of them. Beside the
+        # first keeper, on its address, a second one gets another port.
+        ports = [self._point.port, 0]
+        if self.forms:
+            ports = [self._point.port]
+        elif is_own(self._point.host) and self.host == _address(self._point.host):
+            ports = [0]
+        while ports:
+            port = ports.pop(0)
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((self.host, port))
+                listener.listen(128)
+            except OSError as error:
+                listener.close()
+                in_use = error.errno == errno.EADDRINUSE
+                if in_use and self.forms and self._point.node is None:
+                    self.forms, ports = False, [0]  # another keeper of this host does
+                if in_use and ports:
+                    continue
+                raise StrettoError(
+                    f"this host's keeper can't listen at {self.host} port {port}: "
+                    f"{error.strerror}. Pass another --master-port, or --local-addr."
+                ) from error
+            listener.settimeout(0.0)
+            return listener
+        raise AssertionError
+
+    def _open_datagrams(self) -> socket.socket:
+        found = socket.socket(self._listener.family, socket.SOCK_DGRAM)
+        try:
+            found.bind((self.host, self.port))
+        except OSError as error:
+            found.close()
+            self._listener.close()
+            raise StrettoError(
+                f"this host's keeper can't use UDP at {self.host} port {self.port}: "
+                f"{error.strerror}. Pass another --master-port."
+            ) from error
+        found.settimeout(0.0)
+        return found
+
+    @property
+    def port(self) -> int:
+        """The port of this keeper, for connections and datagrams."""
+        return int(self._listener.getsockname()[1])
+
+    def close(self) -> None:
+        """Close everything."""
+        self._loop.unwatch(self._listener.fileno())
+        self._loop.unwatch(self._datagrams.fileno())
+        self._listener.close()
+        self._datagrams.close()
+        links, self._links = list(self._links.values()), {}
+        for link in [*links, *self._waiting]:
+            if link.channel is not None:
+                link.channel.close()
+
+    # meeting
+
+    def _me(self, keeper: int) -> Place:
+        return Place(
+            keeper=keeper,
+            ranks=self._ranks,
+            host=self.host,
+            port=self.port,
+            process=self._process,
+        )
+
+    def _hello(self) -> _Hello:
+        book = self.book
+        return _Hello(
+            version=__version__,
+            process=self._process,
+            ranks=self._ranks,
+            host=self.host,
+            port=self.port,
+            limits=self._limits,
+            node=self._point.node,
+            keeper=None if book is None else book.keeper,
+            run="" if book is None else book.run,
+        )
+
+    def _on_meeting_late(self) -> None:
+        if self.book is None:
+            here = f"{1 + len(self._waiting)} of {self._point.nodes} hosts have met"
+            who = here if self.forms else "the first host does not answer"
+            self._on_failed(
+                f"{who} at {self._point.host} port {self._point.port} in "
+                f"{MEETING_S:g} s: start `stretto run --elastic` on all hosts, with "
+                f"one --master-addr, --master-port, --rdzv-id and {TOKEN_VARIABLE}"
+            )
+
+    def _form_if_complete(self) -> None:
+        """Give numbers to all keepers once as many as the job begins with are here."""
+        if self.book is not None or len(self._waiting) < self._point.nodes - 1:
+            return
+        waiting, self._waiting = self._waiting, []
+        hellos = [link.hello for link in waiting if link.hello is not None]
+        given = {hello.node for hello in hellos}
+        free = (n for n in range(1, self._point.nodes) if n not in given)
+        places = [self._me(0)]
+        for link in waiting:
+            hello = link.hello
+            assert hello is not None  # noqa: S101  it waits because it has said so
+            link.keeper = next(free) if hello.node is None else hello.node
+            places.append(_place_of(hello, link.keeper))
+        places.sort(key=lambda place: place.keeper)
+        run = secrets.token_hex(8)
+        for link in waiting:
+            self._answer(
+                link, book=self._book_for(link.keeper or 0, run, tuple(places))
+            )
+            if link.channel is not None:
+                link.channel.close_when_sent()
+        self._formed(self._book_for(0, run, tuple(places)))
+
+    def _book_for(
+        self,
+        keeper: int,
+        run: str,
+        places: tuple[Place, ...],
+        view: View | None = None,
+    ) -> Book:
+        return Book(
+            run=run,
+            keeper=keeper,
+            places=places,
+            ranks_port=self._ranks_port,
+            view=view,
+        )
+
+    def _formed(self, book: Book) -> None:
+        self.book = book
+        self._limit.cancel()
+        for place in book.places:
+            self._meet(place)
+        self._on_formed(book)
+
+    def _meet(self, place: Place) -> None:
+        book = self.book
+        if book is None or place.keeper in self._places or place.keeper == book.keeper:
+            return
+        self._places[place.keeper] = place
+        self._on_met(place.keeper)
+        if place.keeper < book.keeper:
+            self._dial(place.keeper, _FIRST_AGAIN_S)
+
+    def _seek(self) -> None:
+        """Dial the point where keepers meet until it answers."""
+        if self.book is None:
+            self._connect(
+                self._point.host,
+                self._point.port,
+                _Link(is_dialed=True),
+                self._seek_later,
+            )
+
+    def _seek_later(self) -> None:
+        self._loop.call_in(_LONGEST_AGAIN_S / 2, self._seek)
+
+    def _dial(self, keeper: int, again_s: float) -> None:
+        """Connect to a keeper with a lower number, and again when that ends."""
+        if keeper in self._dialing or keeper in self._links or self._is_closed:
+            return
+        self._dialing.add(keeper)
+        place, link = self._places[keeper], _Link(is_dialed=True)
+        link.keeper = keeper
+
+        def again() -> None:
+            self._dialing.discard(keeper)
+            if self._links.get(keeper) is link:
+                del self._links[keeper]
+            longer_s = min(2 * again_s, _LONGEST_AGAIN_S)
+            self._loop.call_in(again_s, lambda: self._dial(keeper, longer_s))
+
+        self._connect(place.host, place.port, link, again)
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._listener.fileno() < 0
+
+    def _connect(
+        self, host: str, port: int, link: _Link, on_end: Callable[[], None]
+    ) -> None:
+        """Connect without blocking; ``on_end`` is called when it fails or has ended."""
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM
+            )[0]
+            made = socket.socket(family, kind)
+        except OSError:
+            on_end()
+            return
+        made.settimeout(0.0)
+        with contextlib.suppress(OSError):  # only one address may reach the others
+            made.bind((self.host, 0))
+        made.connect_ex(address)
+
+        def give_up() -> None:
+            self._loop.unwatch(made.fileno())
+            made.close()
+            on_end()
+
+        timer = self._loop.call_in(_CONNECT_S, give_up)
+
+        def connected() -> None:
+            self._loop.unwatch(made.fileno())
+            timer.cancel()
+            if made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or self._is_closed:
+                made.close()
+                on_end()
+                return
+            self._open(made, link, on_end)
+
+        self._loop.watch(made.fileno(), write=connected)
+
+    def _open(
+        self, made: socket.socket, link: _Link, on_end: Callable[[], None]
+    ) -> None:
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+        link.channel = Channel(
+            self._loop,
+            made,
+            lambda _, message: self._on_line(link, message),
+            lambda _: on_end(),
+        )
+        if link.keeper is not None or not link.is_dialed:  # a meeting may take long
+            self._loop.call_in(_PROOF_S, lambda: self._close_unproved(link))
+
+    def _close_unproved(self, link: _Link) -> None:
+        if link.hello is None and link.channel is not None:
+            link.channel.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                made, _ = self._listener.accept()
+            except OSError:
+                return
+            link = _Link(is_dialed=False)
+
+            def ended(link: _Link = link) -> None:
+                if link in self._waiting:
+                    self._waiting.remove(link)
+                if link.keeper is not None and self._links.get(link.keeper) is link:
+                    del self._links[link.keeper]
+
+            self._open(made, link, ended)
+            if link.channel is not None:
+                link.channel.send({"nonce": link.nonce})
+
+    # proofs
+
+    def _on_line(self, link: _Link, message: dict[str, Any]) -> None:
+        channel = link.channel
+        if channel is None:
+            return
+        if link.hello is not None:
+            if link.keeper is not None and self._links.get(link.keeper) is link:
+                self._take(link.keeper, message)
+            return
+        match message:
+            case {"nonce": str(nonce), "hello": str(hello), "proof": str(proof)}:
+                link.theirs = nonce
+                wanted = _mac(self._key, "dial", link.nonce, nonce, hello)
+                if link.is_dialed or not hmac.compare_digest(wanted, proof):
+                    self._refuse(link, "its job or its token is another")
+                    return
+                self._on_hello(link, hello)
+            case {"nonce": str(nonce)} if link.is_dialed:
+                link.theirs = nonce
+                text = _text(self._hello())
+                proof = _mac(self._key, "dial", nonce, link.nonce, text)
+                channel.send({"nonce": link.nonce, "hello": text, "proof": proof})
+            case {"answer": str(answer), "proof": str(proof)} if link.is_dialed:
+                wanted = _mac(self._key, "accept", link.theirs, link.nonce, answer)
+                if hmac.compare_digest(wanted, proof):
+                    self._on_answer(link, json.loads(answer))
+                else:
+                    channel.close()
+            case {"refused": str(why)}:
+                self._warn(f"another keeper refuses this one: {why[:200]}")
+                channel.close()
+            case _:
+                channel.close()
+
+    def _refuse(self, link: _Link, why: str) -> None:
+        if link.channel is not None:
+            self._warn(f"a connection of another keeper was refused: {why}")
+            link.channel.send({"refused": why})
+            link.channel.close_when_sent()
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            _log.warning("%s", text)
+
+    def _answer(
+        self, link: _Link, *, book: Book | None = None, **others: object
+    ) -> None:
+        """Answer a hello, with a proof."""
+        if book is not None:
+            others["book"] = msgspec.to_builtins(book)
+        text = json.dumps(others)
+        proof = _mac(self._key, "accept", link.nonce, link.theirs, text)
+        if link.channel is not None:
+            link.channel.send({"answer": text, "proof": proof})
+
+    def _on_hello(self, link: _Link, text: str) -> None:
+        """Another keeper's proof was accepted."""
+        try:
+            hello = msgspec.json.decode(text.encode(), type=_Hello)
+        except msgspec.DecodeError:
+            self._refuse(link, "it speaks another version")
+            return
+        if why := self._why_refused(hello):
+            self._refuse(link, why)
+            return
+        link.hello = hello
+        book = self.book
+        if hello.keeper is not None:
+            self._on_peer(link, hello, hello.keeper)
+        elif book is None and self.forms:
+            self._waiting.append(link)
+            self._form_if_complete()
+        elif book is None or (view := self._view()) is None:
+            self._answer(link, wait=True)
+        else:  # a host that joins while the others train
+            numbers = [book.keeper, *self._places]
+            place = _place_of(hello, 1 + max(numbers))
+            places = (*self._places.values(), self._me(book.keeper), place)
+            given = self._book_for(place.keeper, book.run, places, view)
+            self._meet(place)
+            self._answer(link, book=given)
+            if link.channel is not None:
+                link.channel.close_when_sent()
+
+    def _why_refused(self, hello: _Hello) -> str | None:
+        if hello.version != __version__:
+            return f"it has stretto {hello.version}, this host has {__version__}"
+        if hello.limits != self._limits:
+            return f"its settings are {hello.limits}, this host's are {self._limits}"
+        book = self.book
+        if hello.keeper is not None:
+            if book is None or hello.run != book.run:
+                return "it belongs to another run of the job"
+            known = self._places.get(hello.keeper)
+            if hello.keeper == book.keeper or (
+                known is not None and known.process != hello.process
+            ):
+                return "its number is taken"
+        elif book is None and self.forms and hello.node is not None:
+            taken = [link.hello.node for link in self._waiting if link.hello]
+            if not 0 < hello.node < self._point.nodes or hello.node in taken:
+                return f"--node-rank {hello.node} is taken, or not below --nnodes"
+        return None
+
+    def _on_peer(self, link: _Link, hello: _Hello, keeper: int) -> None:
+        """A keeper with a number has dialed this one."""
+        self._meet(_place_of(hello, keeper))
+        before = self._links.pop(keeper, None)
+        if before is not None and before.channel is not None:
+            before.channel.close()
+        link.keeper = keeper
+        self._links[keeper] = link
+        self._answer(link, places=msgspec.to_builtins(tuple(self._places.values())))
+
+    def _on_answer(self, link: _Link, answer: dict[str, Any]) -> None:
+        """The keeper that this one has dialed proved itself."""
+        channel = link.channel
+        if channel is None:
+            return
+        link.hello = self._hello()
+        try:
+            match answer:
+                case {"book": dict(row)} if self.book is None:
+                    self._formed(msgspec.convert(row, Book))
+                case {"places": list(rows)} if link.keeper is not None:
+                    self._links[link.keeper] = link
+                    for place in msgspec.convert(rows, tuple[Place, ...]):
+                        self._meet(place)
+                    return
+                case _:
+                    pass
+        except msgspec.ValidationError:
+            self._warn("another keeper's answer was not understood")
+        channel.close()
+
+    # messages
+
+    def send(self, keeper: int, message: Message) -> None:
+        """Send a message; it is lost if there is no connection."""
+        if isinstance(message, Beat):
+            self._send_beat(keeper, message)
+        elif (link := self._links.get(keeper)) is not None and link.channel is not None:
+            link.channel.send(keeper_message(message))
+
+    def send_all(self, message: dict[str, Any]) -> None:
+        """Send a message that is not of `ballots` to all keepers."""
+        for link in list(self._links.values()):
+            if link.channel is not None:
+                link.channel.send(message)
+
+    def _take(self, keeper: int, message: dict[str, Any]) -> None:
+        found = keeper_message_of(message)
+        if found is not None:
+            self._on_message(keeper, found)
+        else:
+            self._on_other(keeper, message)
+
+    def _beat_key(self) -> bytes:
+        assert self.book is not None  # noqa: S101  beats begin with the number
+        return hmac.digest(self._key, self.book.run.encode(), "sha256")
+
+    def _send_beat(self, keeper: int, beat: Beat) -> None:
+        place, book = self._places.get(keeper), self.book
+        if place is None or book is None:
+            return
+        self._number += 1
+        row = [book.keeper, keeper, self._process, self._number]
+        body = json.dumps([*row, msgspec.to_builtins(beat)]).encode()
+        mac = hmac.digest(self._beat_key(), body, "sha256")[:_MAC_BYTES]
+        with contextlib.suppress(OSError):  # as a link that is down
+            self._datagrams.sendto(mac + body, (place.host, place.port))
+
+    def _read_datagrams(self) -> None:
+        for _ in range(1000):
+            try:
+                data = self._datagrams.recv(_DATAGRAM_BYTES)
+            except OSError:
+                return
+            if self.book is not None:
+                self._on_datagram(data, self.book)
+
+    def _on_datagram(self, data: bytes, book: Book) -> None:
+        mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
+        wanted = hmac.digest(self._beat_key(), body, "sha256")[:_MAC_BYTES]
+        if not hmac.compare_digest(mac, wanted):
+            return
+        try:
+            keeper, to, process, number, row = msgspec.json.decode(
+                body, type=tuple[int, int, str, int, Beat]
+            )
+        except msgspec.DecodeError:
+            return
+        place = self._places.get(keeper)
+        if place is None or place.process != process or to != book.keeper:
+            return
+        if number <= self._beats.get(keeper, 0):
+            return  # doubled, or late
+        self._beats[keeper] = number
+        self._on_message(keeper, row)
+
+    def name(self, keeper: int) -> str:
+        """Return a keeper's host for messages."""
+        place = self._places.get(keeper)
+        return f"host {keeper}" + ("" if place is None else f" ({place.host})")
+
+
+def _place_of(hello: _Hello, keeper: int) -> Place:
+    return Place(
+        keeper=keeper,
+        ranks=hello.ranks,
+        host=hello.host,
+        port=hello.port,
+        process=hello.process,
+    )
+
+
+def _text(hello: _Hello) -> str:
+    return msgspec.json.encode(hello).decode()
