@@ -98,10 +98,14 @@ class StepCounter:
 
     def add(self) -> None:
         """Count a step that has ended."""
+        self.set(self._steps + 1)
+
+    def set(self, steps: int) -> None:
+        """Note how many steps have ended; the last of them ends now."""
         now_s = time.monotonic()
         if not self._steps:
             self._first_s = now_s
-        self._steps += 1
+        self._steps = steps
         _SLOT.pack_into(
             self._map, self._at, self._steps, self._first_s, now_s, self._steps
         )

@@ -23,7 +23,7 @@ _NOT_ELASTIC = ("background", "collocation", "trace", "report")
 
 _PORT = 29500
 
-_HOST_OPTIONS = (
+HOST_OPTIONS = (
     "--nnodes",
     "--node-rank",
     "--master-addr",
@@ -34,6 +34,9 @@ _HOST_OPTIONS = (
     "--rdzv-backend",
 )
 """Options of torchrun about hosts, as far as they have a meaning here."""
+
+OPTIONS = ("--nproc-per-node", *HOST_OPTIONS)
+"""All options of torchrun that have one; each is followed by its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,11 +201,11 @@ def parse_arguments(arguments: tuple[str, ...]) -> ElasticArguments:
         if name == "--":
             break
         name = name.replace("_", "-")
-        if name not in ("--nproc-per-node", *_HOST_OPTIONS):
+        if name not in OPTIONS:
             raise SpecError(f"--elastic does not support torchrun's {name} yet")
         if not separator and left:
             value = left.pop(0)
-        if name in _HOST_OPTIONS:
+        if name in HOST_OPTIONS:
             hosts[name] = value
             continue
         if not value.isdecimal():

@@ -66,6 +66,16 @@ def command() -> None:
     help="How long the other ranks may continue after a rank has failed.",
 )
 @click.option(
+    "--fault",
+    "faults",
+    multiple=True,
+    metavar="FAULT",
+    help="Break something, for instance 'kill host1 at step 40' or 'disconnect host2 "
+    "at 3 s for 1 s' (repeatable). Verbs: kill, stop, hang, slow for hostN, rankN or "
+    "memberN; disconnect, drop-output, drop-input, lose, restart for hostN. Other "
+    "ranks then continue when one ends.",
+)
+@click.option(
     "--logs",
     type=click.Path(file_okay=False),
     default=None,
@@ -87,6 +97,7 @@ def run(
     flow_text: str | None,
     timeout_s: float | None,
     grace_s: float,
+    faults: tuple[str, ...],
     logs: str | None,
     mode: str,
     program: tuple[str, ...],
@@ -112,7 +123,13 @@ def run(
         signal.signal(number, _exit_by_signal)
     try:
         status = run_lab(
-            spec, program, mode=mode, timeout_s=timeout_s, grace_s=grace_s, logs=logs
+            spec,
+            program,
+            mode=mode,
+            timeout_s=timeout_s,
+            grace_s=grace_s,
+            faults=faults,
+            logs=logs,
         )
     except CommandNotFound as error:
         click.echo(f"stretto: error: {error}", err=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stretto.cli._elastic import MODULE, run_elastic
+from stretto.cli._elastic import MODULE, OPTIONS, run_elastic
 from stretto.errors import SpecError, StrettoError
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ def _sorted(args: list[str], takes_value: dict[str, bool]) -> list[str]:
 
 def _has_value(name: str) -> bool:
     """Return whether a torchrun option is followed by its value."""
+    if name.replace("_", "-") in OPTIONS:  # without torch, which keepers never load
+        return True
     known = _torchrun_options()
     if name not in known:  # argparse accepts a unique beginning
         actions = {id(a): a for text, a in known.items() if text.startswith(name)}

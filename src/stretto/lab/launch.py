@@ -11,17 +11,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stretto import step_counts
 from stretto.errors import CommandNotFound, LabError, SpecError
+from stretto.lab.faults import Fault
 from stretto.lab.ports import free_port
 from stretto.lab.spec import TIMEOUT_STATUS, LabJob, LabSpec, Mode, shared_environment
 from stretto.units import format_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables"}
 """Programs that build the network, and the packages that contain them."""
@@ -40,6 +43,7 @@ def run_lab(
     timeout_s: float | None = None,
     logs: str | os.PathLike[str] | None = None,
     grace_s: float = 10.0,
+    faults: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     announce: Callable[[str], None] | None = None,
     stdout: int | None = None,
@@ -61,6 +65,9 @@ def run_lab(
         logs: Folder for ``rank0.log``, ``rank1.log``, ...; None: logs are not kept.
         grace_s: How long the other ranks may continue after a rank has failed, so that
             each can report what it saw.
+        faults: What to break and when, such as ``kill host1 at step 40``, see
+            `stretto.lab.faults`. Then the end of a rank does not end the others, and
+            the status is that of the first rank that failed without being hit.
         env: The ranks' environment, to which the lab adds its own variables; None:
             this process's.
         announce: Receives the lab's own messages, such as the failure of a rank with
@@ -85,6 +92,54 @@ def run_lab(
         num_cores=len(os.sched_getaffinity(0)),
     )
     _check_command(command, rank_env["PATH"])
+    for text in faults:
+        Fault.of(text).check(spec, mode)
+    with _step_counts(spec, rank_env, faults) as steps:
+        return _run(
+            spec,
+            command,
+            mode=mode,
+            timeout_s=timeout_s,
+            logs=logs,
+            grace_s=grace_s,
+            faults=list(faults),
+            steps=steps,
+            rank_env=rank_env,
+            say=say,
+            output=(stdout, stderr),
+        )
+
+
+@contextlib.contextmanager
+def _step_counts(
+    spec: LabSpec, rank_env: dict[str, str], faults: Sequence[str]
+) -> Iterator[str | None]:
+    """Let ranks count their steps, if there are faults that may name one."""
+    if not faults:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="stretto-lab-") as folder:
+        path = Path(folder, "steps")
+        step_counts.create(path, spec.num_ranks)
+        rank_env[step_counts.VARIABLE] = str(path)
+        yield str(path)
+
+
+def _run(
+    spec: LabSpec,
+    command: Sequence[str],
+    *,
+    mode: Mode,
+    timeout_s: float | None,
+    logs: str | os.PathLike[str] | None,
+    grace_s: float,
+    faults: list[str],
+    steps: str | None,
+    rank_env: dict[str, str],
+    say: Callable[[str], None],
+    output: tuple[int | None, int | None],
+) -> int:
+    stdout, stderr = output
     job = LabJob(
         **{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)},
         mode=Mode.NAMESPACES.value,
@@ -96,6 +151,8 @@ def run_lab(
         grace_s=grace_s,
         logs=_prepare_logs(logs),
         parent_pid=os.getpid(),
+        faults=faults,
+        steps=steps,
     )
     if mode is not Mode.PACED:
         reason = _missing_tools(job.tools_env["PATH"])
@@ -111,6 +168,8 @@ def run_lab(
                 "use --mode paced (a cap per connection, none per link)"
             )
         say(f"no network namespaces here: {reason}")
+    for text in faults:
+        Fault.of(text).check(spec, Mode.PACED)
     say(_describe_paced(spec))
     paced_env = dict(rank_env)
     if spec.flow_bytes_per_s is not None:

@@ -176,16 +176,16 @@ def build(spec: LabSpec, env: dict[str, str]) -> tuple[Host, list[Host]]:
     syscalls.setns(home.uts_fd, syscalls.CLONE_NEWUTS)
 
     net_fds = [host.net_fd for host in hosts]
-    _feed(["ip", "-batch", "-"], bridge_commands(spec, net_fds), env, fds=net_fds)
+    feed(["ip", "-batch", "-"], bridge_commands(spec, net_fds), env, fds=net_fds)
     # The bridge forwards frames; iptables hooks on them would only cost time.
     for name in ("iptables", "ip6tables", "arptables"):
         _set(f"net/bridge/bridge-nf-call-{name}", "0")
     shaping, marking = shaping_commands(spec), marking_rules()
     for index, host in enumerate(hosts):
         with host.entered(home):
-            _feed(["ip", "-batch", "-"], host_commands(index), env)
-            _feed(["tc", "-batch", "-"], shaping, env)
-            _feed(["nft", "-f", "-"], marking, env)
+            feed(["ip", "-batch", "-"], host_commands(index), env)
+            feed(["tc", "-batch", "-"], shaping, env)
+            feed(["nft", "-f", "-"], marking, env)
             # The queue is on the sender, so nothing is lost and every congestion
             # control fills it. An unprivileged user may choose reno on every system,
             # and reno does no pacing itself.
@@ -203,10 +203,14 @@ def _here() -> Host:
     )
 
 
-def _feed(
+def feed(
     command: list[str], text: str, env: dict[str, str], fds: list[int] | None = None
 ) -> None:
-    """Run ``command`` with ``text`` on its standard input."""
+    """Run ``command`` with ``text`` on its standard input.
+
+    Raises:
+        LabError: with the first line of the command's message.
+    """
     done = subprocess.run(
         command,
         input=text,

@@ -111,6 +111,9 @@ class LabJob:
     grace_s: float
     logs: str | None
     parent_pid: int
+    faults: list[str]
+    steps: str | None
+    """File of step counts, if there are faults."""
 
     @property
     def spec(self) -> LabSpec:

@@ -36,7 +36,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 from stretto.errors import LabError
 from stretto.lab import network, syscalls
+from stretto.lab.faults import FaultInjector
 from stretto.lab.spec import TIMEOUT_STATUS, LabJob, Mode, host_name, rank_environment
+from stretto.step_counts import StepCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,6 +50,7 @@ _CHUNK_BYTES = 64 * 1024
 _KILL_AFTER_S = 3.0
 _INTERRUPT_GRACE_S = 5.0
 _TIME_SLICE_S = 1e-4
+_FAULTS_EVERY_S = 0.005
 
 
 class _Reports:
@@ -173,7 +176,19 @@ class _Supervisor:
         self._rank_of_pid: dict[int, int] = {}
         self._open_streams = 0
         self._status: int | None = None
+        self._failed = 0
         self._schedule: collections.deque[tuple[float, int]] = collections.deque()
+        self._counts = None if job.steps is None else StepCounts(job.steps)
+        self._faults: FaultInjector | None = None
+        if job.faults:
+            self._faults = FaultInjector(
+                job,
+                hosts,
+                home,
+                pid_of_rank=self._pid_of_rank,
+                restart=self._restart,
+                say=lambda text: reports.send(say=text),
+            )
 
     def run(self) -> None:
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._on_child)
@@ -201,33 +216,55 @@ class _Supervisor:
                 self._on_timeout()
             while self._schedule and now_s >= self._schedule[0][0]:
                 self._signal_ranks(self._schedule.popleft()[1])
+            if self._faults is not None and not self._schedule:
+                self._faults.turn(self._step())
         # Processes that the ranks left behind may keep rank 0's pipe open.
         self._kill_all()
         drained_s = time.monotonic() + 1.0
         while self._open_streams and time.monotonic() < drained_s:
             self._handle(0.1)
-        self._reports.send(status=self._status or 0)
+        self._reports.send(status=self._status or self._failed)
 
     def _start_ranks(self) -> None:
         mode = Mode(self._job.mode)
         for rank in range(self._spec.num_ranks):
-            env = self._job.env | rank_environment(
-                self._spec, rank, mode=mode, master_port=self._job.master_port
-            )
-            log = self._open_log(rank)
-            self._logs.append(log)
-            if self._home is None:
-                process = self._start(rank, env, log, syscalls.die_with_parent)
-            else:
-                host = self._hosts[rank // self._spec.ranks_per_host]
-                with host.entered(self._home):
-                    process = self._start(rank, env, log, None)
-            self._rank_of_pid[process.pid] = rank
-            # Reaped in _on_child with all other children of process 1.
-            process.returncode = 0
-            for stream, fd in ((process.stdout, 1), (process.stderr, 2)):
-                if stream is not None:
-                    self._forward(stream, fd, log)
+            self._logs.append(self._open_log(rank))
+            self._start_rank(rank, mode)
+
+    def _start_rank(self, rank: int, mode: Mode) -> None:
+        env = self._job.env | rank_environment(
+            self._spec, rank, mode=mode, master_port=self._job.master_port
+        )
+        log = self._logs[rank]
+        if self._home is None:
+            process = self._start(rank, env, log, syscalls.die_with_parent)
+        else:
+            host = self._hosts[rank // self._spec.ranks_per_host]
+            with host.entered(self._home):
+                process = self._start(rank, env, log, None)
+        self._rank_of_pid[process.pid] = rank
+        # Reaped in _on_child with all other children of process 1.
+        process.returncode = 0
+        for stream, fd in ((process.stdout, 1), (process.stderr, 2)):
+            if stream is not None:
+                self._forward(stream, fd, log)
+
+    def _restart(self, host: int) -> None:
+        """Start a host's ranks again, where they have ended."""
+        each = self._spec.ranks_per_host
+        for rank in range(host * each, (host + 1) * each):
+            if self._pid_of_rank(rank) is None:
+                self._start_rank(rank, Mode(self._job.mode))
+
+    def _pid_of_rank(self, rank: int) -> int | None:
+        return next((p for p, r in self._rank_of_pid.items() if r == rank), None)
+
+    def _step(self) -> int:
+        """Return the largest number of steps that a rank has ended."""
+        counts = self._counts
+        if counts is None:
+            return 0
+        return max(counts.read(rank).steps for rank in range(counts.ranks))
 
     def _start(
         self,
@@ -290,6 +327,8 @@ class _Supervisor:
         moments = [] if deadline_s is None else [deadline_s]
         if self._schedule:
             moments.append(self._schedule[0][0])
+        if self._faults is not None and not self._faults.is_idle:
+            moments.append(time.monotonic() + _FAULTS_EVERY_S)
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
     def _handle(self, timeout_s: float | None) -> None:
@@ -328,6 +367,8 @@ class _Supervisor:
                 self._on_rank_end(rank, os.waitstatus_to_exitcode(wait_status))
 
     def _on_rank_end(self, rank: int, code: int) -> None:
+        if self._faults is not None:
+            code = self._status_after_faults(rank, code)
         if code == 0 or self._status is not None:
             return
         self._status = code if code > 0 else 128 - code
@@ -339,6 +380,16 @@ class _Supervisor:
         host = host_name(rank // self._spec.ranks_per_host)
         self._reports.send(say=f"rank {rank} on {host} {how}{self._tail(rank)}")
         self._signal_in(self._job.grace_s, signal.SIGTERM)
+
+    def _status_after_faults(self, rank: int, code: int) -> int:
+        """Return a rank's status, unless a fault has hit it; end what is left then."""
+        hit = self._faults.hit if self._faults is not None else set()
+        if set(self._rank_of_pid.values()) <= hit and self._rank_of_pid:
+            self._signal_in(self._job.grace_s, signal.SIGTERM)
+        if code and rank not in hit:
+            self._reports.send(say=f"rank {rank} failed with status {code}")
+            self._failed = self._failed or (code if code > 0 else 128 - code)
+        return 0
 
     def _tail(self, rank: int) -> str:
         """Return the last lines that ``rank`` wrote, unless they were already shown."""

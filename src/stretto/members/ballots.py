@@ -56,11 +56,17 @@ class VotePolicy:
     failure_grace_s: float = 0.2
     """How long a failed collective waits for news of an ended rank."""
 
-    gather_s: float = 0.3
-    """How long a candidate waits for promises beyond a majority."""
+    gather_s: float = 1.0
+    """How long a candidate waits for promises of keepers that it hears."""
 
-    ballot_s: float = 1.0
+    recent_s: float = 0.5
+    """A candidate waits only for keepers that it heard within this time."""
+
+    ballot_s: float = 2.0
     """How long a ballot may take."""
+
+    stagger_s: float = 0.3
+    """How much later each further keeper takes another for lost, to avoid rivals."""
 
     retry_s: float = 0.3
     """Pause after a ballot without result, times the candidate's place."""
@@ -368,7 +374,8 @@ class KeeperCore:
                 return []
             return self._begin_ballot(now_s)
         if candidacy.proposed is None:
-            linked = {self._keeper, *self.linked(now_s)}
+            recent = self._hears(now_s, within_s=self._policy.recent_s)
+            linked = {self._keeper, *(set(recent) & set(self.linked(now_s)))}
             is_late = now_s >= candidacy.began_s + self._policy.gather_s
             promised = candidacy.promises.keys()
             if (is_late or promised >= linked) and self.view.is_majority(promised):
@@ -381,9 +388,17 @@ class KeeperCore:
         return []
 
     def _wants_change(self, now_s: float) -> bool:
-        view, policy = self.view, self._policy
+        view = self.view
         if view.generation == 0:
             return not self._starting
+        if self._has_loss(now_s):
+            return True
+        room = len(view.members) < self._policy.max_ranks and not self.is_leaving()
+        return room and any(view.rank(member) is None for member in self._ready)
+
+    def _has_loss(self, now_s: float) -> bool:
+        """Return whether the present ranks can't go on, as far as is known here."""
+        view, policy = self.view, self._policy
         mine = [m.id for m in view.members if m.keeper == self._keeper]
         if any(m not in self._ready and m not in self._left for m in mine):
             return True
@@ -392,11 +407,7 @@ class KeeperCore:
             and now_s >= self._failed_s + policy.failure_grace_s
         ):
             return True
-        place = self._place(now_s)
-        if self.lost(now_s, later_s=policy.gather_s * place):
-            return True
-        room = len(view.members) < policy.max_ranks and not self.is_leaving()
-        return room and any(view.rank(member) is None for member in self._ready)
+        return bool(self.lost(now_s, later_s=policy.stagger_s * self._place(now_s)))
 
     def _begin_ballot(self, now_s: float) -> list[Command]:
         generation = self.view.generation + 1
@@ -418,7 +429,7 @@ class KeeperCore:
         if accepted:  # it may be decided already
             view: View | None = max(accepted, key=lambda row: row[0])[1]
         else:
-            view = self._new_view(candidacy)
+            view = self._new_view(candidacy, only_adds=not self._has_loss(now_s))
         if view is None:
             self._give_up_ballot(now_s)
             return []
@@ -430,8 +441,14 @@ class KeeperCore:
             candidacy.accepted_by.add(self._keeper)
         return [*self._to_peers(accept), *self._advance(now_s)]
 
-    def _new_view(self, candidacy: _Candidacy) -> View | None:
-        """Return the ranks that can train together, or ``None`` if they may not yet."""
+    def _new_view(self, candidacy: _Candidacy, *, only_adds: bool) -> View | None:
+        """Return the ranks that can train together, or ``None`` if they may not yet.
+
+        Args:
+            candidacy: with the promises.
+            only_adds: whether nothing is known to be lost. Then a rank that is not
+                reported has a keeper whose promise is late, and stays.
+        """
         old, promises = self.view, candidacy.promises
         hears = {k: p.hears for k, p in promises.items()}
         hears[self._keeper] = tuple(promises)  # both directions work
@@ -446,6 +463,8 @@ class KeeperCore:
         ids += sorted(found.keys() - set(ids))
         ids = ids[: self._policy.max_ranks]
         if len(ids) < max(1, self._policy.min_ranks):
+            return None
+        if only_adds and old.generation and not set(old.ids) <= set(ids):
             return None
         members = tuple(found[member] for member in ids)
         if members == old.members and self._failed_s is None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from stretto import step_counts
 from stretto.cluster.channel import Channel, Listener, listening
 from stretto.cluster.loop import Loop, now_s
 from stretto.errors import StrettoError
@@ -35,10 +36,12 @@ from stretto.members.wire import (
     SOCKET_VARIABLE,
     view_message,
 )
+from stretto.step_counts import StepCounter, StepCounts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from stretto.cluster.loop import Timer
     from stretto.members.ballots import Command, Message
 
 _log = get_logger(__name__)
@@ -94,8 +97,14 @@ class _Rank:
         self.channel: Channel | None = None
         self.left = False
         self.has_entered = False
-        self.is_stopped = False
+        self.stopped: Timer | None = None
+        self.counts: StepCounts | None = None
+        self.slot = 0
         self.code: int | None = None
+
+    def steps(self) -> int:
+        """Return how many steps it has ended."""
+        return 0 if self.counts is None else self.counts.read(self.slot).steps
 
 
 @final
@@ -115,6 +124,8 @@ class RankKeeper:
         self._replacements = 0
         self._code = 0
         self._ends = self._waits = False
+        self._counter = _counter()
+        self._steps = 0
         self._error: StrettoError | None = None
         self._folder = Path()
 
@@ -267,6 +278,9 @@ class RankKeeper:
         }
         if size > 1 or joins:
             environment.setdefault("OMP_NUM_THREADS", "1")
+        steps = self._folder / f"steps-{member}"
+        step_counts.create(steps, rank + 1)
+        environment[step_counts.VARIABLE] = str(steps)
         environment.pop(JOINS_VARIABLE, None)
         if joins:
             environment[JOINS_VARIABLE] = "1"
@@ -275,7 +289,9 @@ class RankKeeper:
             env=environment,
             preexec_fn=syscalls.die_with_parent,
         )
-        self._ranks[member] = _Rank(member, local_rank, process, joins=joins)
+        made = _Rank(member, local_rank, process, joins=joins)
+        made.counts, made.slot = StepCounts(steps), rank
+        self._ranks[member] = made
 
     def _reap(self) -> None:
         for rank in list(self._ranks.values()):
@@ -286,10 +302,14 @@ class RankKeeper:
         options = os.WEXITED | os.WSTOPPED | os.WCONTINUED | os.WNOHANG
         while (found := os.waitid(os.P_PID, rank.process.pid, options)) is not None:
             if found.si_code == os.CLD_STOPPED:
-                rank.is_stopped = True
-                self._loop.call_in(STOPPED_S, lambda: self._kill_stopped(rank))
+                if rank.stopped is None:
+                    rank.stopped = self._loop.call_in(
+                        STOPPED_S, lambda: self._kill_stopped(rank)
+                    )
             elif found.si_code == os.CLD_CONTINUED:
-                rank.is_stopped = False
+                if rank.stopped is not None:
+                    rank.stopped.cancel()
+                rank.stopped = None
             else:
                 status = found.si_status
                 rank.code = status if found.si_code == os.CLD_EXITED else -status
@@ -298,7 +318,7 @@ class RankKeeper:
                 return
 
     def _kill_stopped(self, rank: _Rank) -> None:
-        if rank.is_stopped and rank.code is None:
+        if rank.code is None:
             _log.warning(
                 "%s has been stopped for %g s: it is killed", _name(rank), STOPPED_S
             )
@@ -435,6 +455,7 @@ class RankKeeper:
         if core is None:
             return
         self._execute(core.tick(now))
+        self._report_steps()
         if self._network is None or self._ends:
             return
         if core.view.generation == 0:
@@ -447,6 +468,13 @@ class RankKeeper:
             self._end_newcomers()
         if all(rank.code is not None for rank in self._ranks.values()):
             self._stop_if_done()
+
+    def _report_steps(self) -> None:
+        """Pass the ranks' steps on to who has started this keeper."""
+        steps = max((rank.steps() for rank in self._ranks.values()), default=0)
+        if self._counter is not None and steps > self._steps:
+            self._steps = steps
+            self._counter.set(steps)
 
     def _note_links(self, core: KeeperCore, network: KeeperNetwork, now: float) -> None:
         """Let this host's ranks wait while too few hosts are heard."""
@@ -503,6 +531,18 @@ class RankKeeper:
                 other.left = True
                 self._execute(self._core.left(other.member, now_s()))
                 other.process.kill()
+
+
+def _counter() -> StepCounter | None:
+    """Return where this keeper's steps are counted, if anything reads them."""
+    path = os.environ.get(step_counts.VARIABLE)
+    if not path:
+        return None
+    try:
+        return StepCounter(path, int(os.environ.get("RANK") or "0"))
+    except (StrettoError, OSError, ValueError) as error:
+        _log.warning("steps are not reported to %s: %s", path, error)
+        return None
 
 
 def _name(rank: _Rank) -> str:

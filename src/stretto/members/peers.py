@@ -279,8 +279,8 @@ class KeeperNetwork:
 
     def _listen(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        # The same port everywhere, so that a later host may meet any of them. Beside the
-        # first keeper, on its address, a second one gets another port.
+        # The same port everywhere, so that a later host may meet any of them. On the
+        # first keeper's own address a second one gets another port.
         ports = [self._point.port, 0]
         if self.forms:
             ports = [self._point.port]
@@ -501,7 +501,14 @@ class KeeperNetwork:
         self, made: socket.socket, link: _Link, on_end: Callable[[], None]
     ) -> None:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+        # Idle ones are tested, too: the other side may have given up meanwhile.
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (
+            (socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS),
+            (socket.TCP_KEEPIDLE, 1),
+            (socket.TCP_KEEPINTVL, 1),
+        ):
+            made.setsockopt(socket.IPPROTO_TCP, name, value)
         link.channel = Channel(
             self._loop,
             made,

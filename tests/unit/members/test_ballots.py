@@ -248,6 +248,21 @@ def test_a_host_that_joins_later_adds_its_ranks() -> None:
     assert world.view(0).ids == world.view(keeper).ids == (0, 1, member)
 
 
+def test_a_host_that_returns_takes_no_place_of_one_it_does_not_reach_yet() -> None:
+    world = formed([1, 1, 1, 1])
+    world.cut(3)
+    world.run(6.0)
+    assert world.view(0).ids == (0, 1, 2)
+    world.blocked = {(1, 3), (3, 1)}
+    world.run(0.5)
+    world.ready(3, 3)
+    world.run(2.0)
+    assert world.view(0).ids == (0, 1, 2)
+    world.blocked.clear()
+    world.run(4.0)
+    assert world.view(1).ids == (0, 1, 2, 3)
+
+
 def test_no_rank_joins_once_a_rank_of_another_host_has_finished() -> None:
     world = formed([1, 1, 1])
     world.execute(0, world.hosts[0].core.left(0, world.now_s))
