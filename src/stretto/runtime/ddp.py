@@ -61,6 +61,8 @@ _NOT_COPIED = (
     "_agreement",
     "_built",
     "_built_forms",
+    "_changes_ranks",
+    "_end_reads",
     "_failures",
     "_gradient_counts",
     "_gradients_come_once",
@@ -78,8 +80,11 @@ _NOT_COPIED = (
     "_planned",
     "_pools",
     "_ranks",
+    "_reads",
+    "_reads_seen",
     "_release_planned",
     "_rule_buckets",
+    "_said_of_forward",
     "_step_watch",
     "_trained",
     "_watched",
@@ -398,6 +403,8 @@ class DistributedDataParallel(ReplaceableReducerDDP):
 
     @without_dynamo
     def _end_forward(self) -> None:
+        if self._reads is not None:
+            self._reads.end_forward()
         if self._planned is not None and self._planned.overlap is not None:
             self._planned.overlap.end_forward()
 
@@ -428,6 +435,11 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             # that backward's step continues.
             reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
             group.begin_forward(reduces=reduces)
+        if self._reads is not None:
+            if compiled or self._join_config.enable:
+                self._release_reads()
+            else:
+                self._reads.begin_forward()
         if self._planned is not None:
             if self._planned.may_overlap:
                 self._overlap_with_forward(self._planned)

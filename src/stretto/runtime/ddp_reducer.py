@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from stretto.runtime.bucket_schedule import BucketSchedule
+    from stretto.runtime.forward.reads import ReadWatch
     from stretto.runtime.recording.step import AbstractStepObserver, BucketRow
     from stretto.schema import Plan
 
@@ -67,9 +68,26 @@ class ReplaceableReducerDDP(RankedDDP):
     _other_gradient_counts: Mapping[str, int] = MappingProxyType({})
     _observer: AbstractStepObserver | None = None
     _step_watch: StepWatch | None = None
+    _changes_ranks = False
+    """Whether ranks may be lost or join while the model trains."""
+
+    _reads: ReadWatch | None = None
+    _end_reads: weakref.finalize[..., Any] | None = None
+    _reads_seen: set[str]
+    """Names of parameters whose reads in forward have been seen."""
+
+    _said_of_forward: set[str]
+    """Warnings that were given."""
 
     _counts_steps = False
     """Whether `_step_reduced` is called; a subclass may set it."""
+
+    def _attach(
+        self, group: dist.ProcessGroup, module: nn.Module, timeout_s: float | None
+    ) -> None:
+        super()._attach(group, module, timeout_s)
+        self._reads_seen = set()
+        self._said_of_forward = set()
 
     # Observation.
 
@@ -170,11 +188,10 @@ class ReplaceableReducerDDP(RankedDDP):
         planned.may_overlap = False
         if self._ranks.size == 1:
             return
-        from stretto.runtime.forward.fallback import why_backward
         from stretto.runtime.forward.overlap import ForwardOverlap
 
         table = [(row.name, p) for row, p in self._table(self.module)]
-        why = why_backward(self, table)
+        why = self._why_backward(table)
         if why is not None:
             self._warn_of_backward(why)
             return
@@ -187,15 +204,56 @@ class ReplaceableReducerDDP(RankedDDP):
                 sender=planned.sender,
                 marker=self._marker,
                 logs=self._ranks.rank == 0,
+                seen=self._reads_seen,
+                said=self._said_of_forward,
             )
         )
 
+    def _why_backward(self, table: Sequence[tuple[str, nn.Parameter]]) -> str | None:
+        if self._changes_ranks:
+            return "its ranks may change (stretto.Elastic), at the end of whole steps"
+        from stretto.runtime.forward.fallback import why_backward
+
+        return why_backward(self, table)
+
     def _warn_of_backward(self, why: str) -> None:
-        if self._ranks.rank == 0:
+        if self._ranks.rank == 0 and why not in self._said_of_forward:
+            self._said_of_forward.add(why)
             _log.warning("no overlap with forward: %s", why)
+
+    # What the program reads, for plans that overlap with forward.
+
+    def _watch_reads(self) -> str | None:
+        """Watch reads from the next `ReadWatch.backward_ended` on.
+
+        Returns:
+            Why communication can't overlap with forward; then nothing is watched.
+        """
+        from stretto.runtime.forward.overlap import is_poisoned
+        from stretto.runtime.forward.reads import ReadWatch
+
+        self._release_reads()
+        table = [(row.name, p) for row, p in self._table(self.module)]
+        why = self._why_backward(table)
+        if why is None:
+            self._reads = ReadWatch(
+                self.module, table, seen=self._reads_seen, poisons=is_poisoned()
+            )
+            self._end_reads = weakref.finalize(self, self._reads.release)
+            self._end_reads.atexit = False
+        return why
+
+    def _release_reads(self) -> None:
+        """Watch reads no longer."""
+        self._reads = None
+        end, self._end_reads = self._end_reads, None
+        if end is not None:
+            end()
 
     def _settle_forward(self) -> None:
         """Finish what is under way between a backward and the next forward."""
+        if self._reads is not None:
+            self._reads.settle_all()
         if self._planned is not None and self._planned.overlap is not None:
             self._planned.overlap.settle_all()
 

@@ -137,6 +137,7 @@ class MemberGroup:
                 "without that, or start the job without --elastic."
             )
         self._model = model
+        model._changes_ranks = True  # noqa: SLF001
         default = dist.distributed_c10d._get_default_group()  # noqa: SLF001
         backend: Any = default._get_backend(model._device_used)  # noqa: SLF001
         self._timeout = backend.options._timeout  # noqa: SLF001

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
@@ -26,6 +27,12 @@ class Overlap(Protocol):
 
     def warn(self, why: str) -> None:
         """Say once why a step does not overlap with forward."""
+
+    def refuse(self, why: str) -> None:
+        """Settle all for an optimizer's step that can't be deferred; say why, if known.
+
+        An empty reason is one of which the program needs no warning.
+        """
 
     def settle_finished(self) -> None:
         """Settle the buckets whose communication has ended."""
@@ -127,3 +134,33 @@ class BucketMember:
             p = self.parameter
             dense = torch.ops.aten.is_non_overlapping_and_dense(p)
             self.shape = (p.size(), p.stride() if dense else None)
+
+    def release_lazy(self) -> None:
+        """Keep a wrapper for the next step, if nothing else refers to it."""
+        lazy = self.lazy
+        if lazy is None:
+            return
+        lazy.settle = lazy.member = None
+        # Refers to it: the member, this variable and the call's argument.
+        if sys.getrefcount(lazy) > _OWN_REFERENCES:
+            self.lazy = None
+        else:
+            lazy.target = None
+
+    def poison(self, states: Iterable[torch.Tensor]) -> None:
+        """Fill the parameter and its states with NaN; keep their values aside."""
+        with torch.no_grad():
+            for tensor in (self.parameter, *states):
+                if tensor.is_floating_point() or tensor.is_complex():
+                    plain = tensor.detach()
+                    self.aside.append((plain, plain.clone()))
+                    plain.fill_(float("nan"))
+
+    def heal(self) -> None:
+        """Restore the values from before `poison`."""
+        for tensor, value in self.aside:
+            tensor.copy_(value)
+        self.aside.clear()
+
+
+_OWN_REFERENCES = 3

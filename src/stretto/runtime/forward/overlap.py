@@ -26,7 +26,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, final
@@ -60,6 +59,12 @@ can't go unnoticed. For tests."""
 COMPILATIONS = 4
 """Steps in which code may be compiled; TorchDynamo's limit for a function is 8."""
 
+
+def is_poisoned() -> bool:
+    """Return whether this process fills what is pending with NaN."""
+    return os.environ.get(POISON_VARIABLE) == "1"
+
+
 _live: weakref.WeakSet[ForwardOverlap] = weakref.WeakSet()
 
 
@@ -77,6 +82,8 @@ class ForwardOverlap:
         sender: BucketSender,
         marker: StepMarker,
         logs: bool,
+        seen: set[str],
+        said: set[str],
     ) -> None:
         """Prepare.
 
@@ -88,15 +95,18 @@ class ForwardOverlap:
             sender: Waits for launched buckets.
             marker: Marks waits for a background.
             logs: Whether this rank logs.
+            seen: Names of parameters whose reads were seen, under this plan or another
+                one of the model.
+            said: Warnings that were given.
         """
         self._schedules = tuple(schedules)
         self._views = views
         self._sender = sender
         self._marker = marker
         self._logs = logs
-        self._said: set[str] = set()
+        self._said = said
         self._lock = threading.RLock()
-        self._poisons = os.environ.get(POISON_VARIABLE) == "1"
+        self._poisons = is_poisoned()
         self._unfinished: dict[int, torch.Tensor] = {}
         """The reduced data of buckets that are not settled, in launch order."""
 
@@ -118,7 +128,7 @@ class ForwardOverlap:
         self._members: tuple[tuple[BucketMember, ...], ...] = tuple(
             self._members_of(schedule, table) for schedule in schedules
         )
-        self._unseen = {m: None for row in self._members for m in row}
+        self._seen = seen
         self._module_hooks = ModuleHooks(self, root)
         self._aliased = False
         self._in_forward = False
@@ -225,6 +235,12 @@ class ForwardOverlap:
 
     # Between backward and forward.
 
+    def refuse(self, why: str) -> None:
+        """Settle all for an optimizer's step that can't be deferred; say why."""
+        self.settle_all()
+        if why:
+            self.warn(why)
+
     def settle_finished(self) -> None:
         """Settle the buckets whose communication has ended."""
         if not self._poisons:
@@ -244,7 +260,7 @@ class ForwardOverlap:
                 member.update = update
                 states = member.states
                 if self._poisons:
-                    self._poison(member, states)
+                    member.poison(states)
                 self._pending[member] = None
                 if not guard(member, states):
                     weakly.append(member)
@@ -259,21 +275,13 @@ class ForwardOverlap:
                 )
                 self.touch(member)
 
-    def _poison(self, member: BucketMember, states: list[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for tensor in (member.parameter, *states):
-                if tensor.is_floating_point() or tensor.is_complex():
-                    plain = tensor.detach()
-                    member.aside.append((plain, plain.clone()))
-                    plain.fill_(float("nan"))
-
     # Settle.
 
     def touch(self, member: BucketMember) -> None:
         """Settle a member's bucket, because something reads the member."""
         with self._lock:
             if self._in_forward:
-                self._unseen.pop(member, None)
+                self._seen.add(member.name)
             self._unwatch(member)
             if member.update is not None:
                 self._settle((member.bucket,))
@@ -350,7 +358,7 @@ class ForwardOverlap:
                     member.parameter.grad = member.gradient
                 if member.update is None:
                     member.gradient = None
-                self._release_lazy(member)
+                member.release_lazy()
 
     def _views_of(self, index: int, sent: torch.Tensor) -> list[torch.Tensor]:
         """Return the parts of a reduced bucket, whose memory rarely changes."""
@@ -360,18 +368,6 @@ class ForwardOverlap:
             parts = [member.view_of(sent) for member in self._members[index]]
             known = self._parts[index] = (address, parts)
         return known[1]
-
-    def _release_lazy(self, member: BucketMember) -> None:
-        """Keep a wrapper for the next step, if nothing else refers to it."""
-        lazy = member.lazy
-        if lazy is None:
-            return
-        lazy.settle = lazy.member = None
-        # Refers to it: the member, this variable and the call's argument.
-        if sys.getrefcount(lazy) > 3:
-            member.lazy = None
-        else:
-            lazy.target = None
 
     def _execute(self, members: Sequence[BucketMember]) -> None:
         """Execute the deferred steps on members whose gradients are complete."""
@@ -394,9 +390,7 @@ class ForwardOverlap:
         with undisturbed():
             now = [member.parameter.grad for member in members]
             for member in members:
-                for tensor, value in member.aside:
-                    tensor.copy_(value)
-                member.aside.clear()
+                member.heal()
                 member.parameter.grad = member.gradient
         try:
             update.execute(members)
@@ -426,9 +420,7 @@ class ForwardOverlap:
                     if member.update is None:
                         member.gradient = None
             for member in list(self._pending):
-                for tensor, value in member.aside:
-                    tensor.copy_(value)
-                member.aside.clear()
+                member.heal()
                 self._end(member)
         self._unfinished.clear()
         self._poisoned.clear()
@@ -453,7 +445,7 @@ class ForwardOverlap:
         if not self._pending:
             return
         with self._lock:
-            unseen = [m for m in self._pending if m in self._unseen]
+            unseen = [m for m in self._pending if m.name not in self._seen]
             buckets = dict.fromkeys(m.bucket for m in unseen)
             for member in self._module_hooks.at_entry:
                 if member.update is not None:
@@ -474,7 +466,7 @@ class ForwardOverlap:
             left = list(self._pending)
             self.settle_all()
             for member in left:
-                self._unseen[member] = None
+                self._seen.discard(member.name)
                 self._watch(member)
             self._module_hooks.remove()
 
@@ -512,7 +504,6 @@ class ForwardOverlap:
             for member in row:
                 member.twin = None
         self._members = ()
-        self._unseen.clear()
         self._parts.clear()
         self._module_hooks.clear()
         del self._sender

@@ -216,8 +216,9 @@ def _has_foreign_hooks(parameter: Any) -> bool:
     """Return whether a program's hooks get a parameter in backward."""
     hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
     return bool(hooks) and not all(
-        isinstance(hook, functools.partial)
-        and hook.func.__module__.startswith("stretto.")
+        str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(
+            "stretto."
+        )
         for hook in hooks.values()
     )
 
@@ -262,9 +263,7 @@ def _decide(optimizer: Any) -> None:
     why = _why_not(optimizer, members)
     if why is not None or _stepped.get(optimizer) != _in_use(optimizer) or not members:
         for owner in owners:
-            owner.settle_all()
-            if why:
-                owner.warn(why)
+            owner.refuse(why or "")
         return
     lists = [(group, group["params"]) for group in optimizer.param_groups]
     _hidden[id(optimizer)] = _Hidden(optimizer, lists, members, others)
