@@ -30,6 +30,7 @@ from stretto.lab.ports import free_port
 from stretto.runtime import DistributedDataParallel
 from stretto.runtime.forward.overlap import POISON_VARIABLE
 from stretto.runtime.recording.step import AbstractStepObserver
+from stretto.tune.forced import FORCED_FORWARD, SCHEDULE_VARIABLE
 from support.forward_models import MODELS, OPTIMIZERS, SHAPE
 from support.plans import plan_in_turn, reversed_names
 from support.ranks import rank_environment
@@ -876,7 +877,11 @@ def rank_runs_the_example(rank: int, size: int) -> list[bool]:
     os.environ[POISON_VARIABLE] = "1"
     path = Path(__file__).parents[2] / "examples" / "forward_overlap.py"
     example: dict[str, Any] = runpy.run_path(str(path))
-    return [same(example["train"]("backward"), example["train"]("forward"))]
+    os.environ.update({SCHEDULE_VARIABLE: FORCED_FORWARD, "STRETTO_MEMORY": "off"})
+    jobs = [example["Job"](overlap) for overlap in ("backward", "auto")]
+    for job in jobs:
+        job.train(24)
+    return [same(*(list(job.model.parameters()) for job in jobs))]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -897,6 +902,7 @@ def rank_passes_options(rank: int, size: int) -> list[Any]:
         (backward, "backward"),
         (backward, "forward"),
         ("auto", "forward"),
+        (forward, "never"),
         (forward, "auto"),
     ):
         try:
@@ -914,7 +920,8 @@ def test_the_option_overlap_decides_what_a_plan_may_do(ranks: Any) -> None:
         assert found[:4] == ["backward", "backward", "forward", "backward"]
         assert found[4] == f"{refused} a plan with overlap 'backward'"
         assert found[5] == f"{refused} plan='auto'"
-        assert "got 'auto'" in found[6]
+        assert "got 'never'" in found[6]
+        assert found[7] == "forward"
 
 
 class Ends(AbstractStepObserver):

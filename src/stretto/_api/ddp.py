@@ -38,7 +38,7 @@ OVERLAP_VARIABLE = "STRETTO_OVERLAP"
 """Set by `stretto run --overlap`; replaces a missing ``overlap``."""
 
 BACKWARD = "backward"
-OVERLAPS = (BACKWARD, "forward")
+OVERLAPS = (BACKWARD, "forward", AUTO)
 
 _COMPARED = ("order", "lanes", "unit_bytes", "nan", "nan_patience", "error_feedback")
 """Options of the runtime that must be equal on all ranks."""
@@ -63,9 +63,12 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         wire_dtype: With ``"auto"``, the type in which gradients may travel, narrower
             than their own: ``"float16"`` or ``"bfloat16"``. A plan has its own.
         tune: With ``"auto"``, options of the search within the run; see `TuneOptions`.
-        overlap: ``"forward"`` (experimental) lets communication also overlap with the
-            next forward, for which the plan must be made; ``"backward"`` executes such
-            a plan without it. By default ``STRETTO_OVERLAP``, or else ``"backward"``.
+        overlap: ``"auto"`` (experimental) lets communication also overlap with the next
+            forward where that is faster and nothing in the program prevents it: with
+            ``plan="auto"`` the profiled steps and trials decide, otherwise the plan.
+            ``"forward"`` requires a plan that was made for it; ``"backward"`` executes
+            such a plan without it. By default ``STRETTO_OVERLAP``, or else
+            ``"backward"``.
         **kwargs: Passed on to PyTorch's class, and ``record``, ``timeout_s``,
             ``error_feedback``, ``nan``, ``nan_patience``, ``order``, ``lanes``,
             ``unit_bytes`` and ``lane_backend`` to
@@ -144,6 +147,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             if self._keeper is not None and rank == 0:
                 weakref.finalize(self, self._keeper.end)
         self._tuning = wire_dtype, options
+        self._may_forward = overlap == AUTO
         if automatic and self._can_plan():
             self._auto = self._new_tuning()
 
@@ -156,6 +160,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             on_settled=weakly(self._settled),
             on_unfinished=self._keeper and self._keeper.unfinished,
             options=options,
+            forward=self._may_forward,
         )
 
     # Other ranks. A settled plan stays, and is watched no longer; a search that has not
@@ -289,17 +294,15 @@ def require_overlap(plan: Plan | None, overlap: str | None, *, automatic: bool) 
     """
     if overlap not in OVERLAPS:
         choices = " or ".join(map(repr, OVERLAPS))
-        raise SpecError(
-            f"overlap must be {choices}, got {overlap!r}. Choosing automatically "
-            "between both is not supported yet."
-        )
+        raise SpecError(f"overlap must be {choices}, got {overlap!r}")
     if overlap == "forward" and (plan is None or plan.overlap != "forward"):
         what = "plan='auto'" if automatic else "DDP's own buckets"
         if plan is not None:
             what = f"a plan with overlap {plan.overlap!r}"
         raise SpecError(
             f"overlap='forward' needs a plan that was made for it, not {what}: "
-            "plan with planner 'joint' and its dimension 'forward', and pass the plan."
+            "plan with planner 'joint' and its dimension 'forward', and pass the plan; "
+            "or use overlap='auto'."
         )
 
 
@@ -310,6 +313,8 @@ def _with_overlap(plan: Plan | None, overlap: str, *, automatic: bool) -> Plan |
         SpecError: the option is invalid, or the plan does not fit it.
     """
     require_overlap(plan, overlap, automatic=automatic)
+    if overlap == AUTO:
+        return plan
     if overlap == "forward":
         _log.warning(
             "overlap='forward' is experimental: compare a run with overlap='backward' "

@@ -131,9 +131,10 @@ def _torchrun_options() -> dict[str, argparse.Action]:
 )
 @click.option(
     "--overlap",
-    type=click.Choice(["backward", "forward"]),
+    type=click.Choice(["backward", "forward", "auto"]),
     help="Overlap communication with backward only, or (experimental) also with the "
-    "next forward, for which the plan must be made.  [default: backward]",
+    "next forward: forward requires a plan that was made for it, auto uses it where "
+    "that is faster.  [default: backward]",
 )
 @click.option(
     "--foreground",

@@ -3,6 +3,7 @@
 - `controller` runs the phases, and `tuning_meeting` lets ranks meet. `initial_profile`
   measures (`evaluations` leaves out steps with validation), `online_search` tries plans
   on real steps, `drift_detector` watches. `forced` is a fixed schedule for tests.
+- `forward_plans` decides whether plans may overlap with forward.
 - `search` decides what is tried (`trial`, `starts`, `search_space`), `paired` compares
   two plans, `calibration` corrects the model, and `techniques` propose.
 - `plan_cache` stores plans, `job_similarity` finds those of similar jobs,

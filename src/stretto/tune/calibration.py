@@ -24,6 +24,7 @@ from stretto.sim.replay import can_replay, prepared
 from stretto.sim.scope import BoundScope
 from stretto.sim.step import simulate_step
 from stretto.sim.step_model import StepModel
+from stretto.tune.forward_plans import forward_options
 from stretto.tune.search_space import Space
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ class CalibratedModel:
         planner: str = "joint",
         wire_dtype: str | None = None,
         max_lanes: int = MAX_LANES,
+        forward: bool = False,
     ) -> None:
+        """Initialize; with ``forward`` plans may overlap with the next forward."""
         self.workload = workload
         self.cluster = cluster
         self.factors: dict[str, float] = {}
@@ -70,6 +73,7 @@ class CalibratedModel:
         self._planner = planner
         self._wire_dtype = wire_dtype
         self._max_lanes = max_lanes
+        self._options = forward_options(planner) if forward else {}
         self._observations: list[Observation] = []
         self._replanned: tuple[Plan, ...] = ()
         self.doubt_ratio = 0.0
@@ -116,7 +120,7 @@ class CalibratedModel:
         if self._wire_dtype is not None:
             workload = narrowed(workload, self._wire_dtype)
         # The plans that a search tries: those `joint` may choose by default.
-        joint = planners.get("joint", max_lanes=self._max_lanes)
+        joint = planners.get("joint", max_lanes=self._max_lanes, **self._options)
         scope = joint.scope(self.cluster) or BoundScope(max_lanes=self._max_lanes)
         return scope.bound_s(workload, self.cluster)
 
@@ -170,6 +174,7 @@ class CalibratedModel:
                 self._planner,
                 wire_dtype=self._wire_dtype,
                 near=[*(seen.plan for seen in self._observations), *self._replanned],
+                **self._options,
             )
         except (Infeasible, SpecError):
             return None

@@ -150,8 +150,11 @@ class AutoPlan:
         on_settled: OnSettled | None = None,
         on_unfinished: OnUnfinished | None = None,
         options: TuneOptions | None = None,
+        forward: bool = False,
     ) -> None:
         """Prepare; tuning starts at the end of the first reduced backward.
+
+        With ``forward`` a plan's communication may overlap with the next forward.
 
         The model is not kept alive. ``on_unfinished`` is called on rank 0 if the run
         ends before tuning has settled; it must not hold a reference to the model.
@@ -163,6 +166,7 @@ class AutoPlan:
         self._wire_dtype = wire_dtype
         self._on_settled = on_settled
         self._options = options or TuneOptions()
+        self._forward = forward
         ranks = model._ranks  # noqa: SLF001
         self._rank_name = ranks.name(ranks.rank)
         self._sync = TuningMeeting(ranks, serial=model._agreement.serial)  # noqa: SLF001
@@ -226,7 +230,16 @@ class AutoPlan:
             self._failed = self._failed or self._describe(exc)
         if self._known.steps >= self._next_meeting:
             self._meet(step_s if counts else None)
+        self._watch_reads()
         self._began_s = perf_counter()
+
+    def _watch_reads(self) -> None:
+        """In a profile, watch what the program does until the next forward."""
+        if self._profiler is not None:
+            try:
+                self._profiler.watch_reads()
+            except Exception as exc:  # noqa: BLE001 - all ranks learn of it
+                self._failed = self._failed or self._describe(exc)
 
     def evaluated(self) -> None:
         """Record that the model is used without training: the step is longer."""
@@ -394,6 +407,7 @@ class AutoPlan:
                 f"{self._model.device_type}, "
                 f"{self._model._lane_backend}, "  # noqa: SLF001
                 f"wire {self._wire_dtype}"
+                f"{', under forward' if self._forward else ''}"
             ),
         )
 
@@ -494,7 +508,10 @@ class AutoPlan:
     def _profile(self) -> None:
         if self._forced:
             self._profiler = ForcedProfiler(
-                self._model, self._sync, change=weakly(self._change)
+                self._model,
+                self._sync,
+                change=weakly(self._change),
+                forward=self._forward,
             )
         else:
             self._profiler = InitialProfiler(
@@ -505,6 +522,7 @@ class AutoPlan:
                 wire_dtype=self._wire_dtype,
                 hosts=self._hosts,
                 change=weakly(self._change),
+                forward=self._forward,
             )
         self._phase = Phase.PROFILE
         self._profiled_from = self._known.steps, perf_counter()
@@ -537,7 +555,19 @@ class AutoPlan:
             predicted_s=predicted_s(profile.plan),
             ddp_predicted_s=predicted_s(profile.ddp),
         )
+        self._record_forward(profile)
         self._begin_search(profile)
+
+    def _record_forward(self, profile: ProfileResult) -> None:
+        if profile.forward is not None:
+            self._record(
+                "planned",
+                "overlap with the next forward is predicted to be faster",
+                plan=profile.forward.digest,
+                predicted_s=predicted_s(profile.forward),
+            )
+        elif profile.no_forward is not None:
+            self._record("planned", f"no overlap with forward: {profile.no_forward}")
 
     # SEARCH: trials.
 
@@ -547,12 +577,13 @@ class AutoPlan:
             cluster=profile.cluster,
             plan=profile.plan,
             ddp=profile.ddp,
+            no_forward=profile.no_forward,
         )
         if self._forced:
             self._try_forced()
             return
         if self._options.steps == 0:
-            self._settle(settled)
+            self._settle(replace(settled, plan=profile.forward or profile.plan))
             return
         calibrated = None
         starts: list[tuple[str, Plan]] = []
@@ -562,6 +593,7 @@ class AutoPlan:
                 profile.cluster,
                 planner=self._planner,
                 wire_dtype=self._wire_dtype,
+                forward=profile.may_forward,
             )
             starts = self._starts(settled, calibrated)
         seen_s = {
@@ -632,6 +664,7 @@ class AutoPlan:
         return starts_of(
             planned=settled.plan,
             ddp=settled.ddp,
+            forward=self._profiled_forward(),
             model=self._options.model,
             before=None
             if before is None
@@ -640,6 +673,10 @@ class AutoPlan:
             nearest=nearest,
             profiled=self._profiled(settled),
         )
+
+    def _profiled_forward(self) -> Plan | None:
+        profile = self._known.profile
+        return None if profile is None else profile.forward
 
     def _profiled(self, settled: TuningResult) -> Plan | None:
         """Return the plan of the profiled steps, whose step time is known."""
@@ -699,6 +736,7 @@ class AutoPlan:
                 ddp_step_s=ddp_step_s,
                 bound_s=bound_s,
             )
+        settled = replace(settled, no_forward=_no_forward(profile, settled.executed))
         self._known.checked = None  # this run's own figures replace it
         self._settle(settled, why=why, **spent)
 
@@ -737,6 +775,8 @@ class AutoPlan:
             self._watch = DriftDetector(settled.step_s)
         if self._sync.rank == 0:
             _log.show(summary(settled))
+            if settled.no_forward is not None:
+                _log.show(f"no overlap with forward: {settled.no_forward}")
             within(CACHE_S, partial(self._keep, settled), what="writing the plan cache")
         if self._on_settled is not None:
             self._on_settled(settled)
@@ -804,3 +844,12 @@ class AutoPlan:
         self._known.events.append(
             TuningEvent(step=self._known.steps, what=what, why=why, values=values)
         )
+
+
+def _no_forward(profile: ProfileResult, chosen: Plan) -> str | None:
+    """Return why the plan chosen after trials does not overlap with forward."""
+    if chosen.overlap == "forward":
+        return None
+    if profile.forward is None:
+        return profile.no_forward
+    return "a plan with it was no faster than this one by more than the noise"

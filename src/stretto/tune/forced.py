@@ -23,6 +23,7 @@ from stretto.planners import get as planner_named
 from stretto.planners.base import with_prediction
 from stretto.schema import Bucket, Cluster, Plan, TensorSpec, Workload
 from stretto.schema.cluster import Link
+from stretto.tune.forward_plans import ProfiledReads, verdict_of
 from stretto.tune.initial_profile import (
     DeferredProfile,
     ProfileResult,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stretto.runtime import DistributedDataParallel
+    from stretto.tune.forward_plans import ForwardVerdict
     from stretto.tune.tuning_meeting import TuningMeeting
 
 SCHEDULE_VARIABLE = "STRETTO_TUNE_SCHEDULE"
@@ -85,12 +87,14 @@ class ForcedProfiler:
         sync: TuningMeeting,
         *,
         change: Callable[[Plan], None],
+        forward: bool = False,
     ) -> None:
-        """Prepare; ``change`` applies a plan on all ranks or raises on all."""
+        """Prepare; arguments are as for `InitialProfiler`."""
         self._model = model
         self._sync = sync
         self._change = change
         self._profile = DeferredProfile(model, aside=True)
+        self._reads = ProfiledReads(model) if forward else None
         self._number = 0
         self._rows: list[list[float]] = []
 
@@ -98,6 +102,13 @@ class ForcedProfiler:
         """Start with the next step."""
         self._change(deferred_plan(self._model, PROFILE_LANES))
         self._profile.start()
+        if self._reads is not None:
+            self._reads.start()
+
+    def watch_reads(self) -> None:
+        """Watch what the program reads from here to the end of the next forward."""
+        if self._reads is not None:
+            self._reads.watch()
 
     def step_ended(self, step_s: float, *, counts: bool) -> None:
         """Record a step of this rank; the measurement decides nothing."""
@@ -111,7 +122,10 @@ class ForcedProfiler:
         if self._number < PROFILED_STEPS:
             return None
         self._sync.meet(self._rows, len)
-        self._profile.stop()
+        verdict: ForwardVerdict | None = None
+        if self._reads is not None:
+            verdict = self._sync.meet(self._reads.report(), verdict_of)
+        self.abandon()
         _, trouble = probe_lanes(self._model, PROBE_S, some_bulk=True)
         self._sync.meet_or_end(trouble, _require_no_trouble)
         workload, cluster = workload_of(self._model), _cluster(self._sync.size)
@@ -121,11 +135,14 @@ class ForcedProfiler:
             plan=with_prediction(plans_of(self._model)[0], workload, cluster),
             ddp=planner_named("ddp").plan(workload, cluster),
             probe_s=PROBE_S,
+            no_forward=None if verdict is None else verdict["prevents"],
         )
 
     def abandon(self) -> None:
         """End the profile without a result."""
         self._profile.stop()
+        if self._reads is not None:
+            self._reads.stop()
 
 
 @final

@@ -11,7 +11,7 @@ import statistics
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypedDict, final
 
 from stretto import planners
 from stretto.cost.fit import fit_cluster
@@ -21,13 +21,21 @@ from stretto.runtime import AbstractStepObserver
 from stretto.runtime.backends.base import LaneFailure
 from stretto.runtime.presence import is_communication_error
 from stretto.schema import Cluster, CollectiveSample, Plan, Workload, codec
+from stretto.tune.forward_plans import (
+    ProfiledReads,
+    forward_or_why,
+    needed_early,
+    verdict_of,
+)
 from stretto.tune.tuning_meeting import reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from stretto.runtime import DistributedDataParallel
+    from stretto.runtime.forward.reads import ReadsReport
     from stretto.runtime.recording.step import BucketRow
+    from stretto.tune.forward_plans import ForwardVerdict
     from stretto.tune.tuning_meeting import TuningMeeting
 
 PROFILE_PLANNER = "profile"
@@ -298,6 +306,26 @@ class ProfileResult:
     deferred_s: float | None = None
     """Median step of the profiled steps, including communication after backward."""
 
+    forward: Plan | None = None
+    """The best plan with overlap with the next forward, if it may be the fastest."""
+
+    no_forward: str | None = None
+    """Why there is no such plan, where it was asked for."""
+
+    may_forward: bool = False
+    """Whether plans may overlap with forward."""
+
+
+class ProfileReport(TypedDict):
+    """What each rank sends about the profiled steps, by number."""
+
+    rows: dict[str, list[float]]
+
+    waits: dict[str, float]
+
+    reads: ReadsReport | None
+    """What the program reads, where overlap with forward is asked for."""
+
 
 @final
 class InitialProfiler:
@@ -322,9 +350,15 @@ class InitialProfiler:
         wire_dtype: str | None,
         hosts: int,
         change: Callable[[Plan], None],
+        forward: bool = False,
     ) -> None:
-        """Prepare; ``change`` applies a plan on all ranks or raises on all."""
+        """Prepare; ``change`` applies a plan on all ranks or raises on all.
+
+        With ``forward`` the profiled steps also show whether communication may overlap
+        with the next forward.
+        """
         self._model = model
+        self._reads = ProfiledReads(model) if forward else None
         self._sync = sync
         self._name = name
         self._planner = planner
@@ -348,6 +382,8 @@ class InitialProfiler:
         """
         self._begin((PROFILE_LANES[0],) * WARMUP_STEPS + PROFILE_LANES)
         self._profile.start()
+        if self._reads is not None:
+            self._reads.start()
 
     def _begin(self, lanes: Sequence[int]) -> None:
         self._lanes = list(lanes)
@@ -360,6 +396,11 @@ class InitialProfiler:
         lanes = self._lanes[self._number]
         if lanes != before:
             self._change(deferred_plan(self._model, lanes))
+
+    def watch_reads(self) -> None:
+        """Watch what the program reads from here to the end of the next forward."""
+        if self._reads is not None:
+            self._reads.watch()
 
     def step_ended(self, step_s: float, *, counts: bool) -> None:
         """Record a step of this rank, as soon as it has ended.
@@ -392,7 +433,11 @@ class InitialProfiler:
         if self._number < len(self._lanes):
             self._apply(self._lanes[self._number - 1])
             return None
-        message = {"rows": self._rows, "waits": self._waits}
+        message = ProfileReport(
+            rows=self._rows,
+            waits=self._waits,
+            reads=None if self._reads is None else self._reads.report(),
+        )
         found = self._sync.meet(message, self._judge)
         if found["do"] == "extend":
             self._extended = True
@@ -405,16 +450,23 @@ class InitialProfiler:
             # the prediction is rough then, but the plan's shape is rarely wrong.
             self._begin((PROFILE_LANES[0],) * (WARMUP_STEPS + 2 * len(PROFILE_LANES)))
             return None
+        self._stop()
+        return self._plan(
+            codec.decode(found["workload"], Workload), found["step_s"], found["forward"]
+        )
+
+    def _stop(self) -> None:
         self._profile.stop()
-        return self._plan(codec.decode(found["workload"], Workload), found["step_s"])
+        if self._reads is not None:
+            self._reads.stop()
 
     def abandon(self) -> None:
         """End the profile without a result."""
-        self._profile.stop()
+        self._stop()
 
     # On rank 0.
 
-    def _judge(self, tables: list[Any]) -> dict[str, Any]:
+    def _judge(self, tables: list[ProfileReport]) -> dict[str, Any]:
         """Return the next action, from the records of all ranks."""
         if not self._again:
             waits = [
@@ -452,11 +504,22 @@ class InitialProfiler:
         max_s = max(MAX_SPREAD_RATIO * workload.backward_s, MATTERS_RATIO * step_s)
         if not self._again and spread_s > max_s:
             return {"do": "again"}
-        return {"do": "probe", "workload": codec.encode(workload), "step_s": step_s}
+        forward = None
+        if self._reads is not None:
+            forward = verdict_of([table["reads"] for table in tables])
+            workload = needed_early(workload, forward["early"])
+        return {
+            "do": "probe",
+            "workload": codec.encode(workload),
+            "step_s": step_s,
+            "forward": forward,
+        }
 
     # On all ranks.
 
-    def _plan(self, workload: Workload, step_s: float) -> ProfileResult:
+    def _plan(
+        self, workload: Workload, step_s: float, forward: ForwardVerdict | None
+    ) -> ProfileResult:
         """Plan; ``step_s``, a step with its communication, is equal on all ranks."""
         bulk = [sample for sample in self._bulk if determines_rate(sample)]
         some_bulk = bool(self._sync.broadcast_int(len(bulk)))
@@ -470,7 +533,7 @@ class InitialProfiler:
                 self._model, times * budget_s, some_bulk=some_bulk
             )
             found = self._sync.meet_or_end(
-                trouble, partial(self._plan_on_rank_0, workload, samples, bulk)
+                trouble, partial(self._plan_on_rank_0, workload, samples, bulk, forward)
             )
             if "retry" not in found:
                 break
@@ -483,6 +546,9 @@ class InitialProfiler:
             ddp=codec.decode(found["ddp"], Plan),
             probe_s=perf_counter() - begin_s,
             deferred_s=step_s if self._median_is_of_first_lanes else None,
+            forward=codec.decode(found["forward"], Plan) if found["forward"] else None,
+            no_forward=found["no_forward"],
+            may_forward=forward is not None and forward["prevents"] is None,
         )
 
     @property
@@ -495,6 +561,7 @@ class InitialProfiler:
         workload: Workload,
         samples: NetworkSamples | None,
         bulk: Sequence[CollectiveSample],
+        verdict: ForwardVerdict | None,
         troubles: list[dict[str, Any] | None],
     ) -> dict[str, Any]:
         """Return the encoded cluster and plans, or why the probe must be repeated."""
@@ -518,9 +585,21 @@ class InitialProfiler:
                 workload, cluster, self._planner, wire_dtype=self._wire_dtype
             )
             ddp = planners.get("ddp").plan(workload, cluster)
+            forward, no_forward = None, None
+            if verdict is not None:
+                forward, no_forward = forward_or_why(
+                    verdict,
+                    workload,
+                    cluster,
+                    plan,
+                    planner=self._planner,
+                    wire_dtype=self._wire_dtype,
+                )
         except (Infeasible, NoisyProfile) as exc:
             return {"retry": str(exc)}
         return {
+            "forward": None if forward is None else codec.encode(forward),
+            "no_forward": no_forward,
             "cluster": codec.encode(cluster),
             "plan": codec.encode(plan),
             "ddp": codec.encode(ddp),

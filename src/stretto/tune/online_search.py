@@ -194,7 +194,8 @@ class OnlineSearch:
             if self.search is not None:
                 trial = self.search.next_trial()
                 if trial is not None:
-                    recorded = trial.technique == START
+                    forward = trial.plan.overlap == "forward"
+                    recorded = trial.technique == START and not forward
                     offer = codec.encode(trial.plan), recorded, self.search.ahead
             offer = self._sync.broadcast_object(offer)
             if offer is None:
@@ -207,7 +208,10 @@ class OnlineSearch:
             if trouble is None:
                 # Neither the step of a change nor a recorded step counts, so the cost
                 # of recording never enters a score.
+                # A forward plan's first step waits in backward, and nothing waits in
+                # the forward of its second.
                 self._skip = changes + recorded
+                self._skip += changes and plan.overlap == "forward"
                 self.ahead += self._skip
                 self._uncounted = 0
                 if recorded:

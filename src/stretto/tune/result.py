@@ -47,6 +47,10 @@ class TuningResult:
     from_cache: bool = False
     """Whether it is the plan of an earlier run."""
 
+    no_forward: str | None = None
+    """With ``overlap="auto"``, why communication does not overlap with the next
+    forward; ``None`` if it does, or if the plan is of an earlier run."""
+
     @property
     def story(self) -> Tuning | None:
         """`record`, under its former name."""
@@ -112,9 +116,11 @@ def summary(settled: TuningResult) -> str:
     slices = sorted({bucket.slices for bucket in plan.buckets})
     numbers = "-".join(str(s) for s in (slices[0], slices[-1])[: len(slices)])
     word = "remembered" if settled.from_cache else "planned"
+    extent = ", also under the next forward" if plan.overlap == "forward" else ""
     return (
         f"{word}: {_count(len(plan.buckets), 'bucket')} in {numbers} "
-        f"slice{'s' if slices[-1] > 1 else ''} on {_count(_lanes_used(plan), 'lane')}; "
+        f"slice{'s' if slices[-1] > 1 else ''} on {_count(_lanes_used(plan), 'lane')}"
+        f"{extent}; "
         f"{figures}"
     )
 

@@ -33,6 +33,7 @@ def starts_of(
     *,
     planned: Plan,
     ddp: Plan,
+    forward: Plan | None = None,
     model: bool = True,
     before: Plan | None = None,
     stale: bool = False,
@@ -44,6 +45,8 @@ def starts_of(
     Args:
         planned: The planner's plan under the fitted model.
         ddp: DDP's buckets; the search compares the best plan with them in any case.
+        forward: The planner's plan that overlaps with the next forward, if it is
+            predicted to be faster.
         model: Whether to use predictions; if false, a search starts from DDP's buckets.
         before: The plan that training has executed so far: an earlier search's result,
             or a cached plan.
@@ -57,6 +60,8 @@ def starts_of(
         starts = [("ddp", ddp), ("planner", planned)]
     else:
         starts = [("planner", planned)]
+    if forward is not None and model:
+        starts.append(("forward", forward))
     if before is not None:
         # Compare others first with the plan that has trained so far. A stale plan is no
         # better a guess than the new one.
