@@ -68,6 +68,13 @@ class Forced(Auto):
     """The same on the schedule that passes every phase within ten steps."""
 
 
+class Chosen(Auto):
+    """The same with ``overlap="auto"``, plans that overlap with forward, and poison."""
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module, *args, overlap="auto", **kwargs)
+
+
 class Forward(Ours):
     """Ours with buckets that overlap with the next forward, and poison what is pending.
 
@@ -86,6 +93,7 @@ class Forward(Ours):
 ENVIRONMENT = {
     "forced": {SCHEDULE_VARIABLE: "forced"},
     "forward": {POISON_VARIABLE: "1"},
+    "chosen": {POISON_VARIABLE: "1", SCHEDULE_VARIABLE: "forced-forward"},
 }
 """What a form's ranks have in their environment besides."""
 
@@ -96,6 +104,7 @@ FORMS: dict[str, type[TorchDDP]] = {
     "auto": Auto,
     "forced": Forced,
     "forward": Forward,
+    "chosen": Chosen,
 }
 
 

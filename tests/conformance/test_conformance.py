@@ -16,11 +16,11 @@ HERE = Path(__file__).parent
 PARTS = 4
 MIN_PASSED = 60 // PARTS
 FORMS = ("auto", "forced")
-"""Without a plan, with one of three lanes, and overlapping with forward only if all is
-tested."""
+"""Without a plan, with one of three lanes, and overlapping with forward, given or
+chosen, only if all is tested."""
 
 if "STRETTO_TEST_ALL" in os.environ:
-    FORMS = ("ours", "planned", "forward", *FORMS)
+    FORMS = ("ours", "planned", "forward", "chosen", *FORMS)
 
 
 def passed(found: dict[str, dict[str, list[str]]], form: str) -> set[str]:

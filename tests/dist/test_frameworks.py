@@ -1,7 +1,8 @@
 """Accelerate, Lightning and Transformers' Trainer over our class, unchanged.
 
-Each trains a tiny model on two ranks, once with DDP and once with ours in DDP's place,
-as ``stretto run`` puts it there; the weights must be equal bit for bit.
+Each trains a tiny model on two ranks, once with DDP and twice with ours in DDP's place,
+as ``stretto run`` puts it there: as by default, and with ``overlap="auto"`` through all
+phases of tuning, with what is pending poisoned. The weights must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from stretto._api.ddp import OVERLAP_VARIABLE
+from stretto.runtime.forward.overlap import POISON_VARIABLE
+from stretto.tune.forced import FORCED_FORWARD, SCHEDULE_VARIABLE
 from support.nets import mlp
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -30,12 +34,21 @@ def needs(package: str) -> Any:
     )
 
 
+ROWS = 96
+"""Enough steps for a plan that overlaps with forward, in each framework."""
+
+CHOSEN = {
+    OVERLAP_VARIABLE: "auto",
+    SCHEDULE_VARIABLE: FORCED_FORWARD,
+    POISON_VARIABLE: "1",
+}
+
 net = partial(mlp, 6, 9, 2, between=nn.Tanh, seed=5)
 
 
 def samples() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(32, 6, generator=generator)
+    x = torch.randn(ROWS, 6, generator=generator)
     return TensorDataset(x, x[:, :2].sum(1, keepdim=True).expand(-1, 2).contiguous())
 
 
@@ -128,7 +141,7 @@ def with_transformers(_rank: int) -> Any:
 
     class Rows(torch.utils.data.Dataset):
         def __len__(self) -> int:
-            return 32
+            return ROWS
 
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
             x, y = samples()[index]
@@ -141,7 +154,7 @@ def with_transformers(_rank: int) -> Any:
                 output_dir=folder,
                 use_cpu=True,
                 per_device_train_batch_size=4,
-                max_steps=4,
+                max_steps=12,
                 learning_rate=0.1,
                 report_to=[],
                 save_strategy="no",
@@ -168,6 +181,10 @@ def rank_trains(rank: int, _size: int, name: str) -> dict[str, Any]:
     replace_ddp()
     train = globals()[name]
     ours, got = train(rank)
+    os.environ.update(CHOSEN)
+    chosen, got_chosen = train(rank)
+    for name in CHOSEN:
+        del os.environ[name]
     for module in list(sys.modules.values()):
         if module is None or module.__name__.startswith("stretto"):
             continue
@@ -176,10 +193,17 @@ def rank_trains(rank: int, _size: int, name: str) -> dict[str, Any]:
     stock, expected = train(rank)
     return {
         "stock": type(stock) is stock_class,
-        "ours": isinstance(ours, DistributedDataParallel),
+        "ours": isinstance(ours, DistributedDataParallel)
+        and isinstance(chosen, DistributedDataParallel),
+        "forward": chosen.plan.overlap == "forward",
         "same": all(
-            torch.equal(a, b)
-            for a, b in zip(got.parameters(), expected.parameters(), strict=True)
+            torch.equal(a, c) and torch.equal(b, c)
+            for a, b, c in zip(
+                got.parameters(),
+                got_chosen.parameters(),
+                expected.parameters(),
+                strict=True,
+            )
         ),
         "moved": not torch.equal(next(got.parameters()), next(net().parameters())),
     }
@@ -198,5 +222,6 @@ def test_frameworks_train_over_ours_as_over_ddp(ranks: Any, name: str) -> None:
     for found in ranks(rank_trains, 2, name, timeout_s=230):
         assert found["stock"]
         assert found["ours"]
+        assert found["forward"]
         assert found["same"]
         assert found["moved"]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import stretto
+from stretto._api.ddp import OVERLAP_VARIABLE
 from stretto.runtime.forward.overlap import POISON_VARIABLE
 from stretto.testing.programs import ACTIONS, LOCAL_ACTIONS, compared, draw
 from stretto.tune.forced import FORCED, FORCED_FORWARD, SCHEDULE_VARIABLE
@@ -22,6 +23,7 @@ def compare(rank: int, size: int, numbers: list[int], schedule: str) -> list[str
     os.environ[SCHEDULE_VARIABLE] = schedule
     if schedule == FORCED_FORWARD:
         os.environ[POISON_VARIABLE] = "1"
+        os.environ[OVERLAP_VARIABLE] = "auto"
     found = [
         compared(
             number,
