@@ -102,9 +102,7 @@ class AdamSGD(Optimizer):
         if not tolerance > 0.0:
             raise ValueError(f"tolerance must be positive, not {tolerance}")
         if min_steps is not None and min_steps < 1:
-            raise ValueError(
-                f"min_steps must be at least 1 or None, not {min_steps}"
-            )
+            raise ValueError(f"min_steps must be at least 1 or None, not {min_steps}")
         if foreach and fused:
             raise ValueError("foreach and fused cannot both be True")
         defaults = {
