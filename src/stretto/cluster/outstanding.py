@@ -10,7 +10,6 @@ from stretto.cluster.commands import (
     StopPart,
     UseDevices,
 )
-
 from stretto.cluster.records import RETRY
 
 if TYPE_CHECKING:
