@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import tempfile
 from collections import OrderedDict
@@ -423,6 +424,22 @@ def statistics_after_refresh(side: Side) -> Any:
     for each in found[1:]:
         assert all(type(b) is torch.Tensor for b in each.buffers())
     return [b.detach().clone() for each in found for b in each.buffers()]
+
+
+def another_model_over_the_module(side: Side) -> Any:
+    """A later one, with another plan, goes on after `refresh`."""
+    module = net()
+    model = side.wrap(module)
+    train(side, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if side.size:
+        model.refresh()
+        plan = side.plan(module, side.widths[::-1])
+        example = example_of(module)
+        later = BurstParallel(module, plan, example_inputs=(example,))
+    else:
+        later = module
+    train(side, later, torch.optim.SGD(later.parameters(), lr=0.1))
+    return side.state(later)
 
 
 def new_plan_keeps_state(side: Side) -> Any:
@@ -963,6 +980,7 @@ RIGHT = [
     average,
     saved_optimizer,
     statistics_after_refresh,
+    another_model_over_the_module,
     new_plan_keeps_state,
     new_plan_with_a_counting_optimizer,
 ]
@@ -1527,6 +1545,36 @@ def transformed(side: Side) -> None:
     torch.func.jacrev(lambda x: model(x).sum(0))(side.data(0)[0])
 
 
+def transformed_parameters(side: Side) -> None:
+    """The transform wraps no input."""
+    model = side.wrap(net())
+    x, y = side.data(0)
+
+    def loss(held: dict[str, torch.Tensor]) -> torch.Tensor:
+        return cross(torch.func.functional_call(model, held, (x,)), y)
+
+    torch.func.grad(loss)(dict(model.named_parameters()))
+
+
+def stale_after_the_model_was_deleted(side: Side) -> None:
+    """A function trains; its caller saves the module."""
+    module = net()
+
+    def fit() -> None:
+        model = side.wrap(module)
+        train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+
+    fit()
+    gc.collect()
+    module.state_dict()
+
+
+def replaced_by_a_later_model(side: Side) -> None:
+    module = net()
+    models = [side.wrap(module), side.wrap(module)]
+    models[0](side.data(0)[0])
+
+
 def stale_after_loading_a_part(side: Side) -> None:
     model = side.wrap(net())
     train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
@@ -1579,6 +1627,9 @@ REFUSED = {
     nested: "pass the plain module to BurstParallel",
     inside_ddp: "call the burst model itself",
     transformed: "can't pass through a burst model",
+    transformed_parameters: "can't pass through a burst model",
+    stale_after_the_model_was_deleted: "the burst model that trained it was deleted",
+    replaced_by_a_later_model: "another BurstParallel was built over the same module",
     stale_after_loading_a_part: "full_state_dict(), or refresh()",
     gradient_penalty: "create_graph=True is not supported",
     gradients_of_parameters: "Call loss.backward() and read .grad",

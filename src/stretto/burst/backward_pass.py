@@ -186,9 +186,14 @@ class BackwardPass:
         """Yield the parameters of the layers that this rank runs."""
         return (p for p in self._parameters if self._ownership.runs_parameter(p))
 
-    def output_arrived(self, forward: EndedForward, grad: Tensor) -> None:
-        """Record that backward comes from a forward's output, with its gradient."""
+    def output_arrived(self, forward: EndedForward, grad: Tensor, why_not: str) -> None:
+        """Record that backward comes from a forward's output, with its gradient.
+
+        ``why_not`` says why it can't run, or is empty.
+        """
         with self._rank_groups.inside_step():
+            if why_not:
+                raise StrettoError(why_not)
             require_values(grad)
             if forward.plan != self._plan:
                 raise StrettoError(

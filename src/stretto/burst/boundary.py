@@ -54,7 +54,7 @@ class _Output(torch.autograd.Function):
         ctx: Any,
         output: Tensor,
         share: float,
-        begin: Callable[[Tensor], None],
+        begin: Callable[[Tensor, str], None],
         is_apart: bool,  # noqa: FBT001 - Function.apply takes no keywords
         is_uneven: bool,  # noqa: FBT001
         *_parameters: Tensor,
@@ -68,12 +68,13 @@ class _Output(torch.autograd.Function):
     @staticmethod
     @without_dynamo
     def backward(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise StrettoError(_NO_DOUBLE_BACKWARD)
         inner = ctx.next_functions[0][0]
-        if not torch._C._will_engine_execute_node(inner):  # noqa: SLF001
-            raise StrettoError(_NO_PARAMETER_GRADIENTS)
-        ctx.begin(grads[0])
+        why_not = ""
+        if torch.is_grad_enabled():
+            why_not = _NO_DOUBLE_BACKWARD
+        elif not torch._C._will_engine_execute_node(inner):  # noqa: SLF001
+            why_not = _NO_PARAMETER_GRADIENTS
+        ctx.begin(grads[0], why_not)
         return (grads[0] * ctx.share, *(None,) * (4 + ctx.num_parameters))
 
 
@@ -102,7 +103,7 @@ class _Input(torch.autograd.Function):
 def mark_output(
     output: Tensor,
     share: float,
-    begin: Callable[[Tensor], None],
+    begin: Callable[[Tensor, str], None],
     parameters: Sequence[Tensor],
     *,
     is_apart: bool,
@@ -113,7 +114,8 @@ def mark_output(
     Args:
         output: of the model, needs a gradient.
         share: see Note [Scale of a gradient].
-        begin: called with the gradient when backward arrives.
+        begin: called when backward arrives, with the gradient and the reason why it
+            can't run, or ``""``.
         parameters: parameters to connect to the output without a gradient, so that
             asking autograd for their gradients alone raises instead of doing nothing.
         is_apart: whether the caller gets copies of its parts. Otherwise a copy is

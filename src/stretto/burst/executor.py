@@ -247,6 +247,7 @@ class BurstParallel(nn.Module):
         parts = self._parts
         if parts.rank_groups.failures.error is not None:
             raise parts.rank_groups.failures.error
+        parts.seam.require_in_use()
         if in_checkpoint():
             raise StrettoError(
                 "a burst model can't run again inside a backward, so it can't be "
@@ -381,9 +382,11 @@ class BurstParallel(nn.Module):
             return torch.zeros(()), exc
         return batch, None
 
-    def _output_backward(self, forward: EndedForward, grad: Tensor) -> None:
+    def _output_backward(
+        self, forward: EndedForward, grad: Tensor, why_not: str
+    ) -> None:
         """Begin a backward; a loss that waits for it keeps the model alive."""
-        self._parts.backward.output_arrived(forward, grad)
+        self._parts.backward.output_arrived(forward, grad, why_not)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

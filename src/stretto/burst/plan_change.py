@@ -44,6 +44,7 @@ class PlanChange:
 
         With optimizers, their states too.
         """
+        self._parts.seam.require_in_use()
         self._meet_to_refresh(optimizers)
         self._require_equal_copies()
         if optimizers:
@@ -161,6 +162,7 @@ class PlanChange:
 
         This covers the given optimizers and those that have taken a step.
         """
+        self._parts.seam.require_in_use()
         parts = self._parts
         purpose = "begin to apply a burst plan"
         parts.rank_groups.refusals.withdraw()

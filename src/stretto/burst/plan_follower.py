@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from stretto.burst import parameters as params
 from stretto.burst import torch_calls
+from stretto.burst.checks.guarded_tensors import require_current
 from stretto.burst.checks.structure import Structure, described_tensors
 from stretto.burst.checks.verify_first_step import require_comparable
 from stretto.burst.gradient_sync import GradientSync, SyncedLayer
@@ -75,6 +76,7 @@ class PlanFollower:
             trouble = exc
         self.meet("build a burst-parallel model", graph, trouble)
         assert graph is not None  # noqa: S101
+        self._replace_others()
         self.follow(graph, widths)
         roots = dict.fromkeys(widths, 0)
         with parts.stale_guard.opened():
@@ -83,13 +85,29 @@ class PlanFollower:
             params.bring_tensors(parts.rank_groups, parts.ownership.loose, 0, place)
         parts.backward.note_left_over(self._structure.parameters)
 
+    def _replace_others(self) -> None:
+        """End the use of burst models over the same module."""
+        if self._is_whole:
+            return
+        for other in torch_calls.models():
+            if other.module is self._parts.module and other is not self._parts.seam:
+                other.replace()
+                torch_calls.remove(other)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the plan runs every layer on every rank."""
+        return all(e.gpus == self._parts.ranks.size for e in self.plan.layers)
+
     def _require_own_parameters(self) -> None:
         """Reject parameters that another burst model keeps on some ranks only.
 
-        A model over the same module is one that this one replaces.
+        A model over the same module is one that this one replaces, if this rank has
+        the current values.
         """
         module = self._parts.module
-        is_whole = all(e.gpus == self._parts.ranks.size for e in self.plan.layers)
+        require_current((*module.parameters(), *module.buffers()))
+        is_whole = self._is_whole
         names = {id(p): name for name, p in module.named_parameters()}
 
         def shared() -> str | None:

@@ -184,8 +184,12 @@ def refuse_callers(
             "gradients averaged twice: call the burst model itself"
         )
     in_forward_mode = torch.autograd.forward_ad._current_level >= 0  # noqa: SLF001
+    # A transform may pass ordinary inputs, and wrap the parameters.
+    in_transform = torch._C._functorch.maybe_current_level() is not None  # noqa: SLF001
     for value in pytree.tree_leaves((args, kwargs)):
-        if isinstance(value, Tensor) and (in_forward_mode or _is_transformed(value)):
+        if isinstance(value, Tensor) and (
+            in_forward_mode or in_transform or _is_transformed(value)
+        ):
             raise StrettoError(
                 "torch.func transforms (grad, vmap, jacrev, jvp) and forward-mode "
                 "differentiation can't pass through a burst model, whose layers "

@@ -68,6 +68,11 @@ def models() -> list[TorchSeam]:
     return list(_models)
 
 
+def remove(model: TorchSeam) -> None:
+    """Forget a model that is no longer used."""
+    _models.discard(model)
+
+
 def look_before_backward() -> None:
     """Let models check the start of each backward, from now on."""
     _looking.set()

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from stretto.burst.ownership import Ownership
     from stretto.burst.rank_groups import RankGroups
 
-
 @final
 class TorchSeam:
     """Answers what a wrapper asks of one model, and records what it reports.
@@ -66,8 +65,27 @@ class TorchSeam:
         self._uses = uses
         self.backward_failed: weakref.WeakMethod[Callable[..., None]] | None = None
         """Called with an exception from a backward, see `report_failure`."""
+        self._is_replaced = False
+        """Whether a later model over the same module has taken its place."""
         self._is_preparing = False
         """Whether the step that runs only makes an optimizer's state."""
+
+    def replace(self) -> None:
+        """End the model's use: a later one over the same module takes its place."""
+        self._is_replaced = True
+        self._stale_guard.runs((), ())
+
+    def require_in_use(self) -> None:
+        """Require that no later model has taken this one's place, as on all ranks.
+
+        Raises:
+            StrettoError: one has.
+        """
+        if self._is_replaced:
+            raise StrettoError(
+                "another BurstParallel was built over the same module and replaces "
+                "this one: use the later one"
+            )
 
     def join(
         self, value: Tensor, call: JoinedCall, place: str, *, is_max: bool

@@ -32,7 +32,7 @@ class Twice(torch.autograd.Function):
 def output(*, is_uneven):
     x = torch.randn(3, 4, requires_grad=True) * 1.0
     return mark_output(
-        x, 0.5, lambda _grad: None, [], is_apart=False, is_uneven=is_uneven
+        x, 0.5, lambda _grad, _why_not: None, [], is_apart=False, is_uneven=is_uneven
     )
 
 

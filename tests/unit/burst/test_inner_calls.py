@@ -136,10 +136,21 @@ def zeroed_outliers(h):
     return h
 
 
+def distances_to_a_table(h):
+    """More rows than some number use another algorithm."""
+    return torch.cdist(h, torch.eye(4))
+
+
+def distances_from_a_table(h):
+    return torch.cdist(torch.eye(4), h, p=2.0).t()
+
+
 @pytest.mark.parametrize(
     "function",
     [
         attends_within,
+        distances_to_a_table,
+        distances_from_a_table,
         listed,
         fixed_places,
         row_norms,

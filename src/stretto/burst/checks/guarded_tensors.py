@@ -6,19 +6,24 @@ intercepts every operation. Overwriting a value and asking for shapes, types and
 gradients is allowed, so that optimizers and ``load_state_dict`` work. Buffers that
 forward changes, such as running statistics, are guarded in the same way; other buffers
 are not.
+
+A program may keep the module when the burst model is gone, for example after a function
+that trains. Then `Leftover` says whether the values are current.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 from torch import nn
 
+from stretto.errors import StrettoError
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import FrameType
 
 _READING = frozenset(
@@ -87,7 +92,30 @@ class Owner(Protocol):
         """Record that code asks for a gradient, or sets it."""
 
 
-def guards_of(owner: Owner) -> tuple[Any, Any]:
+@final
+class Leftover:
+    """What remains known of guarded tensors when their owner is gone."""
+
+    def __init__(self) -> None:
+        self.is_stale = False
+        self.what = ""
+        """Which values this rank does not have."""
+
+    def check(self) -> None:
+        """Require that the values are current.
+
+        Raises:
+            StrettoError: naming a layer of which they are not.
+        """
+        if self.is_stale:
+            raise StrettoError(
+                f"{self.what}, and the burst model that trained it was deleted: let "
+                "all ranks call full_state_dict() or refresh() while it exists, after "
+                "the last optimizer.step()"
+            )
+
+
+def guards_of(owner: Owner, leftover: Leftover) -> tuple[Any, Any]:
     """Return classes of parameters and buffers that ask their owner before a read."""
     ref = weakref.ref(owner)
 
@@ -119,11 +147,12 @@ def guards_of(owner: Owner) -> tuple[Any, Any]:
         """A parameter of a layer that this rank does not run."""
 
         stretto_owner = ref
+        stretto_leftover = leftover
         __torch_function__ = classmethod(guarded)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
             if id(self) not in memo:
-                _check_copying(ref)
+                _check_copying(type(self))
                 values = self.data.clone(memory_format=torch.preserve_format)
                 memo[id(self)] = nn.Parameter(values, self.requires_grad)
             found: nn.Parameter = memo[id(self)]
@@ -133,11 +162,12 @@ def guards_of(owner: Owner) -> tuple[Any, Any]:
         """A buffer of a layer that this rank does not run."""
 
         stretto_owner = ref
+        stretto_leftover = leftover
         __torch_function__ = classmethod(guarded)
 
         def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
             if id(self) not in memo:
-                _check_copying(ref)
+                _check_copying(type(self))
                 memo[id(self)] = self.clone(memory_format=torch.preserve_format)
             found: torch.Tensor = memo[id(self)]
             return found
@@ -151,10 +181,36 @@ def guards_of(owner: Owner) -> tuple[Any, Any]:
     return GuardedParameter, GuardedBuffer
 
 
-def _check_copying(owner: weakref.ref[Owner]) -> None:
-    found = owner()
-    if found is not None:
-        found.check_reading(is_of_all=True)
+def _check_copying(kind: Any) -> None:
+    _check_reading(kind, is_of_all=True)
+
+
+def _check_reading(kind: Any, *, is_of_all: bool) -> None:
+    """Require that tensors of a guarded class may be read."""
+    owner = kind.stretto_owner()
+    if owner is None:
+        kind.stretto_leftover.check()
+    else:
+        owner.check_reading(is_of_all=is_of_all)
+
+
+def require_current(tensors: Iterable[torch.Tensor]) -> None:
+    """Require that tensors have no values that another burst model has elsewhere.
+
+    Raises:
+        StrettoError: one has.
+    """
+    for kind in {type(tensor) for tensor in tensors}:
+        if hasattr(kind, "stretto_owner"):
+            _check_reading(kind, is_of_all=True)
+
+
+def plain_class(tensor: torch.Tensor) -> type[torch.Tensor]:
+    """Return a tensor's class; of a guarded one, that which it had before."""
+    kind = type(tensor)
+    if not hasattr(kind, "stretto_owner"):
+        return kind
+    return nn.Parameter if issubclass(kind, nn.Parameter) else torch.Tensor
 
 
 def _require_allowed(func: Any, types: Any, args: Any, kwargs: Any) -> None:
@@ -170,9 +226,7 @@ def _require_allowed(func: Any, types: Any, args: Any, kwargs: Any) -> None:
         _check_change(targets, (args[1:], kwargs))
         types = [type(each) for each in _tensors_in((args[1:], kwargs))]
     for kind in _read(func, types, args, kwargs):
-        owner = kind.stretto_owner()
-        if owner is not None:
-            owner.check_reading(is_of_all=_computes(func))
+        _check_reading(kind, is_of_all=_computes(func))
 
 
 def _targets(func: Any, args: Any) -> list[Any] | None:
@@ -203,8 +257,12 @@ def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
 def _check_change(targets: Sequence[Any], operands: Any) -> None:
     is_by_values = any(True for _ in _tensors_in(operands))
     for kind in {type(each) for each in targets}:
-        owner = kind.stretto_owner() if hasattr(kind, "stretto_owner") else None
-        if owner is not None:
+        if not hasattr(kind, "stretto_owner"):
+            continue
+        owner = kind.stretto_owner()
+        if owner is None:
+            kind.stretto_leftover.check()
+        else:
             owner.check_change(is_by_values=is_by_values)
 
 

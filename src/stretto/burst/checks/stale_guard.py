@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stretto.burst.checks.guarded_tensors import guards_of
+from stretto.burst.checks.guarded_tensors import Leftover, guards_of, plain_class
 from stretto.burst.checks.separable import is_known
 from stretto.errors import StrettoError
 from stretto.runtime.torch_compat import is_tracing
@@ -65,7 +65,8 @@ class StaleParameterGuard:
         self._foreign: tuple[str, ...] = ()
         self._guarded: list[tuple[torch.Tensor, type[torch.Tensor]]] = []
         """Each guarded tensor with its own class."""
-        self._guard, self._buffer_guard = guards_of(self)
+        self._leftover = Leftover()
+        self._guard, self._buffer_guard = guards_of(self, self._leftover)
         self._foreign_parameters: tuple[nn.Parameter, ...] = ()
         self._versions: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         """Of the parameters that run here and of the others, when they had arrived."""
@@ -76,11 +77,19 @@ class StaleParameterGuard:
         self._open = 0
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self.is_stale = False
-        """Whether values may have changed since the other ranks' parameters arrived."""
         for part in module.modules():
             part.register_state_dict_pre_hook(_Callback(self, "check"))
-        module.register_load_state_dict_post_hook(_Callback(self, "loaded"))
+        loaded = _Callback(self, "loaded", self._leftover)
+        module.register_load_state_dict_post_hook(loaded)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether values may have changed since the other ranks' parameters arrived."""
+        return self._leftover.is_stale
+
+    @is_stale.setter
+    def is_stale(self, value: bool) -> None:
+        self._leftover.is_stale = value
 
     def runs(
         self,
@@ -89,14 +98,20 @@ class StaleParameterGuard:
     ) -> None:
         """Record the tensors of layers that run here, and other layers with theirs.
 
-        Of buffers only those that forward changes.
+        Of buffers only those that forward changes. A tensor that another burst model
+        over the same module guards becomes this one's.
         """
         self.release()
+        for tensor in (*own, *(t for _, tensors in foreign for t in tensors)):
+            if (kind := plain_class(tensor)) is not type(tensor):
+                tensor.__class__ = kind
         self._own = tuple(t for t in own if isinstance(t, nn.Parameter))
         self._foreign = tuple(name for name, _ in foreign)
         self._foreign_parameters = tuple(
             t for _, tensors in foreign for t in tensors if isinstance(t, nn.Parameter)
         )
+        if foreign:
+            self._leftover.what = self._missing()
         self._versions = None
         mine = {id(tensor) for tensor in own}
         guards = {nn.Parameter: self._guard, torch.Tensor: self._buffer_guard}
@@ -110,8 +125,15 @@ class StaleParameterGuard:
     def release(self) -> None:
         """Make the guarded tensors ordinary ones again."""
         for tensor, kind in self._guarded:
-            tensor.__class__ = kind
+            if type(tensor) in (self._guard, self._buffer_guard):
+                tensor.__class__ = kind
         self._guarded = []
+
+    def _missing(self) -> str:
+        return (
+            f"{self._ranks.name(self._ranks.rank)} does not run layer "
+            f"{self._foreign[0]!r} and has no current parameters of it"
+        )
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -168,9 +190,8 @@ class StaleParameterGuard:
         )
         if self.is_stale or is_step:
             raise self._reported(
-                f"{self._ranks.name(self._ranks.rank)} does not run layer "
-                f"{self._foreign[0]!r} and has no current parameters of it: let all "
-                "ranks call full_state_dict(), or refresh() after optimizer.step()"
+                f"{self._missing()}: let all ranks call full_state_dict(), or "
+                "refresh() after optimizer.step()"
             )
         # Except where only the parameters that this rank runs were written: by an
         # optimizer whose state it has for these alone, such as a schedule-free one. In
@@ -347,13 +368,21 @@ def _does_more_than_step(kind: type[Optimizer]) -> bool:
 class _Callback:
     """Calls a method while its object exists; a copied module's copy calls nothing."""
 
-    def __init__(self, target: StaleParameterGuard | None, method: str) -> None:
+    def __init__(
+        self,
+        target: StaleParameterGuard | None,
+        method: str,
+        leftover: Leftover | None = None,
+    ) -> None:
         self._target = None if target is None else weakref.ref(target)
         self._method = method
+        self._leftover = leftover
 
     def __call__(self, *args: Any) -> None:
         target = None if self._target is None else self._target()
         if target is None:
+            if self._leftover is not None and not args[1].missing_keys:
+                self._leftover.is_stale = False
             return
         if self._method == "check_optimizer":
             target.check_optimizer(args[0])

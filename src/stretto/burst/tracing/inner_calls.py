@@ -11,7 +11,7 @@ Some operators read other samples without such a result; they are listed here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -200,8 +200,10 @@ def mixing(
         batches: these numbers.
         indexes: whether one that reads rows at computed places is among them.
     """
+    if _operators(one) != _operators(two):
+        one, two = _of_any_algorithm(one), _of_any_algorithm(two)
     pairs: list[tuple[InnerCall, InnerCall]] | None = list(zip(one, two, strict=False))
-    if [c.operator for c in one] != [c.operator for c in two]:
+    if _operators(one) != _operators(two):
         pairs = _paired(one, two, batches)
     if pairs is None:
         return Mixing("", "calls other operators for another number of samples")
@@ -221,6 +223,30 @@ def mixing(
         if found := _found(first, inputs, outputs):
             return Mixing(first.operator, found, first.place)
     return None
+
+
+def _operators(calls: Sequence[InnerCall]) -> list[str]:
+    return [call.operator for call in calls]
+
+
+def _of_any_algorithm(calls: Sequence[InnerCall]) -> list[InnerCall]:
+    """Return calls under one name where torch chooses an algorithm by the numbers.
+
+    For more than 25 rows ``cdist`` computes distances from a product of matrices,
+    around which it views tensors in the shape that they have, or with ones before it.
+    """
+    return [
+        replace(call, operator="cdist", inputs=call.inputs[:2])
+        if call.operator in _DISTANCES
+        else call
+        for call in calls
+        if call.operator not in _VIEWS
+        or _of_many(call.outputs) != _of_many(call.inputs[:1])
+    ]
+
+
+def _of_many(shapes: Sequence[Shape]) -> list[Shape]:
+    return [tuple(size for size in shape if size != 1) for shape in shapes]
 
 
 def _paired(
@@ -321,6 +347,10 @@ def _last(_call: InnerCall, inputs: list[Sides]) -> bool:
 def _sequence(_call: InnerCall, inputs: list[Sides]) -> bool:
     return -2 in inputs[0]
 
+
+_DISTANCES = frozenset({"_cdist_forward", "_euclidean_dist"})
+
+_VIEWS = frozenset({"detach", "expand", "view"})
 
 _OF_TORCH = frozenset({"_quantized", "aten", "mkldnn", "prim", "prims", "quantized"})
 """Libraries of operators whose shapes and names show what they read."""
