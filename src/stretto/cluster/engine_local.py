@@ -1,8 +1,9 @@
 """A cluster of processes on this machine: start it, keep it running, end it.
 
 A keeper starts the coordinator and one agent per emulated host, or what connects it to
-Ray, and starts again what has ended (`roles`). An agent that finds no keeper starts
-one, and so does any command. So any of them may be killed.
+Ray, and starts again what has ended (`roles`). The coordinator starts a keeper if none
+runs; agents and commands do so when they find no coordinator. So any of them may be
+killed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
 
 COORDINATOR_ENDS = ": the coordinator ends: "
 """In the line with which a coordinator says why it cannot run."""
+
+_MAYBE_DONE = {
+    "submit": "; it may have the job already, see `stretto cluster list` before you "
+    "submit it again"
+}
+"""What to say of a request that may have come through, by what it asks."""
 
 _LOOK_S = 0.1
 _ANSWER_S = 10.0
@@ -225,7 +232,8 @@ def ask(
             if now_s() > deadline_s:
                 raise ClusterError(
                     f"the coordinator of {folders.root} does not answer "
-                    f"({error.strerror}): see {folders.coordinator_log}"
+                    f"({error.strerror or 'it is too slow'}): see "
+                    f"{folders.coordinator_log}{_MAYBE_DONE.get(message['do'], '')}"
                 ) from error
             start_keeper(folders)
             time.sleep(0.05)

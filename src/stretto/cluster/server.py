@@ -121,8 +121,8 @@ class Server:
             self._on_close,
         )
         self._tick_soon()
-        if self.settings.ray is not None:  # otherwise agents do so
-            self._loop.every(_KEEPER_S, self._start_keeper)
+        # Agents do so, too, but only if they do not find this coordinator.
+        self._loop.every(_KEEPER_S, self._start_keeper)
         self._loop.run()
         listener.close()
         with contextlib.suppress(OSError):
@@ -143,15 +143,20 @@ class Server:
                 _log.warning("an agent's message is invalid: %r", error)
                 channel.close()
             return
-        answer = _HANDLERS.get(str(message.get("do")))
+        answer = _HANDLERS.get(str(message.get("do")), Server._unknown)
         try:
-            if answer is None:
-                raise SpecError(f"unknown request {message.get('do')!r}")
             found = answer(self, message)
         except StrettoError as error:
             found = {"error": str(error), "exit": error.exit_code}
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             found = {"error": f"invalid request: {error!r}", "exit": 2}
+        except Exception as error:
+            # An answer, or the same request would come again and again. The next
+            # coordinator continues from the store; here, a change may be half done.
+            log = self.folders.coordinator_log
+            why = f"the coordinator failed ({error!r}) and starts again: see {log}"
+            channel.send({"error": why, "exit": 1})
+            raise
         channel.send(found)
         self._tick_soon()
 
@@ -256,6 +261,9 @@ class Server:
         return found
 
     # requests of the command line
+
+    def _unknown(self, message: dict[str, Any]) -> dict[str, Any]:
+        raise SpecError(f"unknown request {message.get('do')!r}")
 
     def _submit(self, message: dict[str, Any]) -> dict[str, Any]:
         source = str(message.get("source", "job"))

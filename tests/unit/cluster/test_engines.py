@@ -11,7 +11,8 @@ What fails, and the test of it, here (on both engines) unless a file is named:
 - a supervisor: test_a_killed_supervisors_job_starts_again_and_leaves_nothing
 - a supervisor without an agent for its watchdog's time: test_supervisor.py,
   test_without_a_reset_watchdog_the_supervisor_ends_the_attempt
-- the keeper: test_a_killed_keeper_is_replaced_when_the_coordinator_dies_too
+- the keeper: test_a_killed_keeper_is_replaced_when_the_coordinator_dies_too,
+  test_a_killed_keeper_is_replaced_and_starts_an_agent_that_died_too
 - a host, or its connection to the coordinator:
   test_a_silent_hosts_job_starts_elsewhere_and_never_runs_twice,
   test_a_host_that_is_silent_for_less_than_its_watchdog_keeps_its_job
@@ -39,11 +40,12 @@ import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 
 from stretto import zoo
-from stretto.cluster import engine_local, processes
+from stretto.cluster import engine_local, processes, server
 from stretto.cluster.folders import Folders
 from stretto.cluster.part_spec import ATTEMPT_VARIABLE
 from stretto.cluster.processes import marked_processes
@@ -181,6 +183,32 @@ def test_a_job_that_can_never_fit_is_refused(shared: Cluster, tmp_path: Path) ->
 def test_an_unknown_job_is_named(shared: Cluster) -> None:
     with pytest.raises(SpecError, match="no-such-job"):
         shared.show("no-such-job")
+
+
+@pytest.mark.parametrize("since", [10**30, "one", None])
+def test_an_invalid_request_is_refused_and_ends_no_coordinator(
+    shared: Cluster, since: object
+) -> None:
+    before = shared.pid("coordinator")
+    with pytest.raises(SpecError, match="invalid request"):
+        shared.ask("events", since=since)
+    assert shared.pid("coordinator") == before
+
+
+def test_a_coordinator_that_fails_in_a_request_answers_it_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Otherwise the same request would come again, and end the next one, too.
+    def fails(*_: object) -> dict[str, object]:
+        raise RuntimeError("a defect")
+
+    answers: list[dict[str, object]] = []
+    coordinator = object.__new__(server.Server)
+    coordinator.folders = Folders(tmp_path)
+    monkeypatch.setitem(server._HANDLERS, "list", fails)
+    with pytest.raises(RuntimeError):
+        coordinator._on_message(Mock(send=answers.append), {"do": "list"})
+    assert "a defect" in str(answers[0]["error"])
 
 
 def test_a_second_coordinator_is_refused(shared: Cluster) -> None:
@@ -344,6 +372,14 @@ def test_a_killed_keeper_is_replaced_when_the_coordinator_dies_too(
     await_that(lambda: shared.pid("keeper") != keeper, lambda: "no other keeper")
     (tmp_path / "go").touch()
     is_once(shared, name)
+
+
+def test_a_killed_keeper_is_replaced_and_starts_an_agent_that_died_too(
+    shared: Cluster,
+) -> None:
+    keeper, agent = shared.kill("keeper"), shared.kill("host0")
+    await_that(lambda: shared.pid("keeper") != keeper, lambda: "no other keeper")
+    await_that(lambda: shared.pid("host0") != agent, lambda: "no other agent")
 
 
 def test_a_full_disk_refuses_submissions_and_running_jobs_go_on(
