@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from stretto.cluster.folders import Folders, RaySettings
 
 _HERE = "here"
+_MAX_DEVICES = 1024
 
 
 @click.command(name="start")
 @click.option(
     "--local",
     "devices",
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=1, max=_MAX_DEVICES),
     metavar="N",
     help="Use this machine, with N devices.  [default: its GPUs, or its processors]",
 )

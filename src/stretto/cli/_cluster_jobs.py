@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.2
 _CHUNK_BYTES = 1 << 20
 _ENDED = ("done", "failed", "stopped")
+_MAX_SEQ = 2**63 - 1
 
 
 @click.command(name="submit")
@@ -40,22 +42,32 @@ def submit_command(files: tuple[str, ...], folders: Folders, is_json: bool) -> N
     """
     # All files are checked before the first job is submitted.
     specs = [(file, read_job(Path(file))) for file in files]
-    found = []
-    for file, spec in specs:
-        answer = engine_local.ask(
-            folders,
-            {
-                "do": "submit",
-                "spec": codec.encode(spec).decode(),
-                "source": file,
-                "user": getpass.getuser(),
-            },
-        )
-        found.append({"job": answer["job"], "file": file})
-        if not is_json:
-            click.echo(answer["job"])
-    if is_json:
-        put({"jobs": found})
+    found: list[dict[str, Any]] = []
+    try:
+        for file, spec in specs:
+            answer = engine_local.ask(
+                folders,
+                {
+                    "do": "submit",
+                    "spec": codec.encode(spec).decode(),
+                    "source": file,
+                    "user": _user(),
+                },
+            )
+            found.append({"job": answer["job"], "file": file})
+            if not is_json:
+                click.echo(answer["job"])
+    finally:  # the cluster may refuse one after others were submitted
+        if is_json and found:
+            put({"jobs": found})
+
+
+def _user() -> str:
+    """Return the user's name; in some containers there is a number only."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.geteuid())
 
 
 @click.command(name="list")
@@ -236,9 +248,7 @@ class _Log:
 def stop_command(jobs: tuple[str, ...], folders: Folders, is_json: bool) -> None:
     """Stop jobs: signal their ranks, and kill them after their grace."""
     found = [
-        engine_local.ask(
-            folders, {"do": "stop", "job": job, "user": getpass.getuser()}
-        )["job"]
+        engine_local.ask(folders, {"do": "stop", "job": job, "user": _user()})["job"]
         for job in jobs
     ]
     if is_json:
@@ -254,7 +264,7 @@ def stop_command(jobs: tuple[str, ...], folders: Folders, is_json: bool) -> None
 @as_json
 def drain_command(host: str, undo: bool, folders: Folders, is_json: bool) -> None:
     """Move a host's jobs elsewhere, and start nothing new there."""
-    message = {"do": "drain", "host": host, "open": undo, "user": getpass.getuser()}
+    message = {"do": "drain", "host": host, "open": undo, "user": _user()}
     engine_local.ask(folders, message)
     if is_json:
         put({"host": host, "drained": not undo})
@@ -265,7 +275,7 @@ def drain_command(host: str, undo: bool, folders: Folders, is_json: bool) -> Non
 @click.command(name="events")
 @click.option(
     "--since",
-    type=click.IntRange(min=0),
+    type=click.IntRange(min=0, max=_MAX_SEQ),
     default=0,
     show_default=True,
     metavar="SEQ",

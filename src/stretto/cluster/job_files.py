@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+_MAX_BYTES = 4 << 20
+"""The channels to the coordinator take longer lines."""
+
+
 def read_job(path: Path) -> Job:
     """Return the job in a file; a relative folder begins at the file's own.
 
@@ -23,6 +27,10 @@ def read_job(path: Path) -> Job:
         SpecError: the file breaks a rule, or its folder or script is missing.
     """
     data = codec.read(path)
+    if len(data) > _MAX_BYTES:
+        raise SpecError(
+            f"{path}: has {len(data)} bytes; a job file has at most {_MAX_BYTES}"
+        )
     body = _body(data)
     if isinstance(body.get("directory"), str) and body["directory"]:
         body["directory"] = str((path.parent / body["directory"]).resolve())

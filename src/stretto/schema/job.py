@@ -50,6 +50,10 @@ SET_BY_CLUSTER = (
 
 CLUSTER_PREFIX = "STRETTO_CLUSTER_"
 
+MAX_WORD_BYTES = 2**17 - 1
+MAX_WORDS_BYTES = 2**20
+"""Of a word of the command or of a variable, and of all: the kernel accepts no more."""
+
 MAX_GPUS = 2**20
 MAX_PRIORITY = 1000
 MAX_NAME = 63
@@ -266,6 +270,7 @@ class Job:
         _rules.not_empty(".command[0]", self.command[0])
         for i, word in enumerate(self.command):
             _text(f".command[{i}]", word)
+            _short(f".command[{i}]", word)
         _text(".directory", self.directory)
         if not self.directory.startswith("/"):
             raise SpecError(
@@ -284,6 +289,15 @@ class Job:
             if name in SET_BY_CLUSTER or name.startswith(CLUSTER_PREFIX):
                 raise SpecError(f"{name} is set by the cluster: remove it", place=place)
             _text(place, value)
+            _short(place, f"{name}={value}")
+        variables = (f"{name}={value}" for name, value in self.environment.items())
+        total = sum(len(word.encode()) + 1 for word in (*self.command, *variables))
+        if total > MAX_WORDS_BYTES:
+            raise SpecError(
+                f"the command and the environment have {total} bytes, at most "
+                f"{MAX_WORDS_BYTES} can be passed to a process: put data into a file",
+                place=".command",
+            )
 
     def _check_role(self) -> None:
         if self.role == BACKGROUND and self.burst is not None:
@@ -316,6 +330,16 @@ def _short_name(place: str, value: str) -> None:
         raise SpecError(
             f"{place[1:]} must be 1 to {MAX_NAME} letters, digits, '.', '_' or '-', "
             f"the first a letter or digit, got {value!r:.80}",
+            place=place,
+        )
+
+
+def _short(place: str, value: str) -> None:
+    size = len(value.encode())
+    if size > MAX_WORD_BYTES:
+        raise SpecError(
+            f"has {size} bytes, at most {MAX_WORD_BYTES} can be passed to a process: "
+            "put data into a file",
             place=place,
         )
 

@@ -211,6 +211,23 @@ def test_nothing_is_submitted_if_one_of_several_files_is_broken(
     assert run("list", "--all", "--json")[1] == before
 
 
+def test_what_was_submitted_before_a_refusal_is_printed(
+    run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    good = job_file(tmp_path)
+    large = job_file(tmp_path / "other", gpus={"minimum": 3, "maximum": 3})
+    code, out, _ = run("submit", good, large, "--json")
+    assert (code, [row["file"] for row in json.loads(out)["jobs"]]) == (3, [str(good)])
+
+
+def test_a_huge_job_file_is_refused(run: Run, tmp_path: Path) -> None:
+    path = job_file(tmp_path)
+    path.write_text(path.read_text() + " " * (4 << 20))
+    code, _, err = run("submit", path)
+    assert (code, "a job file has at most 4194304" in err) == (2, True)
+
+
 def test_an_unknown_host_is_named(run: Run) -> None:
     code, _, err = run("drain", "nowhere")
     assert (code, "nowhere" in err) == (2, True)
