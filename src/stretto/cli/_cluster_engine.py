@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto.cli._cluster_options import as_json, in_folder, put
+from stretto.cli._planning import Size
 from stretto.cluster import engine_local, engine_ray
 from stretto.cluster.folders import Settings
 from stretto.cluster.local_devices import KINDS, local_devices
@@ -70,6 +71,14 @@ _MAX_DEVICES = 1024
     help="Kind of the devices.  [default: cuda with enough GPUs, otherwise cpu]",
 )
 @click.option(
+    "--device-memory",
+    "memory_bytes",
+    type=Size(),
+    metavar="SIZE",
+    help="Memory of each device, such as 80GB, which jobs' memory_bytes are compared "
+    "with.  [default: not compared]",
+)
+@click.option(
     "--policy",
     default="fifo",
     show_default=True,
@@ -124,6 +133,7 @@ def start_command(
     is_insecure: bool,
     hosts: int,
     kind: str | None,
+    memory_bytes: int | None,
     policy: str,
     watchdog_s: float,
     heartbeat_s: float,
@@ -155,6 +165,7 @@ def start_command(
             for number in range(hosts if is_named else 0)
         },
         policy=policy,
+        memory_bytes=memory_bytes or 0,
         network=network or "",
         collocation=collocation or "",
         watchdog_s=watchdog_s,

@@ -252,6 +252,26 @@ def test_more_hosts_than_devices_are_refused(
     assert "more hosts than the 1 devices" in capsys.readouterr().err
 
 
+def test_jobs_that_need_larger_devices_are_exit_code_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--folder", str(tmp_path / "c")]
+
+    def call(*words: str) -> object:
+        with pytest.raises(SystemExit) as ended:
+            main(["cluster", *words, *options])
+        return ended.value.code
+
+    sizes = ["--local", "1", "--kind", "cpu", "--device-memory", "1KiB"]
+    assert not call("start", *sizes)
+    try:
+        assert not call("submit", str(job_file(tmp_path, memory_bytes=1024)))
+        assert call("submit", str(job_file(tmp_path, memory_bytes=1025))) == 3
+    finally:
+        assert not call("down")
+    assert "has 0 of that memory" in capsys.readouterr().err
+
+
 def test_a_watchdog_of_few_heartbeats_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
