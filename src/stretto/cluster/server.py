@@ -7,6 +7,7 @@ send the others again. Supervisors and ranks do not notice.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import signal
 import subprocess
@@ -314,11 +315,9 @@ class Server:
         found = []
         database = read_only(self.folders.root)
         with contextlib.closing(database):
-            for seq, event in read_events(database, self.folders.root, since=since):
-                if job in (None, event.job):
-                    found.append({"seq": seq} | plain_event(event))
-                if len(found) >= _MAX_ROWS:
-                    break
+            rows = read_events(database, self.folders.root, since=since, job=job)
+            for seq, event in itertools.islice(rows, _MAX_ROWS):
+                found.append({"seq": seq} | plain_event(event))
         return {"events": found}
 
 

@@ -136,21 +136,34 @@ def read_only(folder: Path) -> sqlite3.Connection:
 
 
 def read_events(
-    database: sqlite3.Connection, folder: Path, *, since: int = 0, steps: bool = True
+    database: sqlite3.Connection,
+    folder: Path,
+    *,
+    since: int = 0,
+    job: str | None = None,
+    steps: bool = True,
 ) -> Iterator[tuple[int, Event]]:
     """Yield the kept events after a number, with their numbers.
+
+    Args:
+        database: of the store.
+        folder: of the store, for messages.
+        since: the number.
+        job: only its events; ``None``: all.
+        steps: also the reports of steps.
 
     Raises:
         ClusterError: the file is damaged.
     """
     query = (
         "SELECT seq, at_s, kind, job, attempt, host, data, agent, agent_seq "
-        "FROM events WHERE seq > ?"
+        "FROM events WHERE seq > :since"
+        + ("" if job is None else " AND job = :job")
         + ("" if steps else " AND kind != 'step'")
         + " ORDER BY seq"
     )
     try:
-        for seq, *row in database.execute(query, (since,)):
+        for seq, *row in database.execute(query, {"since": since, "job": job}):
             yield seq, event_of_row(row)
     except (sqlite3.Error, ValueError, TypeError, KeyError) as exc:
         raise ClusterError(
@@ -239,6 +252,7 @@ def _opened(path: Path) -> sqlite3.Connection:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")
         database.execute(_EVENTS)
+        database.execute("CREATE INDEX IF NOT EXISTS events_of_job ON events (job)")
         for name, columns in TABLES.items():
             keys = ", ".join(columns[: _KEYS[name]])
             database.execute(

@@ -64,6 +64,22 @@ def test_tables_are_the_fold_of_events(world, store):
     database.close()
 
 
+def test_events_of_a_job_are_read_without_the_others(world, store, monkeypatch):
+    # The coordinator answers nobody else meanwhile, and hosts count as lost.
+    name, *_ = busy(world)
+    expected = [event for event in store.events() if event.job == name]
+    decoded = []
+    decode = stores.event_of_row
+    monkeypatch.setattr(
+        stores, "event_of_row", lambda row: decoded.append(row) or decode(row)
+    )
+    database = read_only(store._folder)
+    rows = list(read_events(database, store._folder, since=1, job=name, steps=False))
+    database.close()
+    assert [event for seq, event in rows] == expected
+    assert len(decoded) == len(expected)
+
+
 def test_a_store_that_calls_a_method_a_way_is_read_and_renamed(tmp_path):
     store = Store(tmp_path / "cluster")
     world = World(registry.get("deeppool"), (2, 2), store)
