@@ -1,5 +1,5 @@
 # Every target sets itself up: a virtual environment in .venv, once.
-.PHONY: demo test test-cluster-ray check bench bench-tune conformance docs release setup
+.PHONY: demo test test-faults test-cluster-ray check bench bench-tune conformance docs release setup
 SHELL := /bin/bash
 
 setup:
@@ -12,6 +12,9 @@ demo: setup  ## the main job end to end; options: make demo ARGS="--quick"
 test: setup  ## all tests; options: make test ARGS="-k lab -x"
 	@scripts/packages
 	@scripts/test $(ARGS)
+
+test-faults: setup  ## every fault of hosts, links and ranks that elastic training must survive
+	@scripts/test -q -m faults $(ARGS)
 
 test-cluster-ray: setup  ## what every engine of a cluster must do, on Ray, in an environment of its own
 	@scripts/test-cluster-ray $(ARGS)

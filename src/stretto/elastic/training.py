@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from stretto._api.ddp import DistributedDataParallel
 from stretto.elastic.batches import BatchSize, ShareSampler, Stamp, order_of
+from stretto.elastic.hanging import StepProgress
 from stretto.errors import CommTimeout, SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.members.client import MemberClient
@@ -139,6 +141,7 @@ class Elastic:
         self._division = 0
         self._failures = 0
         self._has_stepped = self._has_ended_epoch = False
+        self._progress = StepProgress()
         self._stamp: Stamp | None = None
         self._sampler: ShareSampler | None = None
         self._buffers: list[torch.Tensor] = []
@@ -252,11 +255,20 @@ class Elastic:
         loader: DataLoader[Any] = DataLoader(
             dataset, batch_sampler=self._sampler, **options
         )
-        while self._epoch == epoch:
+        try:
+            yield from self._rest_of(epoch, loader)
+        finally:
+            self._progress.rest()
+        self._sampler = None
+
+    def _rest_of(self, epoch: int, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield the batches of an epoch that are not trained yet."""
+        sampler = self._sampler
+        while self._epoch == epoch and sampler is not None:
             self._divide()
-            self._sampler.stamps.clear()
+            sampler.stamps.clear()
             for batch in loader:
-                stamp = self._sampler.stamps.popleft()
+                stamp = sampler.stamps.popleft()
                 self._look()
                 if stamp.division != self._division:
                     continue  # divided among other ranks
@@ -272,8 +284,8 @@ class Elastic:
                 if self._epoch != epoch:
                     break
             if self._epoch != epoch:
+                self._progress.rest()
                 self._end_epoch()
-        self._sampler = None
 
     def _end_epoch(self) -> None:
         """End an epoch together, if the others end it now."""
@@ -301,6 +313,16 @@ class Elastic:
         """
         return ElasticStep(self)
 
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Let this rank take its time, for what takes longer than steps.
+
+        Otherwise a rank that makes no step for 30 s, or ten times a step's usual time,
+        while others wait for it, is taken for one that hangs, and killed.
+        """
+        self._progress.rest()
+        yield
+
     def _begin_step(self) -> None:
         if self._group is not None:
             self._group.release_one()
@@ -313,6 +335,7 @@ class Elastic:
         self.optimizer.zero_grad(set_to_none=True)
         if self._client is not None:
             self._buffers = [b.detach().clone() for b in self.model.module.buffers()]
+        self._progress.begin_step()
         mixed = (self._seed * _SEED_STEP + self._steps) * _SEED_STEP + self.rank
         torch.manual_seed(mixed % (1 << 63))
 
@@ -342,6 +365,7 @@ class Elastic:
                 self._epoch, self._done = self._epoch + 1, 0
                 self._has_ended_epoch = True
         self._buffers = []
+        self._progress.end_step()
 
     def _discard(self) -> None:
         """Undo what a failed block has changed."""
@@ -438,6 +462,7 @@ class Elastic:
 
     def _follow(self) -> None:
         """Enter the newest membership; again, if ranks are lost meanwhile."""
+        self._progress.rest()
         client, group = self._client, self._group
         if client is None or group is None:
             return

@@ -88,6 +88,9 @@ class Beat:
     is_done: bool = False
     """Whether all its ranks have ended, so that it may end without being a loss."""
 
+    waits_long: bool = False
+    """Whether one of its ranks has waited for others for suspiciously long."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepare:
@@ -210,6 +213,9 @@ class KeeperCore:
         self.is_done = False
         """Whether all local ranks have ended for good; set by the owner."""
 
+        self.waits_long = False
+        """Whether a local rank has waited for long; set by the owner."""
+
         self._began_s: float | None = None
         self._promised: Ballot | None = None
         self._accepted: tuple[Ballot, View] | None = None
@@ -254,6 +260,7 @@ class KeeperCore:
             hears=self._hears(now_s, within_s=self._policy.hear_s),
             is_leaving=bool(self._left),
             is_done=self.is_done,
+            waits_long=self.waits_long,
         )
 
     def meet(self, keeper: int) -> None:
@@ -264,6 +271,15 @@ class KeeperCore:
     def is_leaving(self) -> bool:
         """Return whether a rank of any keeper has finished training."""
         return bool(self._left) or any(beat.is_leaving for beat in self._beats.values())
+
+    def others_wait(self, now_s: float) -> bool:
+        """Return whether another keeper of the view says that a rank waits long."""
+        linked = self.linked(now_s)
+        return any(
+            keeper in linked and beat.waits_long
+            for keeper, beat in self._beats.items()
+            if keeper in self.view.keepers
+        )
 
     def is_cut_off(self, now_s: float) -> bool:
         """Return whether too few keepers are linked with this one to decide a view."""

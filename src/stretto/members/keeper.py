@@ -26,8 +26,10 @@ from stretto.errors import StrettoError
 from stretto.lab import syscalls
 from stretto.lab.ports import free_port
 from stretto.logs import get_logger
+from stretto.members import progress
 from stretto.members.ballots import Deliver, KeeperCore, VotePolicy
 from stretto.members.peers import Book, KeeperNetwork, MeetingPoint
+from stretto.members.progress import ProgressReader
 from stretto.members.view import Member, View
 from stretto.members.wire import (
     HOST_VARIABLE,
@@ -100,7 +102,16 @@ class _Rank:
         self.stopped: Timer | None = None
         self.counts: StepCounts | None = None
         self.slot = 0
+        self.page: ProgressReader | None = None
         self.code: int | None = None
+
+    def close(self) -> None:
+        """Unmap what it has shared."""
+        if self.counts is not None:
+            self.counts.close()
+        if self.page is not None:
+            self.page.close()
+        self.counts = self.page = None
 
     def steps(self) -> int:
         """Return how many steps it has ended."""
@@ -281,6 +292,9 @@ class RankKeeper:
         steps = self._folder / f"steps-{member}"
         step_counts.create(steps, rank + 1)
         environment[step_counts.VARIABLE] = str(steps)
+        page = self._folder / f"progress-{member}"
+        progress.create(page)
+        environment[progress.VARIABLE] = str(page)
         environment.pop(JOINS_VARIABLE, None)
         if joins:
             environment[JOINS_VARIABLE] = "1"
@@ -291,6 +305,7 @@ class RankKeeper:
         )
         made = _Rank(member, local_rank, process, joins=joins)
         made.counts, made.slot = StepCounts(steps), rank
+        made.page = ProgressReader(page)
         self._ranks[member] = made
 
     def _reap(self) -> None:
@@ -314,6 +329,7 @@ class RankKeeper:
                 status = found.si_status
                 rank.code = status if found.si_code == os.CLD_EXITED else -status
                 rank.process.returncode = rank.code
+                rank.close()
                 self._ended(rank)
                 return
 
@@ -454,6 +470,7 @@ class RankKeeper:
         core, now = self._core, now_s()
         if core is None:
             return
+        self._look_for_hanging(core, now)
         self._execute(core.tick(now))
         self._report_steps()
         if self._network is None or self._ends:
@@ -468,6 +485,27 @@ class RankKeeper:
             self._end_newcomers()
         if all(rank.code is not None for rank in self._ranks.values()):
             self._stop_if_done()
+
+    def _look_for_hanging(self, core: KeeperCore, now: float) -> None:
+        """Kill a rank that computes for too long while another waits for long."""
+        living = {
+            rank: rank.page.read()
+            for rank in self._ranks.values()
+            if rank.code is None and rank.page is not None and rank.has_entered
+        }
+        core.waits_long = any(row.waits_long for row in living.values())
+        hanging = [rank for rank, row in living.items() if row.hangs]
+        if not hanging or not (core.waits_long or core.others_wait(now)):
+            return
+        for rank in hanging:
+            if core.view.rank(rank.member) is None:
+                continue
+            _log.warning(
+                "%s has made no step for %.0f s while others wait: it is killed",
+                _name(rank),
+                living[rank].for_s,
+            )
+            rank.process.kill()
 
     def _report_steps(self) -> None:
         """Pass the ranks' steps on to who has started this keeper."""

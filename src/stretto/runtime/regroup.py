@@ -2,9 +2,10 @@
 
 # Note [What a lost rank leaves behind]
 Gloo reports a lost rank only to its neighbors; everyone else waits for the timeout.
-So when a membership ends, every rank shuts down the sockets of its lanes and of its
-default group, and what waits on them fails. Sockets are those that were opened while
-the group or a lane was made.
+So when a membership ends, every rank shuts down the sockets of its lanes, of its
+default group and of its connections to the store, and what waits on them fails. Sockets
+are those that were opened while the group or a lane was made. A request to the store of
+a host without power would never end otherwise.
 
 A call to end a generation may come when the next one is being built, or is in use.
 `MemberGroup.end` therefore names the last generation to end, and touches no later one.
@@ -216,7 +217,11 @@ class MemberGroup:
 
     def built(self) -> None:
         """The generation's groups and lanes exist, or their making was given up."""
-        self._is_built.set()
+        with self._lock:
+            if not self._is_built.is_set():
+                # Connections to the store, too: requests to a lost host never end.
+                self._sockets |= self._new_sockets()
+            self._is_built.set()
 
     def end(self, generation: int) -> None:
         """Make everything fail that waits in a generation or in earlier ones.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stretto.lab.ports import free_port
+from stretto.members.progress import Doing, Progress
 from stretto.members.view import Member, View
 from stretto.members.wire import view_message, view_of
 
@@ -194,3 +195,44 @@ def test_a_rank_lost_before_training_ends_the_job_on_all_hosts(hosts: Hosts) -> 
     )
     first, second = hosts.start(0, 2), hosts.start(1, 2)
     assert (first.wait(30), second.wait(30)) == (7, 7)
+
+
+HANGING = """
+import os, sys, time
+from stretto.members.client import MemberClient
+from stretto.members.progress import VARIABLE, Doing, ProgressWriter
+client = MemberClient.of_environment()
+client.start(f"h:{client.member}", on_view=lambda _: None, on_end=lambda _: None)
+view = client.next_view(0, timeout_s=60)
+client.entered(1)
+page = ProgressWriter(os.environ[VARIABLE])
+page.limit_s = 0.2
+page.note(Doing.COMPUTING if client.member == 0 else Doing.WAITING)
+view = client.next_view(view.generation, timeout_s=60)
+os.write(1, f"view {view.ids}\\n".encode())
+client.left()
+"""
+
+
+def test_a_rank_that_computes_on_while_others_wait_is_killed(tmp_path: Path) -> None:
+    driver, rank = tmp_path / "keeper.py", tmp_path / "rank.py"
+    driver.write_text(KEEPER)
+    rank.write_text(HANGING)
+    ended = subprocess.run(
+        [sys.executable, str(driver), str(rank), "2"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.stdout.splitlines() == ["view (1, 2)"] * 2
+    assert "while others wait: it is killed" in ended.stderr
+
+
+def test_a_rank_is_hanging_only_while_it_computes() -> None:
+    late = {"for_s": 31.0, "limit_s": 30.0}
+    assert Progress(doing=Doing.COMPUTING, **late).hangs
+    assert not Progress(doing=Doing.WAITING, **late).hangs
+    assert Progress(doing=Doing.WAITING, **late).waits_long
+    assert not Progress(doing=Doing.ANYTHING, **late).hangs
+    assert not Progress(doing=Doing.COMPUTING, for_s=29.0, limit_s=30.0).hangs

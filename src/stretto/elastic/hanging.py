@@ -1,0 +1,98 @@
+"""Let a host's keeper know whether a rank computes a step or waits for others."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import deque
+from typing import TYPE_CHECKING, final
+
+from stretto import foreground_marks
+from stretto.errors import SpecError
+from stretto.members.progress import VARIABLE, Doing, ProgressWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+LIMIT_VARIABLE = "STRETTO_HANG_S"
+"""Shortest time after which a rank counts as hanging; 0: never."""
+
+_LEAST_S = 30.0
+_TIMES_MEDIAN = 10.0
+_FIRST_STEPS = 3
+"""Steps that are not judged: they compile and open connections."""
+
+_KEPT = 64
+_MEDIAN_EVERY = 8
+
+
+@final
+class StepProgress:
+    """A rank's side of `members.progress`; receives marks of waits, too."""
+
+    def __init__(self) -> None:
+        """Do nothing where no keeper has started this rank.
+
+        Raises:
+            SpecError: the variable's value is not a number of seconds.
+        """
+        text = os.environ.get(LIMIT_VARIABLE, "")
+        try:
+            self._least_s = float(text or _LEAST_S)
+        except ValueError:
+            raise SpecError(
+                f"{LIMIT_VARIABLE} must be a number of seconds, got {text!r}"
+            ) from None
+        path = os.environ.get(VARIABLE)
+        self._page: ProgressWriter | None = None
+        if path and self._least_s > 0:
+            self._page = ProgressWriter(path)
+            foreground_marks.add(self)
+        self._durations: deque[float] = deque(maxlen=_KEPT)
+        self._steps, self._began_s = 0, 0.0
+        self._is_judged = False
+
+    def begin_step(self) -> None:
+        """A step begins; from the fourth on, its rank is judged."""
+        self._began_s = time.perf_counter()
+        if self._page is not None and self._steps >= _FIRST_STEPS:
+            self._is_judged = True
+            self._page.note(Doing.COMPUTING)
+
+    def end_step(self) -> None:
+        """The step is committed; its successor's input counts, too."""
+        self._durations.append(time.perf_counter() - self._began_s)
+        page, self._steps = self._page, self._steps + 1
+        if page is None:
+            return
+        if self._steps == _FIRST_STEPS or self._steps % _MEDIAN_EVERY == 0:
+            median_s = statistics.median(self._durations)
+            page.limit_s = max(self._least_s, _TIMES_MEDIAN * median_s)
+        if self._is_judged:
+            page.note(Doing.COMPUTING)
+
+    def rest(self) -> None:
+        """Whatever follows may take its time, until the next step begins."""
+        self._is_judged = False
+        if self._page is not None:
+            self._page.note(Doing.ANYTHING)
+
+    # marks of waits
+
+    def step(self, source: object = None) -> None:
+        """Do nothing: a block of `Elastic.step` is a step."""
+
+    def begin_wait(self, what: str, *, uses_device: bool = False) -> None:
+        """The rank waits for others."""
+        if self._page is not None and self._is_judged:
+            self._page.note(Doing.WAITING)
+
+    def end_wait(self) -> None:
+        """It continues."""
+        if self._page is not None and self._is_judged:
+            self._page.note(Doing.COMPUTING)
+
+    def predict(self, source: object, windows: Sequence[Any]) -> None:
+        """Do nothing."""
