@@ -41,7 +41,7 @@ OPTIONS = ("--nproc-per-node", *HOST_OPTIONS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticArguments:
-    """What stands before and after the script."""
+    """What precedes the script, and the script."""
 
     ranks: int | None
     """Ranks of this host, if they were given."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LIMIT_VARIABLE = "STRETTO_HANG_S"
 """Shortest time after which a rank counts as hanging; 0: never."""
 
-_LEAST_S = 30.0
+_MIN_LIMIT_S = 30.0
 _TIMES_MEDIAN = 10.0
 _FIRST_STEPS = 3
 """Steps that are not judged: they compile and open connections."""
@@ -40,14 +40,14 @@ class StepProgress:
         """
         text = os.environ.get(LIMIT_VARIABLE, "")
         try:
-            self._least_s = float(text or _LEAST_S)
+            self._min_limit_s = float(text or _MIN_LIMIT_S)
         except ValueError:
             raise SpecError(
                 f"{LIMIT_VARIABLE} must be a number of seconds, got {text!r}"
             ) from None
         path = os.environ.get(VARIABLE)
         self._page: ProgressWriter | None = None
-        if path and self._least_s > 0:
+        if path and self._min_limit_s > 0:
             self._page = ProgressWriter(path)
             foreground_marks.add(self)
         self._durations: deque[float] = deque(maxlen=_KEPT)
@@ -69,7 +69,7 @@ class StepProgress:
             return
         if self._steps == _FIRST_STEPS or self._steps % _MEDIAN_EVERY == 0:
             median_s = statistics.median(self._durations)
-            page.limit_s = max(self._least_s, _TIMES_MEDIAN * median_s)
+            page.limit_s = max(self._min_limit_s, _TIMES_MEDIAN * median_s)
         if self._is_judged:
             page.note(Doing.COMPUTING)
 

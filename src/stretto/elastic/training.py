@@ -74,7 +74,7 @@ class Elastic:
                 loss.backward()
                 optimizer.step()
 
-    Experimental: ranks of one host, on Gloo. The constructor makes a new default group;
+    Experimental, on Gloo. The constructor makes a new default group;
     groups that the program made itself end there.
     """
 

@@ -41,7 +41,7 @@ class Verb(enum.Enum):
     """SIGSTOP, and SIGCONT after the time."""
 
     HANG = "hang"
-    """All threads stand still, and the parent does not learn of it."""
+    """No thread runs, and the parent does not learn of it."""
 
     SLOW = "slow"
     """Stopped for three quarters of the time, in turns of a tenth of a second."""
@@ -200,15 +200,19 @@ class FaultInjector:
 
     def _begin(self, fault: Fault, now_s: float, when: str) -> None:
         self._say(f"{fault.verb.value} {fault} ({when})")
+        hit: set[int] = set()
         if fault.verb in (Verb.KILL, *_OF_LINKS) and fault.kind != "member":
             each = self._job.ranks_per_host
             first = fault.number * each if fault.kind == "host" else fault.number
-            self.hit |= set(range(first, first + (each if fault.kind == "host" else 1)))
+            count = each if fault.kind == "host" else 1
+            hit = set(range(first, first + count))
+        self.hit |= hit
         undo = self._inject(fault)
         if undo is not None and fault.for_s is not None:
 
             def end() -> None:
                 undo()
+                self.hit -= hit
                 self._say(f"{fault.verb.value} {fault} has ended")
 
             self._ends.append((now_s + fault.for_s, end))
@@ -224,13 +228,13 @@ class FaultInjector:
                 return None
             case Verb.STOP:
                 self._signal(fault, signal.SIGSTOP)
-                return lambda: self._signal(fault, signal.SIGCONT) and None
+                return lambda: self._continue(fault)
             case Verb.SLOW:
                 self._slowed[fault] = False
 
                 def end() -> None:
                     del self._slowed[fault]
-                    self._signal(fault, signal.SIGCONT)
+                    self._continue(fault)
 
                 return end
             case Verb.HANG:
@@ -247,6 +251,9 @@ class FaultInjector:
             case verb:
                 self._nft(fault.number, drop_rules(verb))
                 return lambda: self._nft(fault.number, "delete table inet faults\n")
+
+    def _continue(self, fault: Fault) -> None:
+        self._signal(fault, signal.SIGCONT)
 
     def _signal(self, fault: Fault, number: int) -> int:
         """Signal the processes that a fault hits; return how many they are."""
@@ -320,7 +327,7 @@ _WALL = 0x40000000
 
 
 def hang(pid: int, for_s: float | None) -> None:
-    """Make all threads of a process stand still, from a process forked for that.
+    """Stop all threads of a process, from a process forked for that.
 
     Its parent learns nothing, as of a thread that never returns. The kernel lets it
     continue when the forked process ends.

@@ -167,7 +167,7 @@ def _mac(key: bytes, *parts: str) -> str:
     return hmac.new(key, json.dumps(parts).encode(), "sha256").hexdigest()
 
 
-def own_address(towards: str, port: int) -> str:
+def own_address(target: str, port: int) -> str:
     """Return the address from which this host reaches another.
 
     Raises:
@@ -175,14 +175,14 @@ def own_address(towards: str, port: int) -> str:
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(
-            towards, port, type=socket.SOCK_DGRAM
+            target, port, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
         raise StrettoError(
-            f"this host can't reach {towards}, where the hosts meet: {error.strerror}. "
+            f"this host can't reach {target}, where the hosts meet: {error.strerror}. "
             "Check --master-addr and the network."
         ) from error
 

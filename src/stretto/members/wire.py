@@ -61,7 +61,7 @@ def keeper_message(message: Message) -> dict[str, Any]:
 
 
 def keeper_message_of(message: dict[str, Any]) -> Message | None:
-    """Return the message of another keeper, or ``None`` if it is none."""
+    """Return the message of another keeper, or ``None`` if it is another message."""
     kind = _KINDS.get(str(message.get("say")))
     if kind is None:
         return None

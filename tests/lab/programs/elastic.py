@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch.distributed as dist
 from elastic_job import BATCH, data, loss_of, net_and_optimizer
@@ -22,7 +23,7 @@ model = stretto.DistributedDataParallel(net, plan="ddp")
 run = stretto.Elastic(model, optimizer, batch=f"global:{BATCH}")
 member = int(os.environ["STRETTO_MEMBER"])
 dataset = data()
-with open(os.path.join(folder, f"{member}.jsonl"), "a", buffering=1) as file:
+with Path(folder, f"{member}.jsonl").open("a", buffering=1) as file:
     while run.steps < steps:
         for batch in run.batches(dataset):
             before = run.steps

@@ -30,7 +30,7 @@ def test_a_fault_is_a_verb_a_target_and_a_moment() -> None:
         "kill host1 at step 3 for 2 s",
         "disconnect rank1 at step 3",
         "stop rank1 at noon",
-        "stop rank1 at step 3 for ever",
+        "stop rank1 at step 3 for life",
     ],
 )
 def test_other_lines_are_refused(text: str) -> None:
