@@ -1,6 +1,7 @@
 """Training that loses and gains ranks (experimental): `stretto.Elastic`.
 
 `training` runs a failed step again, or takes the state of a rank that has ended it;
-`batches` gives each rank its share of a batch (for `training`). Keepers and memberships
+`batches` gives each rank its share of a batch (for `training`); `hanging` shows the
+keeper whether a rank computes or waits. Keepers and memberships
 are in `stretto.members`, groups in `stretto.runtime.regroup`.
 """

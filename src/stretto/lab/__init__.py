@@ -3,7 +3,7 @@
 - `launch`: runs a command in a lab (for `stretto lab`, the demo and `stretto doctor`);
   `spec`: what is passed to it.
 - `supervisor`: the process that keeps a lab running; `network`: its namespaces and
-  rates; `syscalls`: what Python lacks for both.
+  rates; `faults`: breaks them, and ranks; `syscalls`: what Python lacks for all.
 - `ports`: ports at which ranks meet (also for `stretto.cluster`).
 """
 
