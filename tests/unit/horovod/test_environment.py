@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 
 from stretto.errors import SpecError
 from stretto.horovod.environment import HorovodSettings, Place, place, settings, unknown
-from stretto.horovod.torch.topology import arrange, exchange
+from stretto.horovod.topology import arrange, exchange
 from stretto.runtime.ranks import Ranks
 
 TORCHRUN = {

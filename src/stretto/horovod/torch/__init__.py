@@ -1,10 +1,8 @@
 """Horovod for PyTorch over stretto: `import stretto.horovod.torch as hvd`.
 
-- `world`: init, ranks and sets, with `meeting` (find the ranks), `topology` (those of a
-  host), `process_sets` and `built` (features).
 - `allreduce`, `allgather`, `alltoall`, `broadcast`, `reducescatter`, `sparse`: one
-  operation each, sent by `submission`; `reduce_ops` and `compression` are arguments of
-  theirs, and `mpi_ops` has all under Horovod's module name.
+  operation each, sent by `submission`; `compression` is an argument of theirs, and
+  `mpi_ops` has all under Horovod's module name. `built` reports features.
 - `optimizer`: `DistributedOptimizer`, on `gradients`; `functions`: parameters, states
   and objects to all ranks; `sync_batch_norm`: its layer.
 - `elastic`: training that ranks join and leave, with `commits` on disk.

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stretto.horovod.process_sets import ProcessSet, global_process_set
 from stretto.horovod.torch.alltoall import alltoall
-from stretto.horovod.torch.process_sets import ProcessSet, global_process_set
 from stretto.horovod.torch.submission import (
     Operation,
     OperationRow,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from stretto.horovod.torch import world
-from stretto.horovod.torch.process_sets import ProcessSet, global_process_set
+from stretto.horovod import world
+from stretto.horovod.process_sets import ProcessSet, global_process_set
 from stretto.horovod.torch.submission import (
     Operation,
     OperationRow,

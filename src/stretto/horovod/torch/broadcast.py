@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from stretto.horovod.torch import world
+from stretto.horovod import world
+from stretto.horovod.process_sets import ProcessSet, global_process_set
+from stretto.horovod.reduce_ops import Average
 from stretto.horovod.torch.allreduce import allreduce
-from stretto.horovod.torch.process_sets import ProcessSet, global_process_set
-from stretto.horovod.torch.reduce_ops import Average
 from stretto.horovod.torch.submission import (
     Operation,
     OperationRow,

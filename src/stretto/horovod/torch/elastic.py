@@ -29,8 +29,9 @@ import torch
 from torch.utils.data import Sampler
 
 from stretto.errors import RankDisagreement
+from stretto.horovod import world
 from stretto.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
-from stretto.horovod.torch import world
+from stretto.horovod.reduce_ops import Max
 from stretto.horovod.torch.allreduce import allreduce
 from stretto.horovod.torch.commits import Commits, folder_of
 from stretto.horovod.torch.functions import (
@@ -39,7 +40,6 @@ from stretto.horovod.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from stretto.horovod.torch.reduce_ops import Max
 from stretto.logs import get_logger
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from stretto.horovod.process_sets import ProcessSet, global_process_set
 from stretto.horovod.torch.allgather import allgather
 from stretto.horovod.torch.broadcast import broadcast_, broadcast_async_
-from stretto.horovod.torch.process_sets import ProcessSet, global_process_set
 from stretto.horovod.torch.submission import synchronize
-from stretto.horovod.torch.world import rank, size
+from stretto.horovod.world import rank, size
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,20 +14,19 @@ import torch
 from stretto.background.named_device import open_named
 from stretto.errors import RankDisagreement, SpecError, StrettoError
 from stretto.foreground_marks import StepMarker
-from stretto.horovod import timeline
+from stretto.horovod import timeline, world
 from stretto.horovod.exceptions import HorovodInternalError
-from stretto.horovod.torch import world
+from stretto.horovod.reduce_ops import ENGINE_OPS, Average, ReduceOp
 from stretto.horovod.torch.compression import FP16Compressor, NoneCompressor
-from stretto.horovod.torch.reduce_ops import ENGINE_OPS, Average, ReduceOp
 from stretto.horovod.torch.sparse import sparse_allreduce_async
-from stretto.horovod.torch.world import UsedOptimizer
+from stretto.horovod.world import UsedOptimizer
 from stretto.runtime.negotiated import Kind, Op, request_of
 from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from stretto.horovod.torch.process_sets import ProcessSet
+    from stretto.horovod.process_sets import ProcessSet
     from stretto.runtime.negotiated import Engine, Request, TensorSet
 
 _created = itertools.count()

@@ -1,6 +1,8 @@
 """Operations under the module name from which scripts import them."""
 
 from stretto.horovod.exceptions import HorovodInternalError
+from stretto.horovod.process_sets import ProcessSet, global_process_set
+from stretto.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum
 from stretto.horovod.timeline import stop_timeline
 from stretto.horovod.torch.allgather import (
     allgather,
@@ -37,8 +39,6 @@ from stretto.horovod.torch.built import (
     nccl_built,
     rocm_built,
 )
-from stretto.horovod.torch.process_sets import ProcessSet, global_process_set
-from stretto.horovod.torch.reduce_ops import Adasum, Average, Max, Min, Product, Sum
 from stretto.horovod.torch.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
@@ -47,7 +47,7 @@ from stretto.horovod.torch.reducescatter import (
 )
 from stretto.horovod.torch.sparse import sparse_allreduce_async
 from stretto.horovod.torch.submission import barrier, join, poll, synchronize
-from stretto.horovod.torch.world import (
+from stretto.horovod.world import (
     add_process_set,
     cross_rank,
     cross_size,

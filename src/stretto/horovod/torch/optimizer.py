@@ -7,10 +7,10 @@ import itertools
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from stretto.horovod.process_sets import ProcessSet, global_process_set
+from stretto.horovod.reduce_ops import Average, ReduceOp, require_no_adasum
 from stretto.horovod.torch.compression import Compression
 from stretto.horovod.torch.gradients import GradientReducer
-from stretto.horovod.torch.process_sets import ProcessSet, global_process_set
-from stretto.horovod.torch.reduce_ops import Average, ReduceOp, require_no_adasum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stretto.horovod.exceptions import HorovodInternalError
-from stretto.horovod.torch.allgather import allgather, grouped_allgather
-from stretto.horovod.torch.compression import Compression, Compressor
-from stretto.horovod.torch.process_sets import ProcessSet, global_process_set
-from stretto.horovod.torch.reduce_ops import (
+from stretto.horovod.process_sets import ProcessSet, global_process_set
+from stretto.horovod.reduce_ops import (
     ENGINE_OPS,
     Average,
     ReduceOp,
     Sum,
     require_no_adasum,
 )
+from stretto.horovod.torch.allgather import allgather, grouped_allgather
+from stretto.horovod.torch.compression import Compression, Compressor
 from stretto.horovod.torch.submission import (
     Operation,
     OperationRow,

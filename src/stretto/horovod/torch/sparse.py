@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from stretto.horovod.process_sets import ProcessSet, global_process_set
+from stretto.horovod.reduce_ops import Average, ReduceOp, Sum
 from stretto.horovod.torch.allgather import allgather_async
-from stretto.horovod.torch.process_sets import ProcessSet, global_process_set
-from stretto.horovod.torch.reduce_ops import Average, ReduceOp, Sum
 from stretto.horovod.torch.submission import synchronize
 
 if TYPE_CHECKING:

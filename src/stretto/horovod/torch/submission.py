@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from stretto.errors import StrettoError
+from stretto.horovod import world
 from stretto.horovod.exceptions import HorovodInternalError
-from stretto.horovod.torch import world
-from stretto.horovod.torch.process_sets import ProcessSet, global_process_set
+from stretto.horovod.process_sets import ProcessSet, global_process_set
 from stretto.runtime.negotiated import Kind, Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stretto.horovod.torch.world import JoinedSet
+    from stretto.horovod.world import JoinedSet
     from stretto.runtime.negotiated import Handle
 
 _under_way: weakref.WeakValueDictionary[tuple[int, str], Handle] = (

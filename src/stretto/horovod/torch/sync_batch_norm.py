@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from stretto.horovod.reduce_ops import Sum
 from stretto.horovod.torch.allreduce import allreduce
-from stretto.horovod.torch.reduce_ops import Sum
-from stretto.horovod.torch.world import size
+from stretto.horovod.world import size
 from stretto.runtime.torch_compat import without_dynamo
 
 

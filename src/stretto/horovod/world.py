@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, final
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import StrettoError
-from stretto.horovod import environment, timeline
+from stretto.horovod import environment, meeting, timeline, topology
 from stretto.horovod.exceptions import HorovodInternalError
-from stretto.horovod.torch import meeting, topology
-from stretto.horovod.torch.process_sets import ProcessSet, global_process_set
+from stretto.horovod.process_sets import ProcessSet, global_process_set
 from stretto.logs import get_logger
 from stretto.runtime.agreement import Agreement
 from stretto.runtime.negotiated import Engine, EngineOptions
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from stretto.horovod.environment import HorovodSettings
-    from stretto.horovod.torch.topology import Topology
+    from stretto.horovod.topology import Topology
     from stretto.runtime.ranks import Ranks
 
 _log = get_logger(__name__)
