@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from stretto.burst.ownership import Ownership
     from stretto.burst.rank_groups import RankGroups
 
+
 @final
 class TorchSeam:
     """Answers what a wrapper asks of one model, and records what it reports.

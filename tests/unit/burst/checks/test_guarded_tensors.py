@@ -60,7 +60,9 @@ def test_values_of_the_last_refresh_are_read(read):
 
 def test_a_whole_state_makes_values_current():
     module = module_of_a_deleted_model(is_stale=True)
-    module.load_state_dict(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).state_dict())
+    module.load_state_dict(
+        nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).state_dict()
+    )
     module(torch.ones(4, 2))
 
 
