@@ -135,8 +135,8 @@ class StepMarker:
     def __init__(self) -> None:
         self._in_step = False
         self.steps = 0
-        """Steps begun so far: the same on all ranks of the model, also on one that has
-        joined later, where a model's marker is made anew."""
+        """Steps begun so far. All ranks of the model agree on it: where ranks join or
+        leave, each gets a new marker."""
 
         self.windows: tuple[Any, ...] = ()
         """The windows predicted for each step, a `Window` each."""

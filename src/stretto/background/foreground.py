@@ -162,8 +162,10 @@ class Foreground:
         if not self._counts(source):
             return
         # Ranks agree on the number of a model's step, whenever each has opened this.
-        is_model = isinstance(source, StepMarker)
-        self._step = source.steps if is_model else self._step + 1
+        if isinstance(source, StepMarker):
+            self._step = source.steps
+        else:
+            self._step += 1
         if self._words[READER]:  # a background reads
             self._board.mark(self._step, COMPUTING)
             if perf_counter() > self._look_at_s:

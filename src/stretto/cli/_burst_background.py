@@ -74,7 +74,7 @@ def plan_rows(
     one = collocated.SimulatedPlan(limit=limit, plan=plan, step=step)
     alone_s = step.iteration_s
     if limit is not None:
-        alone_s = collocated.alone_s(problem, cluster, cores=cores)
+        alone_s = collocated.alone_s(problem, cluster, [one], cores=cores)
     rows = []
     for pair in pairs:
         (found,) = collocated.beside([one], pair, alone_s)
@@ -137,8 +137,8 @@ def show_front(
 
     profile = problem.profile
     with _planning.progress(f"planning {profile.name} over amplification limits"):
-        alone_s = collocated.alone_s(problem, cluster, cores=cores)
         plans = collocated.plans_over_limits(problem, cluster, cores=cores)
+        alone_s = collocated.alone_s(problem, cluster, plans, cores=cores)
         parts = collocated.partitions(problem, cluster, alone_s, cores=cores)
     fronts = [
         collocated.front_of(collocated.beside(plans, pair, alone_s)) for pair in pairs

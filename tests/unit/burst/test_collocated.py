@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -75,6 +76,14 @@ def test_rates_are_over_those_of_each_job_alone(problem, network, plans):
         ]
         assert found.step.background == pytest.approx(sum(rates) / 8, rel=1e-6)
         assert found.total == found.foreground + found.step.background
+
+
+def test_no_plan_is_faster_than_the_step_to_which_rates_are_relative(problem, network):
+    free_s = collocated.alone_s(problem, network)
+    for ratio in (0.9, 1.1):
+        step = SimpleNamespace(iteration_s=ratio * free_s)
+        found = collocated.alone_s(problem, network, [SimpleNamespace(step=step)])
+        assert found == min(ratio, 1.0) * free_s
 
 
 @given(

@@ -75,10 +75,26 @@ class Partition:
         return self.foreground + self.background
 
 
-def alone_s(problem: BurstProblem, cluster: Cluster, **options: Any) -> float:
-    """Return the step that rates are relative to: without limit and background."""
+def alone_s(
+    problem: BurstProblem,
+    cluster: Cluster,
+    plans: Iterable[SimulatedPlan] = (),
+    **options: Any,
+) -> float:
+    """Return the step that rates are relative to: the fastest without background.
+
+    It is that of the plan without limit, or of another one: the planner's own times
+    and the simulated ones differ, so a plan with a limit may be faster.
+
+    Args:
+        problem: whose plan without limit.
+        cluster: on which it is simulated.
+        plans: others, on the same cluster.
+        options: those of `plan_on`.
+    """
     free = replace(problem, amplification_limit=None)
-    return plan_on(free, cluster, **options)[1].iteration_s
+    _, step = plan_on(free, cluster, **options)
+    return min([step.iteration_s, *(one.step.iteration_s for one in plans)])
 
 
 def plans_over_limits(
