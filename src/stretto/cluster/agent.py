@@ -31,7 +31,6 @@ from stretto.cluster.part_spec import (
     LOCK_FILE,
     SOCKET_FILE,
     PartSpec,
-    write_json,
 )
 from stretto.cluster.part_start import part_spec_of, profile_path
 from stretto.cluster.wire import command_of
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _RETRY_S = 0.05
+_MAX_DIGITS = 32
 
 _EVENT_KINDS = {
     "started": events.STARTED,
@@ -355,12 +355,17 @@ class Agent:
 
 
 def _next_life(path: Path) -> int:
-    """Return the number of this life of a host's agent, and note it."""
+    """Return the number of this life of a host's agent, and note it.
+
+    It overwrites the one before, which is no longer: that works on a full disk, too.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        number = int(path.read_text()) + 1
-    except (OSError, ValueError):
-        number = 1
-    write_json(path, number)
+        found = os.pread(descriptor, _MAX_DIGITS, 0)
+        number = int(found) + 1 if found.strip().isdigit() else 1
+        os.pwrite(descriptor, str(number).encode(), 0)
+    finally:
+        os.close(descriptor)
     return number
 
 

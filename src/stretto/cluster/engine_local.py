@@ -38,6 +38,7 @@ _MAYBE_DONE = {
 
 _LOOK_S = 0.1
 _ANSWER_S = 10.0
+_KEEPER_S = 2.0
 _START_S = 30.0
 _RAY_START_S = 180.0
 """Ray's processes take 5 s to start, and much longer on a busy machine."""
@@ -220,6 +221,7 @@ def ask(
         # If the answer is lost, the same request again makes no second job.
         message = {"request": uuid.uuid4().hex} | message
     deadline_s = now_s() + patience_s
+    keeper_s = now_s()
     while True:
         try:
             found = channel.request(folders.socket, message, timeout_s=_ANSWER_S)
@@ -235,7 +237,9 @@ def ask(
                     f"({error.strerror or 'it is too slow'}): see "
                     f"{folders.coordinator_log}{_MAYBE_DONE.get(message['do'], '')}"
                 ) from error
-            start_keeper(folders)
+            if now_s() >= keeper_s:  # one takes a moment to start and to be seen
+                keeper_s = now_s() + _KEEPER_S
+                start_keeper(folders)
             time.sleep(0.05)
     if "error" in found:
         raise _refusal(str(found["error"]), int(found.get("exit", 1)))

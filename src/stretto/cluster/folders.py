@@ -141,8 +141,20 @@ class Folders:
         return self.host(host) / "agent.lock"
 
     def mark_down(self, drained: Sequence[str]) -> None:
-        """Record that the cluster is to be down, and which hosts that has drained."""
-        write_json(self.down, list(drained))
+        """Record that the cluster is to be down, and which hosts that has drained.
+
+        On a full disk the names are lost: the hosts stay drained.
+
+        Raises:
+            ClusterError: not even an empty file can be created.
+        """
+        try:
+            write_json(self.down, list(drained))
+        except OSError:
+            try:
+                self.down.touch(mode=0o600)
+            except OSError as exc:
+                raise _unwritable(self.down, exc) from exc
 
     def take_down_mark(self) -> list[str]:
         """Return the hosts that `mark_down` has noted, and remove the note."""
@@ -203,8 +215,15 @@ class Folders:
             )
 
     def save_settings(self, settings: Settings) -> None:
-        """Write the cluster's settings."""
-        write_json(self.settings, asdict(settings))
+        """Write the cluster's settings.
+
+        Raises:
+            ClusterError: the file cannot be written.
+        """
+        try:
+            write_json(self.settings, asdict(settings))
+        except OSError as exc:
+            raise _unwritable(self.settings, exc) from exc
 
     def load_settings(self) -> Settings:
         """Return the cluster's settings.
@@ -226,6 +245,13 @@ class Folders:
         if settings.shared:
             self.shared = Path(settings.shared)
         return settings
+
+
+def _unwritable(path: Path, error: OSError) -> ClusterError:
+    return ClusterError(
+        f"{path}: cannot be written: {error.strerror}: free disk space, or give "
+        f"another folder with --folder or {FOLDER_VARIABLE}"
+    )
 
 
 def settings_of(plain: Mapping[str, Any]) -> Settings:

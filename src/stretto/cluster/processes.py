@@ -108,9 +108,21 @@ def lock_as_owner(path: Path) -> int | None:
     """Return a file's lock as `lock` does, and write this process's number there."""
     descriptor = lock(path)
     if descriptor is not None:
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
+        note_owner(descriptor)
     return descriptor
+
+
+def note_owner(descriptor: int) -> None:
+    """Write this process's number into a file, or nothing if the disk is full.
+
+    What is there is overwritten first: a full disk has no room for what is new.
+    """
+    number = str(os.getpid()).encode()
+    try:
+        size = os.pwrite(descriptor, number, 0)
+    except OSError:
+        size = 0
+    os.ftruncate(descriptor, size if size == len(number) else 0)
 
 
 def is_locked(path: Path) -> bool:

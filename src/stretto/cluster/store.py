@@ -7,13 +7,13 @@ same transaction, and are what a fold of the events gives.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import sqlite3
 from typing import TYPE_CHECKING, Any, final
 
+from stretto.cluster import processes
 from stretto.cluster.tables import TABLES, Rows, changed_rows
 from stretto.cluster.wire import data_of, event_of_row, row_of_event
 from stretto.errors import ClusterError, StoreUnavailable
@@ -225,9 +225,7 @@ def _locked(folder: Path) -> int:
             f"{folder}: another coordinator has it (process {text or 'unknown'}): use "
             "that one, or end it with `stretto cluster down`"
         ) from exc
-    with contextlib.suppress(OSError):  # a full disk; the number is only for messages
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
+    processes.note_owner(lock)
     return lock
 
 
@@ -262,7 +260,8 @@ def _opened(path: Path) -> sqlite3.Connection:
         found = database.execute("SELECT name FROM pragma_table_info('attempts')")
         if ("way",) in found.fetchall():  # its name in earlier stores
             database.execute("ALTER TABLE attempts RENAME COLUMN way TO method")
-        database.execute(f"PRAGMA user_version = {_VERSION}")
+        if version != _VERSION:  # a full disk would refuse to write it again
+            database.execute(f"PRAGMA user_version = {_VERSION}")
     except (sqlite3.Error, OSError) as exc:
         raise ClusterError(f"{path}: cannot be opened: {exc}") from exc
     return database

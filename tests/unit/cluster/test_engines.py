@@ -24,7 +24,8 @@ What fails, and the test of it, here (on both engines) unless a file is named:
 - a background: test_a_killed_background_starts_again_and_disturbs_no_foreground
 - a rank's memory: test_a_job_that_uses_too_much_memory_fails_and_says_so
 - a foreground that makes no step: test_a_job_that_makes_no_step_is_reported_and_runs_on
-- a full disk: test_a_full_disk_refuses_submissions_and_running_jobs_go_on; a locked
+- a full disk: test_a_full_disk_refuses_submissions_and_running_jobs_go_on,
+  test_what_is_killed_on_a_full_disk_starts_again_and_jobs_go_on; a locked
   store: test_store.py, test_a_locked_store_is_unavailable_and_says_so
 - two coordinators: test_a_second_coordinator_is_refused
 - everything above in any order, in virtual time: test_machine.py
@@ -34,6 +35,7 @@ Not tested: a GCS with RocksDB that ends alone (an alpha of Ray).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -403,6 +405,56 @@ def test_a_full_disk_refuses_submissions_and_running_jobs_go_on(
     assert not shared.ask("status")["trouble"]
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for a cluster and little more."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1500k", "none", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def filled(disk: Path) -> Path:
+    """Fill a disk, and return the file that does."""
+    rest = disk / "rest"
+    with rest.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(512)):
+            pass
+    return rest
+
+
+@pytest.mark.lab
+def test_what_is_killed_on_a_full_disk_starts_again_and_jobs_go_on(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    with cluster(small_disk / "c", hosts=1) as found:
+        name = found.submit(job(tmp_path, f"touch ready; {WAITS}"))
+        await_file(tmp_path / "ready")
+        found.await_state(name, "running")
+        rest = filled(small_disk)
+        before = [found.kill(role) for role in ("keeper", "coordinator", "host0")]
+        assert found.ask("list")["jobs"][0]["state"] == "running"
+        roles = ("keeper", "coordinator", "host0")
+        assert not set(before) & {found.pid(role) for role in roles}
+        await_that(lambda: bool(found.ask("status")["trouble"]), lambda: "no trouble")
+        rest.unlink()
+        (tmp_path / "go").touch()
+        is_once(found, name)
+
+
+@pytest.mark.lab
+def test_a_cluster_on_a_full_disk_can_be_ended(small_disk: Path) -> None:
+    with cluster(small_disk / "c", hosts=1) as found:
+        filled(small_disk)
+        assert engine_local.down(found.folders, timeout_s=60.0)
+        with pytest.raises(ClusterError, match=r"settings\.json: cannot be written"):
+            engine_local.start(found.folders, found.settings)
+        assert not processes.is_locked(found.folders.keeper_lock)
+
+
 # hosts
 
 
@@ -551,6 +603,18 @@ def test_a_cluster_whose_coordinator_cannot_start_can_be_ended(
         with pytest.raises(ClusterError):  # none runs
             engine_local.down(found.folders, timeout_s=60.0)
         monkeypatch.undo()
+
+
+def test_a_command_that_finds_no_coordinator_starts_one_keeper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    folders = Folders(tmp_path)
+    folders.settings.touch()
+    monkeypatch.setattr(engine_local, "start_keeper", started.append)
+    with pytest.raises(ClusterError, match="does not answer"):
+        engine_local.ask(folders, {"do": "list"}, patience_s=0.5)
+    assert started == [folders]
 
 
 def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
