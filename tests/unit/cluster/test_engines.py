@@ -16,6 +16,7 @@ What fails, and the test of it, here (on both engines) unless a file is named:
 - a host, or its connection to the coordinator:
   test_a_silent_hosts_job_starts_elsewhere_and_never_runs_twice,
   test_a_host_that_is_silent_for_less_than_its_watchdog_keeps_its_job
+- the network between two hosts of their own, and one that restarts: test_ray_hosts.py
 - a node of Ray: test_engine_ray.py,
   test_a_node_that_joins_gets_jobs_and_its_loss_moves_them
 - Ray itself (GCS and raylet), the gateway, an actor: test_engine_ray.py,
