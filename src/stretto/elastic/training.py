@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from stretto._api.ddp import DistributedDataParallel
 from stretto.elastic.batches import BatchSize, ShareSampler, Stamp, order_of
+from stretto.elastic.digests import ParameterDigests, minority
 from stretto.elastic.hanging import StepProgress
 from stretto.errors import CommTimeout, SpecError, StrettoError
 from stretto.logs import get_logger
@@ -92,6 +93,7 @@ class Elastic:
         every: str = "10 min",
         keep: int = 2,
         resume: bool | None = None,
+        repair: bool = False,
     ) -> None:
         """Join the other ranks. Collective.
 
@@ -110,6 +112,8 @@ class Elastic:
             keep: how many snapshots to keep.
             resume: whether to go on from a snapshot. By default
                 ``STRETTO_RESUME=never`` says no.
+            repair: whether a rank whose parameters differ from those of most ranks gets
+                their state. Otherwise a warning names it.
 
         Raises:
             SpecError: ``batch``, ``every`` or ``keep`` is invalid, or the snapshot was
@@ -142,6 +146,15 @@ class Elastic:
         self._failures = 0
         self._has_stepped = self._has_ended_epoch = False
         self._progress = StepProgress()
+        ignored = model.parameters_to_ignore
+        self._digests = ParameterDigests(
+            [
+                parameter
+                for name, parameter in model.module.named_parameters()
+                if parameter.requires_grad and name not in ignored
+            ]
+        )
+        self._repair, self._has_warned = repair, False
         self._stamp: Stamp | None = None
         self._sampler: ShareSampler | None = None
         self._buffers: list[torch.Tensor] = []
@@ -366,6 +379,40 @@ class Elastic:
                 self._has_ended_epoch = True
         self._buffers = []
         self._progress.end_step()
+        if self.size > 1 and self.model._backend == "gloo":  # noqa: SLF001
+            self._compare()
+
+    def _compare(self) -> None:
+        """Compare parameters with other ranks', those of the last step first."""
+        try:
+            if self._digests.differ():
+                self._name_different()
+            self._digests.launch(self._steps, self.model.process_group)
+        except RuntimeError as error:
+            if not _is_loss(error):
+                raise
+            # Without a keeper, the next step's collectives raise the error of a loss.
+            if self._client is not None:
+                self._recover(error)
+
+    def _name_different(self) -> None:
+        """Name the ranks whose parameters differ, and give them others' if wanted."""
+        source, others = minority(self._digests.gather(self.model.process_group))
+        names = ", ".join(map(str, others))
+        if self.rank == 0 and (self._repair or not self._has_warned):
+            text = "there is no majority"
+            if source is not None:
+                text = f"rank {names} differs from the others"
+            _log.warning(
+                "parameters are not equal on all ranks after step %d: %s%s. Check the "
+                "memory of its host, and for code that only some ranks execute.",
+                self._steps,
+                text,
+                ", and gets their state" if self._repair and source is not None else "",
+            )
+        self._has_warned = True
+        if self._repair and source is not None:
+            self._share_state(source, behind=self.rank in others)
 
     def _discard(self) -> None:
         """Undo what a failed block has changed."""
@@ -505,6 +552,7 @@ class Elastic:
         rank, size = view.ids.index(client.member), len(view.members)
         before = 0 if self._view is None else len(self._view.members)
         group.enter(view.generation, rank, size, view.members[0].address)
+        self._digests.forget()
         self._level([json.loads(row) for row in group.join(self._note())])
         self._is_fresh = False
         self._view = view
@@ -642,6 +690,8 @@ class ElasticStep:
 
     def __init__(self, run: Elastic) -> None:
         self._run = run
+        self.is_committed = False
+        """Whether the block's own step counts, so that its loss is one of the run's."""
 
     def __enter__(self) -> Self:
         """Begin without gradients."""
@@ -655,7 +705,9 @@ class ElasticStep:
         trace: TracebackType | None,
     ) -> bool:
         """Commit the step, or follow the new ranks."""
-        return self._run._end_step(error)  # noqa: SLF001
+        is_lost = self._run._end_step(error)  # noqa: SLF001
+        self.is_committed = error is None
+        return is_lost
 
 
 def _is_loss(error: BaseException) -> bool:

@@ -255,6 +255,8 @@ class KeeperNetwork:
         self._links: dict[int, _Link] = {}
         self._dialing: set[int] = set()
         self._waiting: list[_Link] = []
+        self._channels: set[Channel] = set()
+        self._connecting: set[socket.socket] = set()
         self._number = 0
         self._beats: dict[int, int] = {}
         self._warned: set[str] = set()
@@ -333,10 +335,12 @@ class KeeperNetwork:
         self._loop.unwatch(self._datagrams.fileno())
         self._listener.close()
         self._datagrams.close()
-        links, self._links = list(self._links.values()), {}
-        for link in [*links, *self._waiting]:
-            if link.channel is not None:
-                link.channel.close()
+        self._links = {}
+        for channel in list(self._channels):
+            channel.close()
+        for made in self._connecting:
+            self._loop.unwatch(made.fileno())
+            made.close()
 
     # meeting
 
@@ -478,8 +482,12 @@ class KeeperNetwork:
         with contextlib.suppress(OSError):  # only one address may reach the others
             made.bind((self.host, 0))
         made.connect_ex(address)
+        self._connecting.add(made)
 
         def give_up() -> None:
+            if made not in self._connecting:
+                return
+            self._connecting.discard(made)
             self._loop.unwatch(made.fileno())
             made.close()
             on_end()
@@ -488,6 +496,7 @@ class KeeperNetwork:
 
         def connected() -> None:
             self._loop.unwatch(made.fileno())
+            self._connecting.discard(made)
             timer.cancel()
             if made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or self._is_closed:
                 made.close()
@@ -509,12 +518,15 @@ class KeeperNetwork:
             (socket.TCP_KEEPINTVL, 1),
         ):
             made.setsockopt(socket.IPPROTO_TCP, name, value)
+
+        def closed(channel: Channel) -> None:
+            self._channels.discard(channel)
+            on_end()
+
         link.channel = Channel(
-            self._loop,
-            made,
-            lambda _, message: self._on_line(link, message),
-            lambda _: on_end(),
+            self._loop, made, lambda _, message: self._on_line(link, message), closed
         )
+        self._channels.add(link.channel)
         if link.keeper is not None or not link.is_dialed:  # a meeting may take long
             self._loop.call_in(_PROOF_S, lambda: self._close_unproved(link))
 

@@ -31,11 +31,11 @@ with Path(folder, f"{member}.jsonl").open("a", buffering=1) as file:
             if member == 0 and before == hangs_at:
                 while True:  # as a data set that waits for a lost server
                     time.sleep(1)
-            with run.step():
+            with run.step() as step:
                 loss = loss_of(run.model, batch) * run.weight
                 loss.backward()
                 optimizer.step()
-            if run.steps > before:
+            if step.is_committed:
                 total = sum(p.detach().sum().item() for p in net.parameters())
                 print(json.dumps([before, loss.item() / run.size, total]), file=file)
     history = [[m.first_step, m.ids] for m in run.history]
