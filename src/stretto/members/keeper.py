@@ -105,6 +105,14 @@ class _Rank:
         self.page: ProgressReader | None = None
         self.code: int | None = None
 
+    def signal(self, number: int) -> None:
+        """Signal the process, unless its end is known.
+
+        Popen's own methods would take the end of a process away from `RankKeeper`.
+        """
+        if self.code is None:
+            os.kill(self.process.pid, number)
+
     def close(self) -> None:
         """Unmap what it has shared."""
         if self.counts is not None:
@@ -171,7 +179,7 @@ class RankKeeper:
         finally:
             for rank in self._ranks.values():
                 if rank.code is None:
-                    rank.process.kill()
+                    rank.signal(signal.SIGKILL)
             listener.close()
             if self._network is not None:
                 self._network.close()
@@ -338,7 +346,7 @@ class RankKeeper:
             _log.warning(
                 "%s has been stopped for %g s: it is killed", _name(rank), STOPPED_S
             )
-            rank.process.kill()
+            rank.signal(signal.SIGKILL)
 
     def _ended(self, rank: _Rank) -> None:
         code = rank.code or 0
@@ -420,7 +428,7 @@ class RankKeeper:
         self._code = code
         for rank in self._ranks.values():
             if rank.code is None:
-                rank.process.terminate()
+                rank.signal(signal.SIGTERM)
         self._loop.call_in(_END_S, self._kill_all)
         if all(rank.code is not None for rank in self._ranks.values()):
             self._loop.stop()
@@ -428,7 +436,7 @@ class RankKeeper:
     def _kill_all(self) -> None:
         for rank in self._ranks.values():
             if rank.code is None:
-                rank.process.kill()
+                rank.signal(signal.SIGKILL)
 
     # messages
 
@@ -505,7 +513,7 @@ class RankKeeper:
                 _name(rank),
                 living[rank].for_s,
             )
-            rank.process.kill()
+            rank.signal(signal.SIGKILL)
 
     def _report_steps(self) -> None:
         """Pass the ranks' steps on to who has started this keeper."""
@@ -568,7 +576,7 @@ class RankKeeper:
             if is_waiting and not other.left and self._core is not None:
                 other.left = True
                 self._execute(self._core.left(other.member, now_s()))
-                other.process.kill()
+                other.signal(signal.SIGKILL)
 
 
 def _counter() -> StepCounter | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from stretto.cli._elastic import elastic_job, parse_arguments, parse_limits
@@ -86,3 +89,15 @@ def test_a_launcher_with_several_ranks_per_host_is_refused() -> None:
 def test_invalid_options_about_hosts_are_refused(options: list[str], why: str) -> None:
     with pytest.raises(SpecError, match=why):
         elastic_job("1:8", parse_arguments((*options, SCRIPT)), {})
+
+
+def test_a_keeper_loads_no_torch_to_read_its_options() -> None:
+    code = (
+        "import sys; from stretto.cli.run import command; "
+        "context = command.make_context('run', sys.argv[1:]); "
+        "assert context.params['elastic'] == '1:8', context.params; "
+        "assert 'torch' not in sys.modules"
+    )
+    options = "--nnodes 2 --elastic 1:8 --node-rank=1 --nproc-per-node 2 --rdzv-id a"
+    row = [sys.executable, "-c", code, *options.split(), SCRIPT, "--x"]
+    subprocess.run(row, check=True)

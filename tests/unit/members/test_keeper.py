@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from stretto.lab.ports import free_port
+from stretto.members.keeper import _Rank
 from stretto.members.progress import Doing, Progress
 from stretto.members.view import Member, View
 from stretto.members.wire import view_message, view_of
@@ -236,3 +239,14 @@ def test_a_rank_is_hanging_only_while_it_computes() -> None:
     assert Progress(doing=Doing.WAITING, **late).waits_long
     assert not Progress(doing=Doing.ANYTHING, **late).hangs
     assert not Progress(doing=Doing.COMPUTING, for_s=29.0, limit_s=30.0).hangs
+
+
+def test_a_signal_leaves_the_end_of_a_process_to_its_keeper() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    rank = _Rank(0, 0, process, joins=False)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    rank.signal(signal.SIGKILL)
+    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG)
+    assert found is not None
+    assert found.si_status == 0
+    process.returncode = 0
