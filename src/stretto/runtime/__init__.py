@@ -12,7 +12,8 @@
   `quiesce` serve them.
 - `regroup` makes the groups of a new membership (`stretto.members`).
 - `backends` open lanes, `negotiated` is the engine for any order, `forward` overlaps
-  communication with the next forward, and `recording` records steps.
+  communication with the next forward, and `recording` records steps. `exchange` reduces
+  NumPy arrays on the engine, for other frameworks (`stretto.jax`).
 """
 
 # Import first, so that its exit handler runs last.
