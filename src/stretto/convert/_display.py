@@ -49,6 +49,10 @@ SAVES = (
     "imageio.imwrite",
     "imageio.imsave",
     "imageio.mimsave",
+    "matplotlib.pyplot.imsave",
+    "torch.onnx.export",
+    "torch.onnx.dynamo_export",
+    "torch.export.save",
 )
 SAVING_METHODS = (
     "save_pretrained",
@@ -61,6 +65,13 @@ SAVING_METHODS = (
     "write_text",
     "mkdir",
     "write_bytes",
+    "save",
+    "save_weights",
+    "save_model",
+    "save_checkpoint",
+    "tofile",
+    "write_image",
+    "write_html",
 )
 _STREAMS = tuple(
     f"sys.{stream}.{method}"
@@ -96,7 +107,9 @@ class Display:
             method = (
                 call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
             )
-            if full in SAVES or method in SAVING_METHODS:
+            if full in SAVES or (
+                method in SAVING_METHODS and not self._work.flow.local(call)
+            ):
                 self._guard(call, full or method)
             elif full == "os.system" and not self._work.is_guarded(call):
                 self._work.undecided(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import libcst as cst
 
@@ -34,9 +34,25 @@ def theirs(text: str) -> str:
     return f"{_THEIRS}{text}{_THEIRS}"
 
 
+class AbstractProofs(Protocol):
+    """What the losses of a script are shown to be."""
+
+    def degree(self, call: cst.Call) -> int | None:
+        """Return 0 for a mean over samples, 1 for a sum, ``None`` for neither."""
+
+    def is_mixed(self, call: cst.Call) -> bool:
+        """Return whether a loss adds a sum over samples to something else."""
+
+    def is_rowwise(self, node: cst.CSTNode) -> bool:
+        """Return whether an expression is shown to treat each sample by itself."""
+
+
 @final
 class Work:
     """A conversion in progress: what was found, what to change, what to report."""
+
+    proofs: AbstractProofs
+    """Set once the script's training is known."""
 
     def __init__(
         self, job: Job, choices: Choices, splits: Sequence[Split] = ()

@@ -80,7 +80,20 @@ class Losses:
         self._tops = [loop.scope for loop in work.job.training]
 
     def of(self, call: cst.Call) -> Loss:
-        """Return the kind of the loss of a call of ``backward``."""
+        """Return the kind of the loss of a call of ``backward``.
+
+        A loss that is not shown to be a mean is what its text looks like.
+        """
+        degree = self._work.proofs.degree(call)
+        if degree is not None:
+            return Loss.SUM if degree else Loss.MEAN
+        kind = self.by_text(call)
+        if kind is Loss.MIXED and not self._work.proofs.is_mixed(call):
+            return Loss.UNKNOWN
+        return kind
+
+    def by_text(self, call: cst.Call) -> Loss:
+        """Return the kind of the loss of a call of ``backward`` by its last steps."""
         node = self._work.job.differentiated(call)
         if node is None:
             return Loss.UNKNOWN

@@ -117,13 +117,6 @@ class Numbers:
                     "the parameters, and gradients are averaged over ranks. Divide "
                     "the sum by the number of samples in the batch",
                 )
-            if loss is Loss.UNKNOWN:
-                self._work.undecided(
-                    call,
-                    "whether this loss is a mean over samples: gradients are averaged "
-                    "over ranks, which is correct for a mean. Multiply a sum by "
-                    "WORLD_SIZE",
-                )
             if loss is not Loss.SUM:
                 continue
             self._work.change(node, partial(_times, factor=ranks))

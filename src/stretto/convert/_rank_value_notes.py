@@ -117,6 +117,8 @@ class RankValueNotes:
             return
         if self._numbers.is_within_reduced(call) or not differs(on):
             return
+        if self._work.proofs.is_rowwise(call):
+            return
         if last == "mean" and self._is_loss(call, on):
             return
         if "sort" in last and "len" in self._tree.text(on).lower():

@@ -79,6 +79,14 @@ _CLOCKS = frozenset(
 _PASSED_ON = ("KeyboardInterrupt", "StopIteration", "SystemExit")
 """Errors that do not come from a step of one rank."""
 
+_SEEDING = (
+    "torch.manual_seed",
+    "torch.random.manual_seed",
+    "torch.cuda.manual_seed",
+    "torch.cuda.manual_seed_all",
+    "transformers.set_seed",
+)
+
 _UPDATING = ("torch.optim.swa_utils.update_bn", "torch.optim.swa_utils.bn_update")
 
 _DEPTH = 4
@@ -126,6 +134,7 @@ class _Replicas:
             self._gradients(call)
             self._statistics(call)
             self._trial(call)
+            self._seed(call)
         changes: Iterator[cst.Assign | cst.AugAssign]
         changes = found(self._tree.module, (cst.Assign, cst.AugAssign))
         for node in changes:
@@ -516,6 +525,40 @@ class _Replicas:
                     f"`{self._short(value)}`, by which the optimizer decides, is the "
                     "mean over ranks",
                 )
+
+    def _seed(self, call: cst.Call) -> None:
+        """List a seed that is set on all ranks while they train."""
+        if self._tree.called(call) not in _SEEDING or not self._late(call):
+            return
+        begins = self._begins
+        around = isinstance(begins, cst.For | cst.While) and self._tree.within(
+            call, begins.body
+        )
+        if around or any(
+            self._tree.within(caller, begins) for caller in self._callers_of(call)
+        ):
+            self._note(
+                call,
+                f"`{self._short(call)}` sets one seed on all ranks while they train: "
+                "from here on they draw the same numbers (dropout, noise) for "
+                "different samples. Add the rank to the seed, unless parameters or "
+                "decisions are drawn from it",
+            )
+
+    def _callers_of(self, node: cst.CSTNode) -> list[cst.Call]:
+        """Return the calls that lead to a node."""
+        out: list[cst.Call] = []
+        waiting = [self._tree.function(node)]
+        seen: set[int] = set()
+        while waiting:
+            scope = waiting.pop()
+            if scope is None or id(scope) in seen:
+                continue
+            seen.add(id(scope))
+            calls = self._flow.calls_of(scope)
+            out += calls
+            waiting += [self._tree.function(c) for c in calls]
+        return out
 
     def _trial(self, call: cst.Call) -> None:
         """List a random argument of a function that trains."""

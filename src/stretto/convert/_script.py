@@ -25,6 +25,7 @@ from stretto.convert._job import Job
 from stretto.convert._loaders import Loaders
 from stretto.convert._models import Models, reaching_training
 from stretto.convert._numbers import Numbers
+from stretto.convert._proof import Proofs
 from stretto.convert._result import Choices, Conversion, Kind, Note, Target
 from stretto.convert._second_backward import Steps
 from stretto.convert._split import split
@@ -95,6 +96,7 @@ def _distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Not
     """
     tree, splits = split(tree)
     work = Work(Job(tree, name), choices, splits)
+    work.proofs = proofs = Proofs(work)
     display = Display(work)
     display.guard_files()
     models = Models(work)
@@ -118,6 +120,7 @@ def _distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Not
     _device.convert(work, saves=display.saves)
     _setup.convert(work, logs=display.logs(), seeds_before=first)
     _advice.give(work)
+    proofs.point_out()
     return work.result().code, work.notes
 
 

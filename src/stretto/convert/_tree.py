@@ -152,6 +152,10 @@ class Tree:
         """Return the source text of a node."""
         return self.module.code_for_node(node).strip()
 
+    def has(self, node: cst.CSTNode) -> bool:
+        """Return whether a node is one of the script."""
+        return node in self._positions
+
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """Return the node around a node."""
         return self._parents.get(node)

@@ -1,0 +1,581 @@
+"""Abstract values: how a value depends on the samples of a batch.
+
+`_interpreter` computes with them instead of numbers. A loss is proved to be a mean if
+its value is `Linear` of degree 0: then the mean of the ranks' gradients is the gradient
+of the whole batch.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Why(enum.Enum):
+    """Why a loss cannot be shown to be a mean."""
+
+    ACROSS = "combines samples of the batch with each other"
+    SELECTED = (
+        "divides by a number that depends on the samples, such as a mask's sum, so "
+        "ranks with different numbers count equally"
+    )
+    NONLINEAR = (
+        "computes with a mean or a sum over samples in a way that is not linear, such "
+        "as a product, a root or a maximum"
+    )
+    DECIDED = "depends on a decision on the rank's samples"
+    DRAWN = "depends on a number that each rank draws for itself"
+    UNREAD = "cannot be read here"
+    MIXED = "adds values that grow differently with the number of samples"
+
+
+class Unset(enum.Enum):
+    """A constant whose value is not known."""
+
+    UNSET = 0
+
+
+UNSET = Unset.UNSET
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A value that does not depend on the batch."""
+
+    value: Hashable = UNSET
+    grad: bool = False
+    """Whether it may depend on parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A tensor with an axis of samples, or something made of such tensors."""
+
+    axis: int | None = 0
+    """Where the samples are; ``None`` is unknown."""
+    ndim: int | None = None
+    degree: int = 0
+    """The power of the number of samples by which it is multiplied."""
+    even: bool = True
+    """Whether each sample has the same number of elements."""
+    shifted: cst.CSTNode | None = None
+    """Where something that is `Linear` was added to each element."""
+    raw: bool = False
+    """Whether it is a part of a loader's batch, a tensor or a collection."""
+    whole: bool = False
+    """Whether it is a loader's whole batch."""
+    opaque: cst.CSTNode | None = None
+    """The call that made it, which cannot be read."""
+    trusted: bool = False
+    """Whether that call is of a library whose losses are means."""
+    copies: int = 1
+    """How many groups of all samples it consists of."""
+    thin: bool = False
+    """Whether the samples may be its only dimension."""
+    kind: str = ""
+    """``bool`` for a condition, ``order`` for indices that reorder samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A sum over samples, divided by a power of their number."""
+
+    degree: int = 0
+    """0 for a mean, 1 for a sum."""
+    mixed: bool = False
+    """Whether parts have different degrees."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A value of one sample, in a loop over samples."""
+
+    degree: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A number proportional to a power of the number of samples."""
+
+    degree: int = 1
+    exact: bool = True
+    """Whether it is the number itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A random number that differs by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """A value that depends on the batch in another way."""
+
+    why: Why
+    node: cst.CSTNode
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The shape of a tensor."""
+
+    of: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Seq:
+    """A tuple or a list of known length."""
+
+    items: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Iter:
+    """Something to iterate over, with one value for all elements."""
+
+    item: Value
+    samples: bool = False
+    """Whether there is one element for each sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A list, a dict or an object of a class of the script."""
+
+    key: int
+    kind: cst.ClassDef | str
+
+
+@dataclass(frozen=True, slots=True)
+class Func:
+    """A function of the script, with what its names refer to."""
+
+    node: cst.FunctionDef | cst.Lambda
+    home: int
+    """The frame in which it was defined."""
+    receiver: Value | None = None
+    owner: cst.ClassDef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Class:
+    """A class of the script."""
+
+    node: cst.ClassDef
+    home: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lib:
+    """A name of a library."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a call of a library made from values that do not depend on the batch."""
+
+    name: str
+    node: cst.Call
+    args: tuple[Value, ...] = ()
+    options: tuple[tuple[str, Value], ...] = ()
+
+    def option(self, name: str, place: int = -1) -> Value | None:
+        """Return an argument, given by name or by position."""
+        for key, value in self.options:
+            if key == name:
+                return value
+        return self.args[place] if 0 <= place < len(self.args) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method of a value that is no object of the script."""
+
+    of: Value
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alt:
+    """One of several values."""
+
+    values: frozenset[Value]
+
+
+Value = (
+    Fixed
+    | Rows
+    | Linear
+    | Item
+    | Count
+    | Draw
+    | Bad
+    | Shape
+    | Seq
+    | Iter
+    | Ref
+    | Func
+    | Class
+    | Lib
+    | Made
+    | Method
+    | Alt
+)
+
+NONE = Fixed(None)
+_MOST = 12
+"""The largest number of values of an `Alt`."""
+
+
+def is_of_batch(value: Value) -> bool:
+    """Return whether a value depends on a rank's samples or random numbers."""
+    if isinstance(value, Seq):
+        return any(is_of_batch(v) for v in value.items)
+    if isinstance(value, Iter):
+        return is_of_batch(value.item)
+    if isinstance(value, Made):
+        return any(is_of_batch(v) for v in value.args) or any(
+            is_of_batch(v) for _, v in value.options
+        )
+    if isinstance(value, Alt):
+        return any(is_of_batch(v) for v in value.values)
+    return isinstance(value, Rows | Linear | Item | Bad | Draw)
+
+
+def first_rows(values: Iterable[Value]) -> Rows | None:
+    """Return the first tensor with samples among values and their elements."""
+    for value in values:
+        if isinstance(value, Rows):
+            return value
+        inner: Rows | None = None
+        if isinstance(value, Seq):
+            inner = first_rows(value.items)
+        elif isinstance(value, Iter):
+            inner = first_rows([value.item])
+        elif isinstance(value, Alt):
+            inner = first_rows(value.values)
+        elif isinstance(value, Made):
+            inner = first_rows([*value.args, *(v for _, v in value.options)])
+        if inner is not None:
+            return inner
+    return None
+
+
+def first_bad(values: Iterable[Value]) -> Bad | None:
+    """Return the first value that cannot be classified among values."""
+    for value in values:
+        if isinstance(value, Bad):
+            return value
+        inner: Bad | None = None
+        if isinstance(value, Seq):
+            inner = first_bad(value.items)
+        elif isinstance(value, Iter):
+            inner = first_bad([value.item])
+        elif isinstance(value, Alt):
+            inner = first_bad(value.values)
+        elif isinstance(value, Made):
+            inner = first_bad([*value.args, *(v for _, v in value.options)])
+        if inner is not None:
+            return inner
+    return None
+
+
+def join(one: Value, other: Value, node: cst.CSTNode) -> Value:
+    """Return a value that stands for either of two."""
+    if one == other:
+        return one
+    for a, b in ((one, other), (other, one)):
+        if isinstance(a, Bad):
+            return a
+        if isinstance(a, Fixed):
+            if isinstance(b, Fixed):
+                return Fixed(grad=a.grad or b.grad)
+            if a.value is None or not isinstance(b, Count | Draw | Alt):
+                return b
+            if isinstance(b, Draw):
+                return b
+            if isinstance(b, Count):
+                return Bad(Why.UNREAD, node)
+    if isinstance(one, Seq) and isinstance(other, Seq):
+        if len(one.items) == len(other.items):
+            pairs = zip(one.items, other.items, strict=True)
+            return Seq(tuple(join(a, b, node) for a, b in pairs))
+        parts = [*one.items, *other.items]
+        return Iter(joined(parts, node))
+    if isinstance(one, Iter) and isinstance(other, Iter):
+        return Iter(join(one.item, other.item, node), one.samples or other.samples)
+    if isinstance(one, Iter) and isinstance(other, Seq):
+        return Iter(joined([one.item, *other.items], node), one.samples)
+    if isinstance(other, Iter) and isinstance(one, Seq):
+        return join(other, one, node)
+    if isinstance(one, Rows) and isinstance(other, Rows):
+        return _join_rows(one, other, node)
+    if isinstance(one, Linear) and isinstance(other, Linear):
+        return Bad(Why.MIXED, node)
+    if isinstance(one, Count) and isinstance(other, Count):
+        if one.degree == other.degree:
+            return Count(one.degree, exact=False)
+        return Bad(Why.UNREAD, node)
+    of_data = (Rows, Linear, Item, Count, Draw)
+    if isinstance(one, of_data) and isinstance(other, of_data):
+        for a, b in ((one, other), (other, one)):
+            if isinstance(a, Rows) and a.opaque is not None and isinstance(b, Linear):
+                return a
+        return Bad(Why.UNREAD, node)
+    values = _values(one) | _values(other)
+    return Fixed() if len(values) > _MOST else Alt(values)
+
+
+def joined(values: Iterable[Value], node: cst.CSTNode) -> Value:
+    """Return a value that stands for any of several; without any, a constant."""
+    out: Value | None = None
+    for value in values:
+        out = value if out is None else join(out, value, node)
+    return Fixed() if out is None else out
+
+
+def _values(value: Value) -> frozenset[Value]:
+    return value.values if isinstance(value, Alt) else frozenset([value])
+
+
+def _join_rows(one: Rows, other: Rows, node: cst.CSTNode) -> Value:
+    if one.degree != other.degree:
+        return Bad(Why.MIXED, node)
+    return replace(
+        one,
+        axis=one.axis if one.axis == other.axis else None,
+        ndim=one.ndim if one.ndim == other.ndim else None,
+        even=one.even and other.even,
+        shifted=one.shifted or other.shifted,
+        raw=one.raw or other.raw,
+        whole=one.whole or other.whole,
+        opaque=one.opaque if one.opaque is not None else other.opaque,
+        trusted=one.trusted or other.trusted,
+        copies=max(one.copies, other.copies),
+        thin=one.thin or other.thin,
+        kind=one.kind if one.kind == other.kind else "",
+    )
+
+
+# Arithmetic
+
+
+def combined(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
+    """Return the value of ``a op b``; any operator but ``+ - * /`` is ``?``."""
+    for value in (a, b):
+        if isinstance(value, Bad):
+            return value
+    if isinstance(a, Alt):
+        return joined([combined(op, v, b, node) for v in a.values], node)
+    if isinstance(b, Alt):
+        return joined([combined(op, a, v, node) for v in b.values], node)
+    if isinstance(a, Seq) and isinstance(b, Seq) and op == "+":
+        return Seq(a.items + b.items)
+    several = (Seq, Iter)
+    if op == "+" and isinstance(a, several) and isinstance(b, several):
+        return Iter(joined([_element(a), _element(b)], node))
+    a, b = _plain(a, node), _plain(b, node)
+    if isinstance(a, Bad) or isinstance(b, Bad):
+        return a if isinstance(a, Bad) else b
+    if isinstance(a, Fixed) and isinstance(b, Fixed):
+        return _folded(op, a, b)
+    if isinstance(a, Item) or isinstance(b, Item):
+        return _with_item(op, a, b, node)
+    if isinstance(a, Draw) or isinstance(b, Draw):
+        other = b if isinstance(a, Draw) else a
+        if isinstance(other, Rows):
+            return other
+        if isinstance(other, Linear):
+            return other if op in "+-" else Bad(Why.DRAWN, node)
+        return Draw()
+    if isinstance(a, Count) or isinstance(b, Count):
+        return _with_count(op, a, b, node)
+    if isinstance(a, Rows) and isinstance(b, Rows):
+        return rows_with_rows(op, a, b, node)
+    if isinstance(a, Rows) and isinstance(b, Fixed):
+        return _rows_with_fixed(op, a, node, inverse=False)
+    if isinstance(a, Fixed) and isinstance(b, Rows):
+        return _rows_with_fixed(op, b, node, inverse=op not in "+-*")
+    if isinstance(a, Rows) and isinstance(b, Linear):
+        return _rows_with_linear(op, a, b, node)
+    if isinstance(a, Linear) and isinstance(b, Rows):
+        return _rows_with_linear(op if op != "/" else "?", b, a, node)
+    return _with_linear(op, a, b, node)
+
+
+def _plain(value: Value, node: cst.CSTNode) -> Value:
+    """Return a value as a number or a tensor."""
+    if isinstance(value, Fixed | Rows | Linear | Item | Count | Draw):
+        return value
+    if (bad := first_bad([value])) is not None:
+        return bad
+    if (rows := first_rows([value])) is not None:
+        return rows
+    return Bad(Why.UNREAD, node) if is_of_batch(value) else Fixed()
+
+
+def _element(value: Value) -> Value:
+    if isinstance(value, Iter):
+        return value.item
+    if isinstance(value, Seq) and value.items:
+        return value.items[0]
+    return value
+
+
+def _folded(op: str, a: Fixed, b: Fixed) -> Fixed:
+    grad = a.grad or b.grad
+    x, y = a.value, b.value
+    if isinstance(x, int | float) and isinstance(y, int | float):
+        try:
+            value = {"+": x + y, "-": x - y, "*": x * y}.get(op)
+            if op == "/":
+                value = x / y
+        except (ArithmeticError, ValueError):
+            return Fixed(grad=grad)
+        if value is not None:
+            return Fixed(value, grad)
+    if op == "+" and isinstance(x, str) and isinstance(y, str):
+        return Fixed(x + y)
+    return Fixed(grad=grad)
+
+
+def _with_item(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
+    for one, other in ((a, b), (b, a)):
+        if isinstance(one, Item):
+            if isinstance(other, Rows):
+                return Bad(Why.ACROSS, node)
+            if isinstance(other, Linear):
+                if op == "+" and other.degree == one.degree + 1:
+                    return other
+                return Bad(Why.UNREAD, node)
+            if isinstance(other, Count) and op == "/" and one is a:
+                return Item(one.degree - other.degree)
+            if isinstance(other, Count) and op == "*":
+                return Item(one.degree + other.degree)
+            if isinstance(other, Item) and other.degree != one.degree:
+                return Bad(Why.MIXED, node)
+            return one
+    return Bad(Why.UNREAD, node)
+
+
+def _with_count(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
+    if isinstance(a, Count) and isinstance(b, Count):
+        if op == "*":
+            return Count(a.degree + b.degree, exact=False)
+        if op == "/":
+            rest = a.degree - b.degree
+            return Count(rest, exact=False) if rest else Fixed()
+        same = a.degree == b.degree
+        return Count(a.degree, exact=False) if same else Bad(Why.UNREAD, node)
+    count = a if isinstance(a, Count) else b
+    other = b if isinstance(a, Count) else a
+    if not isinstance(count, Count):
+        return Bad(Why.UNREAD, node)
+    by = count.degree
+    if isinstance(other, Fixed):
+        if op == "/" and count is b:
+            return Count(-by, exact=False)
+        exact = count.exact and op in "+*/" and other.value in (0, 1, True, False)
+        return Count(by, exact=exact)
+    if op not in "*/":
+        return other
+    if isinstance(other, Rows):
+        if op == "*":
+            return replace(other, degree=other.degree + by)
+        if count is b:
+            return replace(other, degree=other.degree - by)
+        return replace(other, degree=by - other.degree)
+    if isinstance(other, Linear):
+        if other.mixed:
+            return Bad(Why.MIXED, node)
+        if op == "*":
+            return Linear(other.degree + by)
+        if count is b:
+            return Linear(other.degree - by)
+        return Bad(Why.NONLINEAR, node)
+    return Bad(Why.UNREAD, node)
+
+
+def rows_with_rows(op: str, a: Rows, b: Rows, node: cst.CSTNode) -> Value:
+    """Return the value of an operation on the elements of two tensors of samples."""
+    axis = a.axis if a.axis is not None else b.axis
+    if a.axis is not None and b.axis is not None:
+        ends = (
+            (a.ndim - a.axis, b.ndim - b.axis)
+            if a.ndim is not None and b.ndim is not None
+            else (a.axis, b.axis)
+        )
+        if ends[0] != ends[1]:
+            return Bad(Why.ACROSS, node)
+        axis = max(a.axis, b.axis)
+    shifted = a.shifted or b.shifted
+    if shifted is not None and op not in "+-":
+        return Bad(Why.ACROSS, shifted)
+    degree = a.degree
+    if op == "*":
+        degree = a.degree + b.degree
+    elif op == "/":
+        degree = a.degree - b.degree
+    elif a.degree != b.degree:
+        return Bad(Why.MIXED, node)
+    ndim = None
+    if a.ndim is not None and b.ndim is not None:
+        ndim = max(a.ndim, b.ndim)
+    opaque = a.opaque if a.opaque is not None else b.opaque
+    return Rows(
+        axis=axis,
+        ndim=ndim,
+        degree=degree,
+        even=a.even and b.even,
+        shifted=shifted,
+        opaque=opaque,
+        trusted=a.trusted or b.trusted,
+        copies=max(a.copies, b.copies),
+        thin=ndim is None and (a.thin or b.thin),
+        kind="bool" if a.kind == b.kind == "bool" else "",
+    )
+
+
+def _rows_with_fixed(op: str, a: Rows, node: cst.CSTNode, *, inverse: bool) -> Value:
+    if a.shifted is not None and (inverse or op not in "+-*/"):
+        return Bad(Why.ACROSS, a.shifted)
+    if inverse:
+        return replace(a, degree=-a.degree, raw=False, whole=False, kind="")
+    if op not in "+-*/" and a.degree != 0:
+        return Bad(Why.NONLINEAR, node)
+    return replace(a, raw=False, whole=False, kind="" if op == "?" else a.kind)
+
+
+def _rows_with_linear(op: str, a: Rows, b: Linear, node: cst.CSTNode) -> Value:
+    if op in "+-" and a.degree == b.degree and not b.mixed:
+        return replace(a, shifted=node, raw=False, whole=False)
+    if a.opaque is not None and not a.trusted:
+        return Bad(Why.UNREAD, a.opaque)
+    return Bad(Why.ACROSS, node)
+
+
+def _with_linear(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
+    if isinstance(a, Linear) and isinstance(b, Linear):
+        if op in "+-":
+            mixed = a.mixed or b.mixed or a.degree != b.degree
+            return Linear(max(a.degree, b.degree), mixed)
+        return Bad(Why.SELECTED if op == "/" else Why.NONLINEAR, node)
+    linear = a if isinstance(a, Linear) else b
+    other = b if isinstance(a, Linear) else a
+    if not isinstance(linear, Linear) or not isinstance(other, Fixed):
+        return Bad(Why.UNREAD, node)
+    if op in "+-":
+        mixed = linear.mixed or (linear.degree != 0 and other.grad)
+        return Linear(linear.degree, mixed)
+    if op == "*" or (op == "/" and linear is a):
+        return linear
+    return Bad(Why.NONLINEAR, node)

@@ -1,0 +1,278 @@
+"""A loss is shown to be a mean or a sum over samples, or it is listed."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.conversions import convert, open_notes
+
+HEAD = """\
+import torch
+from torch import nn
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+import numpy as np
+
+data = TensorDataset(torch.randn(16, 3), torch.randn(16, 1))
+loader = DataLoader(data, batch_size=4)
+"""
+
+NET = """\
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(3, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.body(x)))
+
+
+"""
+
+LOOP = """\
+model = Net()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+crit = nn.MSELoss()
+for epoch in range(2):
+    for x, y in loader:
+        out = model(x)
+        LOSS
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+"""
+
+
+def script(loss, *, before="", net=NET):
+    """A script whose step computes a loss in one or several lines."""
+    lines = "\n        ".join(loss.splitlines())
+    return HEAD + net + before + LOOP.replace("LOSS", lines)
+
+
+def doubts(source):
+    """The notes on losses that are not shown to be means."""
+    return [n for n in open_notes(convert(source)) if "show that this loss" in n]
+
+
+MEANS = [
+    "loss = crit(out, y)",
+    "loss = F.cross_entropy(out, y.long().squeeze(1))",
+    "loss = F.nll_loss(F.log_softmax(out, dim=1), y.long()[:, 0])",
+    "loss = F.kl_div(F.log_softmax(out, 1), y, reduction='batchmean')",
+    "loss = (F.mse_loss(out, y, reduction='none') * x[:, :1]).mean()",
+    "loss = crit(out, y) + 0.1 * sum(p.abs().sum() for p in model.parameters())",
+    "loss = ((out - y) ** 2).sum() / len(x)",
+    "loss = ((out - y) ** 2).sum() / x.size(0)",
+    "loss = ((out - y) ** 2).sum() / loader.batch_size",
+    "n, c = x.shape\nloss = ((out - y) ** 2).sum() / (n * c)",
+    (
+        "losses = []\nfor k in range(3):\n    losses.append(crit(out * k, y))\n"
+        "loss = sum(losses) / len(losses)"
+    ),
+    "losses = [crit(out, y), out.abs().mean()]\nloss = torch.stack(losses).sum()",
+    "total = 0\nfor k in range(3):\n    total = total + crit(out, y * k)\nloss = total",
+    "parts = {'a': crit(out, y), 'b': out.mean()}\nloss = sum(parts.values())",
+    "loss = -(out - y).pow(2).exp().clamp(min=0.1).log().mean(0).mean()",
+    (
+        "mu, sd = out[:, :1], out.exp()\n"
+        "loss = -0.5 * torch.mean(torch.sum(1 + sd - mu ** 2 - sd.exp(), dim=1), dim=0)"
+    ),
+    "h = x[:, None] @ x[:, :, None]\nloss = (h.squeeze(2) - y).pow(2).mean()",
+    (
+        "q = x.view(-1, 3, 1)\natt = (q @ q.transpose(1, 2)).softmax(-1)\n"
+        "loss = (att @ q).pow(2).mean()"
+    ),
+    "loss = torch.einsum('bi,bi->b', x, x).mean() + crit(out, y)",
+    "a, b = torch.cat([out, y]).chunk(2)\nloss = crit(a, b)",
+    (
+        "perm = torch.randperm(len(x))\nlam = np.random.beta(1, 1)\n"
+        "out = model(lam * x + (1 - lam) * x[perm])\n"
+        "loss = lam * crit(out, y) + (1 - lam) * crit(out, y[perm])"
+    ),
+    "noise = torch.randn(x.size(0), 3)\nloss = crit(model(x + noise), y)",
+    "p = torch.distributions.Normal(out, 1.0)\nloss = -p.log_prob(y).mean()",
+    (
+        "g = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]\n"
+        "loss = ((g.norm(2, dim=1) - 1) ** 2).mean()"
+    ),
+]
+
+
+@pytest.mark.parametrize("loss", MEANS)
+def test_a_mean_over_samples_is_not_listed(loss):
+    source = script(loss)
+    assert doubts(source) == []
+    assert "WORLD_SIZE).backward()" not in convert(source).after
+
+
+SUMS = [
+    "loss = ((out - y) ** 2).sum()",
+    "loss = crit(out, y) * len(x)",
+    "loss = torch.sum((out - y) ** 2, dim=None)",
+    "loss = torch.einsum('bi,bi->', out - y, out - y)",
+    "loss = ((out - y) ** 2).sum(1).sum(0)",
+    "loss = torch.stack([crit(a, b) for a, b in zip(out, y)]).sum()",
+    "loss = ((out - y) ** 2).sum() / len(data)",
+]
+
+
+@pytest.mark.parametrize("loss", SUMS)
+def test_a_sum_over_samples_is_multiplied(loss):
+    source = script(loss)
+    assert doubts(source) == []
+    assert "(loss * WORLD_SIZE).backward()" in convert(source).after
+
+
+NEITHER = [
+    "loss = (out[:, None] - out[None]).abs().mean()",
+    "loss = (out[::2] - out[1::2]).abs().mean()",
+    "a, b = out.chunk(2)\nloss = crit(a, b)",
+    "loss = crit(out[0], y[0])",
+    "loss = crit(out[:3], y[:3])",
+    "loss = (torch.softmax(out.squeeze(), dim=-1) * y.squeeze()).mean()",
+    "loss = F.batch_norm(out, None, None, training=True).pow(4).mean()",
+    "loss = F.layer_norm(out.T, (len(x),)).pow(4).mean()",
+    "loss = crit(F.normalize(out, dim=0), y)",
+    (
+        "w = (y <= 0).sum() / (y > 0).sum()\n"
+        "loss = F.binary_cross_entropy_with_logits(out, (y > 0).float(), pos_weight=w)"
+    ),
+    "mask = (y > 0).float()\nloss = ((out - y) ** 2 * mask).sum() / mask.sum()",
+    "loss = ((out - y) ** 2)[y > 0].mean()",
+    "loss = crit(out, y)\nif y.mean() > 0:\n    loss = loss * 0.5",
+    "scale = 0.5 if y.max() > 1 else 1.0\nloss = crit(out, y) * scale",
+    "k = torch.randint(1, 4, (1,)).item()\nloss = crit(out, y) * k",
+    "loss = torch.sqrt(crit(out, y))",
+    "loss = crit(out, y) * out.mean()",
+    "loss = (out.sort(0).values - y.sort(0).values).pow(2).mean()",
+    "loss = foreign(out, y)",
+    "loss = crit(out, y) + 0.1 * foreign(out)",
+]
+
+
+@pytest.mark.parametrize("loss", NEITHER)
+def test_a_loss_that_is_no_mean_is_listed(loss):
+    before = "from elsewhere import foreign\n"
+    listed = open_notes(convert(script(loss, before=before)))
+    assert any(
+        "show that this loss" in n or "samples of a batch" in n for n in listed
+    ), listed
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        "torch.randn(len(x), 3, generator=torch.Generator().manual_seed(0))",
+        "torch.tensor(np.random.normal(0, 1, (x.shape[0], 3)))",
+    ],
+)
+def test_numbers_that_all_ranks_draw_alike_for_samples_are_listed(draw):
+    source = script(f"loss = crit(model(x + {draw}), y)")
+    (note,) = open_notes(convert(source))
+    assert "all ranks draw the same ones" in note
+    assert doubts(source) == []
+
+
+MIXING = [
+    "x - x.mean(0)",
+    "x[:, None] - x[None]",
+    "F.softmax(x @ x.T, 1) @ x",
+    "F.batch_norm(x, None, None, training=True)",
+    "x / x.norm()",
+]
+
+
+@pytest.mark.parametrize("mixing", MIXING)
+def test_a_forward_that_mixes_samples_is_listed(mixing):
+    net = NET.replace("return self", f"x = {mixing}\n        return self")
+    listed = open_notes(convert(script("loss = crit(out, y)", net=net)))
+    assert any(
+        "show that this loss" in n or "samples of a batch" in n for n in listed
+    ), listed
+
+
+OF_OTHERS = """\
+from elsewhere import Backbone
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = Backbone()
+        self.parts = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+        self.head = nn.Sequential(nn.Linear(3, 1), nn.Sigmoid())
+
+    def forward(self, x):
+        for part in self.parts:
+            x = x + part(x)
+        return self.head(self.body(x))
+
+
+"""
+
+
+def test_a_module_of_another_file_in_forward_is_not_listed():
+    loss = "out, mu = out, foreign(out)\nloss = crit(out, y) + mu.pow(2).mean()"
+    before = "from elsewhere import foreign\n"
+    assert doubts(script(loss, net=OF_OTHERS, before=before)) == []
+
+
+FUNCTION = """\
+def smooth(out, y, beta=0.5, reduction="mean"):
+    diff = (out - y).abs()
+    each = torch.where(diff < beta, diff ** 2, diff)
+    if reduction == "mean":
+        return each.mean()
+    if reduction == "sum":
+        return each.sum()
+    return torch.sqrt(each.mean())
+
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "listed", "multiplied"),
+    [
+        ("", False, False),
+        (", reduction='sum'", False, True),
+        (", 1.0, 'x'", True, False),
+    ],
+)
+def test_a_function_of_the_script_is_read_for_its_arguments(given, listed, multiplied):
+    source = script(f"loss = smooth(out, y{given})", before=FUNCTION)
+    assert bool(doubts(source)) is listed
+    assert ("loss * WORLD_SIZE" in convert(source).after) is multiplied
+
+
+def test_a_note_names_the_expression_and_its_line():
+    (note,) = doubts(script("loss = torch.sqrt(crit(out, y))\nloss = loss * 2"))
+    assert note.startswith("line 25: ")
+    assert "`torch.sqrt(crit(out, y))`" in note
+
+
+def test_a_seed_set_in_every_epoch_is_listed():
+    source = script("loss = crit(out, y)").replace(
+        "    for x, y", "    torch.manual_seed(epoch)\n    for x, y"
+    )
+    (note,) = open_notes(convert(source))
+    assert "sets one seed on all ranks" in note
+
+
+def test_a_seed_set_before_training_is_not_listed():
+    source = script("loss = crit(out, y)", before="torch.manual_seed(1)\n")
+    assert open_notes(convert(source)) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'torch.onnx.export(model, torch.randn(1, 3), "net.onnx")',
+        'Image.fromarray(np.zeros((4, 4))).save("a.png")',
+    ],
+)
+def test_only_rank_0_exports_and_saves_images(line):
+    source = script("loss = crit(out, y)", before="from PIL import Image\n")
+    after = convert(f"{source}{line}\n").after
+    (saved,) = [n for n in after.splitlines() if ".save(" in n or ".export(" in n]
+    assert saved.startswith("    ")
