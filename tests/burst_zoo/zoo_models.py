@@ -2816,3 +2816,48 @@ def norms_before_other_tokens() -> nn.Module:
             return self.head(tokens.flatten(1))
 
     return Model()
+
+
+class NormThenActivation(nn.BatchNorm2d):
+    """Repeats torch's forward, and calls an activation, as timm's norms do."""
+
+    def __init__(self, channels: int, **more: Any) -> None:
+        super().__init__(channels, **more)
+        self.activation = nn.ReLU(inplace=True)
+        self.shift = nn.Parameter(torch.zeros(channels, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        x = functional.batch_norm(
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            0.1 if self.momentum is None else self.momentum,
+            self.eps,
+        )
+        statistic = self.running_mean.view(-1, 1, 1) * self.num_batches_tracked
+        return self.activation(x + self.shift + 0.1 * statistic)
+
+
+@right(image)
+def batch_norms_that_repeat_torchs_forward() -> nn.Module:
+    norm = NormThenActivation(4, momentum=0.3)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        norm,
+        nn.Conv2d(4, 4, 3, padding=1),
+        norm,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 3),
+    )
+
+
+@refused(image, "writes into the parameter or buffer")
+def batch_norm_with_a_momentum_of_its_own() -> nn.Module:
+    norm = NormThenActivation(4, momentum=None)
+    return _after_images(WithPart(nn.Conv2d(3, 4, 3), norm))

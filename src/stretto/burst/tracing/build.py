@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from stretto.burst.tracing.comparing import BATCHES, Count
+from stretto.burst.tracing.copied_norms import plain_norm
 from stretto.burst.tracing.inner_calls import mixing
 from stretto.burst.tracing.names import Name, free_name
 from stretto.burst.tracing.own_rows import own_rows
@@ -130,7 +131,7 @@ class Build:
         else:
             target = one.target
             if one.kind == "call_module":
-                self._targets[target] = self._module.get_submodule(target)
+                self._targets[target] = plain_norm(self._module.get_submodule(target))
                 target = Name(target)
             elif one.kind == "call_function" and not _is_importable(target):
                 target = _forwarding(target)

@@ -100,9 +100,13 @@ def swapped(
     memo: dict[int, Tensor] = {}
     names: dict[str, Tensor] = {}
     undo: list[tuple[dict[str, Any], str, Any]] = []
+    seen: set[int] = set()
     try:
         for prefix, part in modules:
             for held in (part._parameters, part._buffers):  # noqa: SLF001
+                if id(held) in seen:  # see Note [Copied norms]
+                    continue
+                seen.add(id(held))
                 for name, tensor in held.items():
                     if tensor is None:
                         continue

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from stretto.burst.boundary import in_checkpoint
+from stretto.burst.tracing.copied_norms import CopiedNorms, is_of, torch_forward
 from stretto.burst.tracing.fakes import AbstractRecorder, held_by, storage_of, swapped
 from stretto.burst.tracing.freezing import may_read_users
 from stretto.burst.tracing.inner_calls import (
@@ -131,6 +132,11 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
             id(part): tuple(part._parameters.values())  # noqa: SLF001
             for part in root.modules()
         }
+        self._copied = CopiedNorms(
+            part
+            for part in root.modules()
+            if part is not root and not is_leaf(part, root)
+        )
         self._depth = 0
         self._default = torch.get_default_dtype()
         self._grad = torch.is_grad_enabled()
@@ -303,6 +309,10 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if self._asks_for_gradient(func, name, args, kwargs):
             return func(*args, **kwargs)
+        if self._copied.counts(name, args, source_line):
+            return func(*args, **kwargs)
+        if is_of(func) and (norm := self._copied.normalizing(args, kwargs)) is not None:
+            return self._copied_norm(norm, *args, **kwargs)
         if name in _REFUSED:
             place = source_line()
             raise SpecError(
@@ -506,11 +516,7 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
                     f"{record.place}: writes into a tensor that no module holds: make "
                     "it with torch.tensor or torch.empty, or copy it with clone()"
                 )
-            raise SpecError(
-                f"{record.place}: writes into the parameter or buffer {what} in "
-                "forward: ranks would differ in it, as each sees other samples. Update "
-                "it outside of the model, or use a torch.nn module that does"
-            )
+            raise SpecError(_written(record.place, what))
         positions = [i for i, a in enumerate(args) if a is target]
         if not positions:
             raise SpecError(
@@ -655,6 +661,16 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         return self.operation(
             "call_module", self._modules[id(module)], run, args, kwargs
         )
+
+    def _copied_norm(self, norm: nn.Module, input: Tensor, *_: Any, **__: Any) -> Any:  # noqa: A002
+        """Record torch's forward of a norm. See Note [Copied norms]."""
+        self._refuse_leaf(norm, source_line())
+
+        def run(rows: Tensor) -> Any:
+            return self._module_within(torch_forward, norm, (rows,), {})
+
+        name = self._modules[id(norm)]
+        return self.operation("call_module", name, run, (input,), {})
 
     def _refuse_leaf(self, module: nn.Module, place: str) -> None:
         """Reject a module that would do other things when it runs as an operation."""
@@ -849,7 +865,15 @@ class Recorder(AbstractRecorder, TorchFunctionMode):
         self._autocast.pop()
 
     def finish(self, output: Any) -> Recording:
-        """Return the recording, with the forward's result."""
+        """Return the recording, with the forward's result.
+
+        Raises:
+            SpecError: a norm of the user's counted a batch without normalizing it as
+                torch's does.
+        """
+        if (left := self._copied.left()) is not None:
+            name = f"{self._modules[id(left[0])]}.num_batches_tracked"
+            raise SpecError(_written(left[1], repr(name)))
         self.recording.output = output
         self.recording.refs = self._refs
         return self.recording
@@ -912,6 +936,14 @@ def _method_of(func: Any) -> str | None:
 
 def _attribute(tensor: Tensor, name: str) -> Any:
     return getattr(tensor, name)
+
+
+def _written(place: str, what: str) -> str:
+    return (
+        f"{place}: writes into the parameter or buffer {what} in forward: ranks would "
+        "differ in it, as each sees other samples. Update it outside of the model, or "
+        "use a torch.nn module that does"
+    )
 
 
 def set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:

@@ -32,6 +32,7 @@ from stretto.burst.tracing.caches import (
     written_by_torch,
 )
 from stretto.burst.tracing.comparing import BATCHES, compare
+from stretto.burst.tracing.copied_norms import is_copied
 from stretto.burst.tracing.fakes import Fakes, without_log
 from stretto.burst.tracing.reads import HOOKS, Reads
 from stretto.burst.tracing.recorder import UnseenTensor, record
@@ -341,6 +342,7 @@ def given_momenta(module: nn.Module) -> Iterator[None]:
         for part in module.modules()
         if isinstance(part, nn.modules.batchnorm._NormBase)  # noqa: SLF001
         and part.momentum is None
+        and not is_copied(part)
     ]
     try:
         for norm in norms:
