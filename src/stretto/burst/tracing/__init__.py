@@ -12,6 +12,7 @@ A recording:
 - `source_lines`: the lines of the user's code (for `recorder` too).
 - `views`: writes in place through a view of another tensor (for `recorder` too).
 - `torch_modules`: kinds of modules that are treated in ways of their own.
+- `copied_norms`: batch norms of the user's that repeat torch's (for `recorder` too).
 - `inner_calls`: operators in operations, and which of them read other samples.
 - `fakes`: these tensors, in place of parameters and buffers (for `recorder`).
 - `reads`: the plain state that forward reads, to detect a change of it.

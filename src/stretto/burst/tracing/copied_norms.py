@@ -1,12 +1,12 @@
 """Batch norms of the user's whose forward repeats torch's and adds to it.
 
 # Note [Copied norms]
-Libraries derive from torch's batch norm, repeat its forward, and then call an activation
-or another module, as timm's ``BatchNormAct2d`` does. Such a forward counts batches by a
-write into a buffer, and calls ``batch_norm`` with the module's own tensors. If these two
-calls are those of torch's forward, torch's forward is recorded in their place, as an
-operation of the norm. All else that forward does is recorded as usual. Layers get a
-norm of torch's class that holds the same parameters and buffers.
+Libraries derive from torch's batch norm, repeat its forward, and then call another
+module such as an activation, as timm's ``BatchNormAct2d`` does. Such a forward counts
+batches by a write into a buffer, and calls ``batch_norm`` with the module's own
+tensors. If both are what torch's forward does, torch's forward is recorded in their
+place, as an operation of the norm. All else that forward does is recorded as usual.
+Layers get a norm of torch's class that holds the same parameters and buffers.
 """
 
 from __future__ import annotations
@@ -72,13 +72,16 @@ class CopiedNorms:
     def normalizing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the norm whose torch forward makes this call of ``batch_norm``.
 
-        None if there is none.
+        If there is no such norm, return None.
         """
         given = _SIGNATURE.bind(*args, **kwargs)
         given.apply_defaults()
         call = given.arguments
         for norm in self._norms:
-            if norm.running_mean is None or norm.running_mean is not call["running_mean"]:
+            if (
+                norm.running_mean is None
+                or norm.running_mean is not call["running_mean"]
+            ):
                 continue
             is_same = (
                 call["running_var"] is norm.running_var
