@@ -1,5 +1,5 @@
 # Every target sets itself up: a virtual environment in .venv, once.
-.PHONY: demo test test-faults test-cluster-ray check bench bench-tune conformance docs release setup
+.PHONY: demo test test-faults test-cluster-ray test-frameworks check bench bench-tune conformance docs release setup
 SHELL := /bin/bash
 
 setup:
@@ -18,6 +18,9 @@ test-faults: setup  ## every fault of hosts, links and ranks that elastic traini
 
 test-cluster-ray: setup  ## what every engine of a cluster must do, on Ray, in an environment of its own
 	@scripts/test-cluster-ray $(ARGS)
+
+test-frameworks: setup  ## what needs JAX, in an environment of its own
+	@scripts/test-frameworks $(ARGS)
 
 check: setup  ## style, types, import directions
 	@scripts/check

@@ -7,6 +7,7 @@ import builtins
 import fnmatch
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -229,12 +230,16 @@ def test_messages_name_the_torch_that_the_package_requires():
 
 EXTRAS = {
     "hypothesis": "testing/strategies.py",
+    "jax": "jax/",
     "libcst": "convert/",
+    "optax": "jax/",
     "optuna": "tune/techniques/aiacc.py",
     "ray": "cluster/engine_ray.py",
     "sklearn": "demo/tasks.py",
 }
 """Packages that extras install, and where alone they are imported."""
+
+HAS_JAX = importlib.util.find_spec("jax") is not None
 
 
 def test_the_package_itself_imports_its_own_requirements_only():
@@ -251,8 +256,11 @@ def modules():
     names = ["stretto"]
     for found in pkgutil.walk_packages(stretto.__path__, "stretto."):
         last = found.name.rpartition(".")[2]
-        if last not in ("__main__", "sitecustomize"):  # which run when imported
-            names.append(found.name)
+        if last in ("__main__", "sitecustomize"):  # which run when imported
+            continue
+        if found.name.startswith("stretto.jax") and not HAS_JAX:
+            continue
+        names.append(found.name)
     return names
 
 

@@ -58,7 +58,7 @@ def wire_dtype(dtype: np.dtype[Any], name: str) -> str:
     Complex numbers travel as pairs of real numbers.
 
     Raises:
-        SpecError: there is none.
+        SpecError: the engine has no such dtype.
     """
     found = {"complex64": "float32", "complex128": "float64"}.get(
         dtype.name, dtype.name
@@ -238,7 +238,7 @@ class Exchange:
         return arrays
 
     def recycle(self, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
-        """Return the memory of results, for later steps; nobody may read it then."""
+        """Return the memory of results, for later steps; do not read it after this."""
         with self._lock:
             if not self._spare:
                 self._spare = [[] for _ in self.rows]

@@ -1,0 +1,63 @@
+"""Data-parallel training with JAX: `import stretto.jax`, experimental.
+
+Each process runs its own plain `jax.jit` on its own device. Gradients leave within
+backward, over the negotiated engine, while XLA computes.
+
+- `gradients`: `value_and_grad`, `grad`, `allreduce_gradients`, `distributed`, with the
+  `tags` of parameters and `in_backward`.
+- `operations`: other collectives, in and outside of `jit`; `ranks`: init, rank, size.
+- `refusals`: what a reduction can't be within.
+- `callbacks`: the seam to XLA, on `rounds`, the state of this process's reductions.
+"""
+
+from stretto.horovod.reduce_ops import Average, Max, Min, Product, Sum
+from stretto.jax.gradients import (
+    allreduce_gradients,
+    distributed,
+    grad,
+    value_and_grad,
+)
+from stretto.jax.operations import (
+    allgather,
+    allreduce,
+    barrier,
+    broadcast,
+    broadcast_object,
+)
+from stretto.jax.ranks import (
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shard,
+    shutdown,
+    size,
+)
+from stretto.jax.tags import in_backward
+
+__all__ = [
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allreduce",
+    "allreduce_gradients",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "distributed",
+    "grad",
+    "in_backward",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shard",
+    "shutdown",
+    "size",
+    "value_and_grad",
+]
