@@ -349,7 +349,8 @@ class Board:
             # The table has no room for the kinds of every foreground since the boot.
             self._map[_KINDS_AT:_WINDOWS_AT] = bytes(_WINDOWS_AT - _KINDS_AT)
             self._numbers = itertools.count(self.words[_LAST_MARK] + 1)
-            self.mark(0, FREE)  # a background may follow this process's last program
+            if self.words[_FOREGROUND] == os.getpid():
+                self.mark(0, FREE)  # a background may follow its last program
             self.mark(0, COMPUTING)
             self.words[_FOREGROUND_STARTED] = own_start()
             self.words[_FOREGROUND] = os.getpid()
