@@ -252,14 +252,20 @@ class Server:
             if isinstance(command, StartPart) and host != command.hosts[0]:
                 # The first host chooses where the ranks meet.
                 meeting = self._meetings.get(f"{command.job}.{command.attempt}")
-                if meeting is None:
+                if meeting is not None:
+                    body["meeting"] = meeting
+                elif not self._has_ended(command.job, command.hosts[0]):
                     continue
-                body["meeting"] = meeting
             key = json.dumps([v for k, v in sorted(body.items()) if k != "spec"])
             if key not in sent:
                 sent.add(key)
                 found.append(body)
         return found
+
+    def _has_ended(self, job: str, host: str) -> bool:
+        """Return whether a host's ranks of a job have ended: it names no meeting."""
+        attempt = self.ledger.state.records[job].live
+        return attempt is not None and attempt.parts[host].has_ended
 
     # requests of the command line
 

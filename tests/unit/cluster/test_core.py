@@ -10,6 +10,7 @@ from stretto.cluster import events as ev
 from stretto.cluster.commands import StopPart
 from stretto.cluster.policies import registry
 from stretto.cluster.queries import job_details
+from stretto.cluster.server import Server
 from stretto.errors import Infeasible, SpecError, StoreUnavailable
 from support.cluster_world import LIMITS, World
 
@@ -96,6 +97,29 @@ def test_a_failed_job_starts_again_after_a_backoff_until_none_is_left(world):
     record = world.ledger.state.records[job]
     assert (record.view.state, record.code) == ("failed", 1)
     assert "after 1 restarts" in record.why
+
+
+def test_ranks_start_although_those_of_the_first_host_have_ended(world):
+    # The first host chooses where ranks meet, and a coordinator that was killed has
+    # forgotten it.
+    world.submit(minimum=4)
+    world.advance(2.0, 2)
+    first, second = world.hosts
+    ((fence, _),) = first.supervisors.items()
+    del second.supervisors[fence]
+    world.ledger.state.records[fence[0]].live.parts[second.name].is_started = False
+    coordinator = object.__new__(Server)
+    coordinator.ledger, coordinator._meetings = world.ledger, {}
+
+    def starts():
+        coordinator._sent = {second.name: set()}
+        wanted = world.ledger.commands(second.name)
+        return coordinator._new_commands(second.name, wanted)
+
+    assert starts() == []
+    first.end(fence, 0)
+    world.beat(first)
+    assert len(starts()) == 1
 
 
 def test_ranks_on_other_hosts_get_a_short_grace_after_a_failure(world):
