@@ -72,6 +72,10 @@ MEANS = [
     ),
     "losses = [crit(out, y), out.abs().mean()]\nloss = torch.stack(losses).sum()",
     "total = 0\nfor k in range(3):\n    total = total + crit(out, y * k)\nloss = total",
+    (
+        "loss = torch.zeros(1)\nfor a, b in zip(out, y):\n"
+        "    loss = loss + crit(a, b)\nloss = loss / len(x)"
+    ),
     "parts = {'a': crit(out, y), 'b': out.mean()}\nloss = sum(parts.values())",
     "loss = -(out - y).pow(2).exp().clamp(min=0.1).log().mean(0).mean()",
     (

@@ -551,13 +551,14 @@ class Interpreter:
         samples: bool,
     ) -> bool:
         loop = _Loop(samples=samples)
-        before = self.state
+        before = dict(self.state)
         self._loops.append(loop)
         once = len(items) > 1
         for turn in range(max(len(items), 3)):
             if once and turn >= len(items):
                 break
             entry = self.state
+            self.state = dict(entry)
             if isinstance(node, cst.For):
                 self._bind(node.target, items[turn if once else 0], frame)
             falls = self._block(node.body, frame)
@@ -594,7 +595,7 @@ class Interpreter:
             self.state[key] = new
 
     def _try(self, node: cst.Try, frame: Frame) -> bool:
-        before = self.state
+        before = dict(self.state)
         alive = []
         falls = self._block(node.body, frame)
         if falls and node.orelse is not None:
