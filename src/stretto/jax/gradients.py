@@ -109,6 +109,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def reduced(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        local: Callable[..., tuple[Any, Any]]
         local = jax.value_and_grad(fun, argnums, has_aux)
         if ranks.size() == 1:
             return local(*args, **kwargs)

@@ -27,7 +27,7 @@ from stretto.jax.rounds import RoundRows
 from stretto.runtime.exchange import ArrayRow
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Sequence
 
     from stretto.runtime.negotiated import Op
 
@@ -85,7 +85,7 @@ def plan_of(
     return Plan(RoundRows(tuple(rows), op, tuple(flags.values())), tuple(first), flags)
 
 
-def whole_tag(row: int, sent: list[int]) -> Callable[[Any, Any], Any]:
+def whole_tag(row: int, sent: list[int]) -> Any:
     """Return a tag that submits a gradient as a row, and notes that it does."""
 
     @jax.custom_vjp
@@ -100,7 +100,7 @@ def whole_tag(row: int, sent: list[int]) -> Callable[[Any, Any], Any]:
     return tag
 
 
-def flag_tag(row: int, sent: list[int]) -> Callable[[Any, Any], Any]:
+def flag_tag(row: int, sent: list[int]) -> Any:
     """Return a tag that submits whether a gradient has a value other than 0."""
 
     @jax.custom_vjp
@@ -116,7 +116,7 @@ def flag_tag(row: int, sent: list[int]) -> Callable[[Any, Any], Any]:
     return tag
 
 
-def _layer_tag(first: int) -> Callable[[Any, Any, Any], Any]:
+def _layer_tag(first: int) -> Any:
     @jax.custom_vjp
     def tag(value: Any, ticket: Any, layer: Any) -> Any:
         return value
@@ -182,7 +182,8 @@ class ScannedParameters:
     @classmethod
     def tree_unflatten(cls, first: Any, children: Any) -> ScannedParameters:
         """Return the object of these children, for JAX."""
-        return cls(*children, first)
+        tree, tickets, layers = children
+        return cls(tree, tickets, layers, first)
 
 
 def in_backward(layer: Any) -> Any:
