@@ -852,4 +852,4 @@ def _no_forward(profile: ProfileResult, chosen: Plan) -> str | None:
         return None
     if profile.forward is None:
         return profile.no_forward
-    return "a plan with it was no faster than this one by more than the noise"
+    return "no such plan was shown to be faster"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import types
 from importlib.machinery import EXTENSION_SUFFIXES
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from stretto.runtime.ddp_reducer import ReplaceableReducerDDP
 from stretto.runtime.forward import fallback
 
 if TYPE_CHECKING:
@@ -46,3 +47,9 @@ def test_a_module_that_is_imported_later_is_found(
     module.__file__ = str(file)
     monkeypatch.setitem(sys.modules, "late_kernels", module)
     assert "late_kernels" in str(fallback.new_reader())
+
+
+def test_a_model_whose_ranks_may_change_ends_its_steps_whole() -> None:
+    model: Any = types.SimpleNamespace(_changes_ranks=True)
+    why = ReplaceableReducerDDP._why_backward(model, [])
+    assert "stretto.Elastic" in str(why)

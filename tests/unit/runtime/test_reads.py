@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch import nn
 
 from stretto.runtime.forward import steps
@@ -60,7 +62,11 @@ class Program:
 
 
 @pytest.fixture
-def watched() -> Iterator[Program]:
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Program]:
+    # Other tests of this process may have left what prevents overlap.
+    monkeypatch.setattr(steps, "new_reader", lambda: None)
+    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
+        monkeypatch.setattr(torch_optimizer, name, OrderedDict())
     program = Program(watched=True)
     yield program
     assert program.watch is not None
@@ -92,6 +98,14 @@ def evaluate(program: Program, _step: int) -> None:
         program.net(torch.ones(1, 4))
 
 
+def zero(program: Program, _step: int) -> None:
+    program.optimizer.zero_grad(set_to_none=False)
+
+
+def twice(program: Program, _step: int) -> None:
+    program.optimizer.step()
+
+
 def keep(program: Program, _step: int) -> None:
     program.kept = [p.grad for p in program.net.parameters()]  # type: ignore[attr-defined]
 
@@ -106,6 +120,8 @@ PROGRAMS: dict[str, tuple[Any, Any]] = {
     "average": (None, average),
     "write": (None, write),
     "evaluate": (None, evaluate),
+    "zero": (None, zero),
+    "twice": (None, twice),
     "keep": (keep, None),
     "accumulate": (again, None),
     "everything": (lambda p, s: (clip(p, s), again(p, s)), write),
@@ -155,6 +171,22 @@ def test_the_reader_of_parameters_is_named(watched: Program) -> None:
 def test_an_evaluation_reads_all_parameters(watched: Program) -> None:
     watched.train(None, evaluate)
     assert len(report_of(watched)["early"]) == 6
+
+
+def test_gradients_that_are_set_to_zero_are_read(watched: Program) -> None:
+    watched.train(None, zero)
+    found = report_of(watched)
+    assert len(found["early"]) == 6
+    assert "reads gradients between optimizer.step() and the" in str(found["reader"])
+
+
+def test_steps_of_two_optimizers_may_wait(watched: Program) -> None:
+    *first, weight, bias = watched.net.parameters()
+    watched.optimizer = torch.optim.AdamW(first)
+    second = torch.optim.SGD([weight, bias], lr=0.1, momentum=0.9)
+    watched.train(None, lambda *_: (second.step(), second.zero_grad()))
+    assert report_of(watched) == {"prevents": None, "early": [], "reader": None}
+    assert len(watched.seen) == 6
 
 
 def test_what_is_read_in_few_steps_prevents_nothing(watched: Program) -> None:

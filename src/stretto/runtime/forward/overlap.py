@@ -37,7 +37,14 @@ from stretto.runtime.forward import raw_access, steps
 from stretto.runtime.forward.lazy import is_held, is_shared, uses_of, wrap
 from stretto.runtime.forward.member import BucketMember
 from stretto.runtime.forward.module_hooks import ModuleHooks
-from stretto.runtime.forward.pending import exchange_back, guard, plainly, unguard
+from stretto.runtime.forward.pending import (
+    assign_gradient,
+    exchange_back,
+    gradient_of,
+    guard,
+    plainly,
+    unguard,
+)
 from stretto.runtime.forward.undisturbed import undisturbed
 
 if TYPE_CHECKING:
@@ -354,8 +361,8 @@ class ForwardOverlap:
                 gradients: Any = [member.gradient for member in members]
                 torch._foreach_copy_(gradients, [views[m.place] for m in members])
             for member in members:
-                if member.parameter.grad is member.lazy:
-                    member.parameter.grad = member.gradient
+                if gradient_of(member) is member.lazy:
+                    assign_gradient(member, member.gradient)
                 if member.update is None:
                     member.gradient = None
                 member.release_lazy()
@@ -388,17 +395,18 @@ class ForwardOverlap:
         self, update: DeferredUpdate, members: Sequence[BucketMember]
     ) -> None:
         with undisturbed():
-            now = [member.parameter.grad for member in members]
+            now = [gradient_of(member) for member in members]
             for member in members:
-                member.heal()
-                member.parameter.grad = member.gradient
+                if member.aside:
+                    member.heal()
+                assign_gradient(member, member.gradient)
         try:
             update.execute(members)
         finally:
             with undisturbed():
                 for member, gradient in zip(members, now, strict=True):
                     # Cleared, replaced or kept by the program in the meantime.
-                    member.parameter.grad = gradient
+                    assign_gradient(member, gradient)
 
     def _end(self, member: BucketMember) -> None:
         """Forget what was pending for a member."""

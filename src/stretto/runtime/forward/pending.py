@@ -139,6 +139,19 @@ def _delete_grad(self: Any) -> None:
         _del_grad(plain(self))
 
 
+def gradient_of(member: BucketMember) -> torch.Tensor | None:
+    """Return a member's gradient, where no classes of tensors are asked."""
+    twin = member.swapped
+    found: torch.Tensor | None = _get_grad(member.parameter if twin is None else twin)
+    return found
+
+
+def assign_gradient(member: BucketMember, value: torch.Tensor | None) -> None:
+    """Set a member's gradient, where no classes of tensors are asked."""
+    twin = member.swapped
+    _set_grad(member.parameter if twin is None else twin, value)
+
+
 class PendingParameter(_Guard, nn.Parameter):
     """A parameter before its update. See Note [A class for the time between]."""
 

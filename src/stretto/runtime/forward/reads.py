@@ -113,7 +113,10 @@ class ReadWatch:
         """How often each parameter was read before forward."""
 
         self._early_now: set[str] = set()
-        self._reader: Reader | None = None
+        self._reader: str | None = None
+        self._stepped = False
+        """Whether a step was taken since the last backward."""
+
         steps.attach(self)
 
     def report(self) -> ReadsReport:
@@ -123,11 +126,7 @@ class ReadWatch:
         if self._deferred == 0 or self._deferred < often:
             prevents = self._why_never()
         early = [n for n, times in self._early.items() if times > often]
-        reader = None
-        if early and self._reader is not None:
-            reader = self._reader.text(
-                "parameters between optimizer.step() and the next forward"
-            )
+        reader = self._reader if early else None
         return ReadsReport(prevents=prevents, early=early, reader=reader)
 
     def _why_never(self) -> str:
@@ -150,9 +149,16 @@ class ReadWatch:
         if not self._members:
             return
         self._steps += 1
+        self._stepped = False
+        self._early_now.clear()
         raw_access.watch(self)
-        with self._lock, plainly():
-            for member in self._members:
+        with self._lock:
+            self._wrap(self._members)
+
+    def _wrap(self, members: Iterable[BucketMember]) -> None:
+        """Put wrappers in place of gradients."""
+        with plainly():
+            for member in members:
                 gradient = member.parameter.grad
                 if gradient is None or type(gradient) is LazyGradient:
                     continue
@@ -168,20 +174,25 @@ class ReadWatch:
                 self._wrapped[member] = None
 
     def _read_gradients(self) -> None:
-        """Note that something reads a gradient."""
+        """Note that something reads a gradient, for which all must have arrived."""
         if self._wrapped:
-            self._gradient_reader = _reader() or self._gradient_reader
+            if self._stepped:
+                self._note_early(self._members, "gradients")
+            else:
+                self._gradient_reader = _reader()
         self._restore()
 
-    def _restore(self) -> None:
+    def _restore(self, members: Iterable[BucketMember] | None = None) -> None:
         """Put the gradients back in place of their wrappers."""
         with self._lock, plainly():
-            for member in self._wrapped:
+            for member in list(self._wrapped if members is None else members):
+                if member not in self._wrapped:
+                    continue
+                del self._wrapped[member]
                 if member.parameter.grad is member.lazy:
                     member.parameter.grad = member.gradient
                 member.gradient = None
                 member.release_lazy()
-            self._wrapped.clear()
 
     def warn(self, why: str) -> None:
         """Note why a step can't be deferred."""
@@ -199,11 +210,14 @@ class ReadWatch:
     def defer(self, update: DeferredUpdate, members: Iterable[BucketMember]) -> None:
         """Execute an optimizer's step at once, then watch its parameters."""
         with self._lock:
-            found = [member for member in members if member.gradient is not None]
-            self._restore()
+            found = [member for member in members if member in self._wrapped]
+            for member in found:
+                self.touch(member)
+            self._restore(found)
             update.execute(found)
-            self._deferred += 1
-            self._early_now.clear()
+            self._deferred += not self._stepped
+            self._stepped = True
+            self._wrap(found)
             for member in found:
                 states = member.states
                 if self._poisons:
@@ -230,13 +244,15 @@ class ReadWatch:
             if self._in_forward:
                 self._seen.add(member.name)
             else:
-                self._note_early((member,))
+                self._note_early((member,), "parameters")
             self._unwatch(member)
 
-    def _note_early(self, members: Iterable[BucketMember]) -> None:
+    def _note_early(self, members: Iterable[BucketMember], what: str) -> None:
         """Note a read before the next forward; the first of a step is reported."""
         if not self._early_now:
-            self._reader = _reader() or self._reader
+            self._reader = _reader().text(
+                f"{what} between optimizer.step() and the next forward"
+            )
         for member in members:
             if member.name not in self._early_now:
                 self._early_now.add(member.name)
@@ -261,7 +277,7 @@ class ReadWatch:
             if self._wrapped:
                 self._read_gradients()
             if self._guarded and not self._in_forward:
-                self._note_early(self._guarded)
+                self._note_early(self._guarded, "parameters")
             self._unwatch_all()
             if not keep_hooks:
                 self._module_hooks.remove()
@@ -275,8 +291,7 @@ class ReadWatch:
     def begin_forward(self) -> None:
         """Note that reads are those of the model from here on."""
         steps.show_hidden()
-        if self._wrapped:
-            self._restore()
+        self._restore()
         if torch.is_grad_enabled():
             self._in_forward = True
             self.enter()
@@ -294,8 +309,7 @@ class ReadWatch:
         self._in_forward = False
         self._unwatch_all()
         self._module_hooks.remove()
-        if not self._wrapped:
-            raw_access.release(self)
+        raw_access.release(self)
 
     def release(self) -> None:
         """End this."""
@@ -327,7 +341,7 @@ def _own_folders() -> tuple[str, str]:
     return f"{Path(torch.__file__).parent}{os.sep}", f"{own}{os.sep}"
 
 
-def _reader() -> Reader | None:
+def _reader() -> Reader:
     """Return the innermost place outside of PyTorch and this package."""
     pytorch, own = _own_folders()
     call = ""
@@ -341,7 +355,7 @@ def _reader() -> Reader | None:
         elif not (file.startswith((own, "<")) or _is_of_python(file)):
             return Reader(f"{shown_path(file)}:{frame.f_lineno}", _shown_call(call))
         frame = frame.f_back
-    return None
+    return Reader("the program", _shown_call(call))
 
 
 def _shown_call(name: str) -> str:
