@@ -92,10 +92,10 @@ def value_and_grad(
         argnums: The arguments to differentiate, as in JAX.
         has_aux: Whether ``fun`` returns a pair.
         op: The reduction.
-        scanned: Returns the part of the first of these arguments that a `jax.lax.scan`
-            goes through, a tree of stacked parameters. Their gradients are sent layer
-            by layer; the scan's body must call `in_backward`, and nothing else may use
-            these parameters.
+        scanned: Returns the part of the first of these arguments that a
+            ``jax.lax.scan`` goes through, a tree of stacked parameters. Their gradients
+            are sent layer by layer; the scan's body must call `in_backward`, and
+            nothing else may use these parameters.
 
     Raises:
         SpecError: when called: `init` was not called, a dtype can't be sent, or the

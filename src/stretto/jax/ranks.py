@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-import sys
 from dataclasses import dataclass
 
 import jax
+import torch
 
 from stretto.errors import SpecError
 from stretto.horovod import world
@@ -46,11 +45,9 @@ def init() -> None:
     if _joined is not None:
         return
     require_one_cpu()
-    is_first = "torch" not in sys.modules or not world.is_initialized()
+    is_first = not world.is_initialized()
     world.init()
     if is_first:
-        import torch
-
         torch.set_num_threads(1)  # torch only copies here, beside XLA's threads
     engine = world.current().member(global_process_set).engine
     _joined = _Joined(Rounds(engine), engine)
@@ -96,8 +93,7 @@ def shutdown() -> None:
     except Exception as exc:  # noqa: BLE001
         _log.warning("a computation under way at shutdown failed: %s", exc)
     _joined = None
-    with contextlib.suppress(ValueError):
-        world.shutdown()
+    world.shutdown()
 
 
 def joined() -> _Joined:

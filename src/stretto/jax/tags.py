@@ -189,7 +189,7 @@ class ScannedParameters:
 def in_backward(layer: Any) -> Any:
     """Return a layer's parameters, whose gradients are sent within a scan's backward.
 
-    Call it in the body of `jax.lax.scan` over the parameters that ``scanned`` of
+    Call it in the body of ``jax.lax.scan`` over the parameters that ``scanned`` of
     `value_and_grad` names. Other trees, for instance in a function that isn't
     differentiated, are returned as they are.
 

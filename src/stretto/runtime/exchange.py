@@ -41,7 +41,7 @@ class ArrayRow:
     shape: tuple[int, ...]
 
     dtype: np.dtype[Any]
-    """Native byte order; bfloat16 is that of `ml_dtypes`."""
+    """Native byte order; bfloat16 is that of ``ml_dtypes``."""
 
     def __post_init__(self) -> None:
         wire_dtype(self.dtype, self.name)
