@@ -12,6 +12,11 @@ register a new set of gradients there, however often each rank traced it.
 A round that is open when the next one begins was cut short by an error. It is
 abandoned, so that the other ranks' `wait` raises and no rank pairs its gradients with
 later ones.
+
+JAX orders the effects of each thread of the program apart. Two threads' rounds are
+noticed only if one begins while the other is open; if ranks' threads take turns in
+different orders, ranks pair different calls. The callbacks run in XLA's own threads, so
+they can't know which thread of the program dispatched them.
 """
 
 from __future__ import annotations
