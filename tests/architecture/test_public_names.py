@@ -24,6 +24,7 @@ PACKAGES = (
     "stretto.planners",
     "stretto.testing",
     "stretto.errors",
+    "stretto.optim",
 )
 
 

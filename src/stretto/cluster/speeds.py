@@ -37,7 +37,7 @@ from stretto.sim.collocation import collocate
 if TYPE_CHECKING:
     from stretto.sim.burst import BurstStep
 
-_VERSION = 1
+_VERSION = 2
 """Part of the names of kept tables; changes when their contents would."""
 
 
@@ -191,8 +191,13 @@ class _Table:
 
     def _problem(self, gpus: int, batch: int) -> tuple[BurstProblem, Cluster]:
         question = self._question
+        given = question.network
         network = replace(
-            question.network, hosts=1, ranks_per_host=gpus, allreduce=None
+            given,
+            hosts=1,
+            ranks_per_host=gpus,
+            # What was fitted between hosts says nothing about one host.
+            allreduce=given.allreduce if given.hosts == 1 else None,
         )
         problem = BurstProblem.of(
             question.profile,
