@@ -19,9 +19,8 @@ imports torch. It needs LibCST, which the extra ``stretto[convert]`` installs.
   `_rank_value_notes` (numbers of one rank), `_replicas` (what makes models differ),
   `_display` and `_file_names` (output), `_device`, `_setup` and `_support` (the ranks,
   and inserted functions), and `_advice`.
-- `_proof` shows which losses are means over samples: `_interpreter` computes with
-  the values of `_batch_values` instead of numbers, by the rules of `_tensor_values`
-  for torch and the names of `_library_values`.
+- `_proof` shows which losses are means over samples, by computing with values that say
+  how a number depends on a batch.
 - `_horovod` and `_already_distributed` convert scripts that are distributed already.
 """
 

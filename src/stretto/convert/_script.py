@@ -25,7 +25,7 @@ from stretto.convert._job import Job
 from stretto.convert._loaders import Loaders
 from stretto.convert._models import Models, reaching_training
 from stretto.convert._numbers import Numbers
-from stretto.convert._proof import Proofs
+from stretto.convert._proof.proofs import Proofs
 from stretto.convert._result import Choices, Conversion, Kind, Note, Target
 from stretto.convert._second_backward import Steps
 from stretto.convert._split import split

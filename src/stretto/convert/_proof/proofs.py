@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from stretto.convert._batch_values import Bad, Fixed, Item, Linear, Rows, Value, Why
-from stretto.convert._interpreter import Interpreter
+from stretto.convert._proof.batch_values import Bad, Fixed, Item, Linear, Rows, Why
+from stretto.convert._proof.interpreter import Interpreter
 from stretto.convert._result import Kind
 
 if TYPE_CHECKING:
     import libcst as cst
 
     from stretto.convert._edit import Work
+    from stretto.convert._proof.batch_values import Value
+
 
 _LISTED = (
     "combines the samples of a batch",

@@ -1,4 +1,4 @@
-"""Names of Python and of libraries that the interpreter knows."""
+"""Names of Python and of libraries that have rules of their own."""
 
 BUILTINS = frozenset(
     [
@@ -141,3 +141,26 @@ TENSOR_NAMES = frozenset(
     ]
 )
 """Methods by which a value that cannot be read is taken for a tensor."""
+
+TRUSTED_LOSSES = {
+    "timm.loss.LabelSmoothingCrossEntropy",
+    "timm.loss.SoftTargetCrossEntropy",
+    "timm.loss.BinaryCrossEntropy",
+    "pytorch_msssim.ssim",
+    "pytorch_msssim.ms_ssim",
+    "pytorch_msssim.SSIM",
+    "pytorch_msssim.MS_SSIM",
+    "torchcrf.CRF",
+}
+"""Losses of other packages that are means over samples as they are."""
+
+TRUSTED = (
+    "transformers",
+    "peft",
+    "diffusers",
+    "pytorch_pretrained_bert",
+    "pytorch_transformers",
+    "trl",
+    "adapters",
+)
+"""Packages whose models return the mean loss."""

@@ -1,0 +1,276 @@
+"""Arithmetic with values: ``+ - * /``, and functions of single elements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from stretto.convert._proof.batch_values import (
+    Alt,
+    Bad,
+    Count,
+    Draw,
+    Fixed,
+    Item,
+    Iter,
+    Linear,
+    Rows,
+    Seq,
+    Why,
+    first_bad,
+    first_rows,
+    is_of_batch,
+    joined,
+    with_elements,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import libcst as cst
+
+    from stretto.convert._proof.batch_values import Value
+
+
+def combined(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
+    """Return the value of ``a op b``; any operator but ``+ - * /`` is ``?``."""
+    for value in (a, b):
+        if isinstance(value, Bad):
+            return value
+    if isinstance(a, Alt):
+        return joined([combined(op, v, b, node) for v in a.values], node)
+    if isinstance(b, Alt):
+        return joined([combined(op, a, v, node) for v in b.values], node)
+    if isinstance(a, Seq) and isinstance(b, Seq) and op == "+":
+        return Seq(a.items + b.items)
+    several = (Seq, Iter)
+    if op == "+" and isinstance(a, several) and isinstance(b, several):
+        return Iter(joined([_element(a), _element(b)], node))
+    a, b = _plain(a, node), _plain(b, node)
+    if isinstance(a, Bad) or isinstance(b, Bad):
+        return a if isinstance(a, Bad) else b
+    if isinstance(a, Fixed) and isinstance(b, Fixed):
+        return _folded(op, a, b)
+    if isinstance(a, Item) or isinstance(b, Item):
+        return _with_item(op, a, b, node)
+    if isinstance(a, Draw) or isinstance(b, Draw):
+        other = b if isinstance(a, Draw) else a
+        if isinstance(other, Rows):
+            return other
+        if isinstance(other, Linear):
+            return other if op in "+-" else Bad(Why.DRAWN, node)
+        return Draw()
+    if isinstance(a, Count) or isinstance(b, Count):
+        return _with_count(op, a, b, node)
+    if isinstance(a, Rows) and isinstance(b, Rows):
+        return rows_with_rows(op, a, b, node)
+    if isinstance(a, Rows) and isinstance(b, Fixed):
+        return _rows_with_fixed(op, a, node, inverse=False)
+    if isinstance(a, Fixed) and isinstance(b, Rows):
+        return _rows_with_fixed(op, b, node, inverse=op not in "+-*")
+    if isinstance(a, Rows) and isinstance(b, Linear):
+        return _rows_with_linear(op, a, b, node)
+    if isinstance(a, Linear) and isinstance(b, Rows):
+        return _rows_with_linear(op if op != "/" else "?", b, a, node)
+    return _with_linear(op, a, b, node)
+
+
+def _plain(value: Value, node: cst.CSTNode) -> Value:
+    """Return a value as a number or a tensor."""
+    if isinstance(value, Fixed | Rows | Linear | Item | Count | Draw):
+        return value
+    if (bad := first_bad([value])) is not None:
+        return bad
+    if (rows := first_rows([value])) is not None:
+        return rows
+    return Bad(Why.UNREAD, node) if is_of_batch(value) else Fixed()
+
+
+def _element(value: Value) -> Value:
+    if isinstance(value, Iter):
+        return value.item
+    if isinstance(value, Seq) and value.items:
+        return value.items[0]
+    return value
+
+
+def _folded(op: str, a: Fixed, b: Fixed) -> Fixed:
+    grad = a.grad or b.grad
+    x, y = a.value, b.value
+    if isinstance(x, int | float) and isinstance(y, int | float):
+        try:
+            value = {"+": x + y, "-": x - y, "*": x * y}.get(op)
+            if op == "/":
+                value = x / y
+        except (ArithmeticError, ValueError):
+            return Fixed(grad=grad)
+        if value is not None:
+            return Fixed(value, grad)
+    if op == "+" and isinstance(x, str) and isinstance(y, str):
+        return Fixed(x + y)
+    return Fixed(grad=grad)
+
+
+def _with_item(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
+    for one, other in ((a, b), (b, a)):
+        if isinstance(one, Item):
+            if isinstance(other, Rows):
+                return Bad(Why.ACROSS, node)
+            if isinstance(other, Linear):
+                if op == "+" and other.degree == one.degree + 1:
+                    return other
+                return Bad(Why.UNREAD, node)
+            if isinstance(other, Count) and op == "/" and one is a:
+                return Item(one.degree - other.degree)
+            if isinstance(other, Count) and op == "*":
+                return Item(one.degree + other.degree)
+            if isinstance(other, Item) and other.degree != one.degree:
+                return Bad(Why.MIXED, node)
+            return one
+    return Bad(Why.UNREAD, node)
+
+
+def _with_count(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
+    if isinstance(a, Count) and isinstance(b, Count):
+        if op == "*":
+            return Count(a.degree + b.degree, exact=False)
+        if op == "/":
+            rest = a.degree - b.degree
+            return Count(rest, exact=False) if rest else Fixed()
+        same = a.degree == b.degree
+        return Count(a.degree, exact=False) if same else Bad(Why.UNREAD, node)
+    count = a if isinstance(a, Count) else b
+    other = b if isinstance(a, Count) else a
+    if not isinstance(count, Count):
+        return Bad(Why.UNREAD, node)
+    by = count.degree
+    if isinstance(other, Fixed):
+        if op == "/" and count is b:
+            return Count(-by, exact=False)
+        exact = count.exact and op in "+*/" and other.value in (0, 1, True, False)
+        return Count(by, exact=exact)
+    if op not in "*/":
+        return other
+    if isinstance(other, Rows):
+        if op == "*":
+            return replace(other, degree=other.degree + by)
+        if count is b:
+            return replace(other, degree=other.degree - by)
+        return replace(other, degree=by - other.degree)
+    if isinstance(other, Linear):
+        if other.mixed:
+            return Bad(Why.MIXED, node)
+        if op == "*":
+            return Linear(other.degree + by)
+        if count is b:
+            return Linear(other.degree - by)
+        return Bad(Why.NONLINEAR, node)
+    return Bad(Why.UNREAD, node)
+
+
+def rows_with_rows(op: str, a: Rows, b: Rows, node: cst.CSTNode) -> Value:
+    """Return the value of an operation on the elements of two tensors of samples."""
+    axis = a.axis if a.axis is not None else b.axis
+    if a.axis is not None and b.axis is not None:
+        ends = (
+            (a.ndim - a.axis, b.ndim - b.axis)
+            if a.ndim is not None and b.ndim is not None
+            else (a.axis, b.axis)
+        )
+        if ends[0] != ends[1]:
+            return Bad(Why.ACROSS, node)
+        axis = max(a.axis, b.axis)
+    shifted = a.shifted or b.shifted
+    if shifted is not None and op not in "+-":
+        return Bad(Why.ACROSS, shifted)
+    degree = a.degree
+    if op == "*":
+        degree = a.degree + b.degree
+    elif op == "/":
+        degree = a.degree - b.degree
+    elif a.degree != b.degree:
+        return Bad(Why.MIXED, node)
+    ndim = None
+    if a.ndim is not None and b.ndim is not None:
+        ndim = max(a.ndim, b.ndim)
+    opaque = a.opaque if a.opaque is not None else b.opaque
+    return Rows(
+        axis=axis,
+        ndim=ndim,
+        degree=degree,
+        even=a.even and b.even,
+        shifted=shifted,
+        opaque=opaque,
+        trusted=a.trusted or b.trusted,
+        copies=max(a.copies, b.copies),
+        thin=ndim is None and (a.thin or b.thin),
+        kind="bool" if a.kind == b.kind == "bool" else "",
+    )
+
+
+def _rows_with_fixed(op: str, a: Rows, node: cst.CSTNode, *, inverse: bool) -> Value:
+    if a.shifted is not None and (inverse or op not in "+-*/"):
+        return Bad(Why.ACROSS, a.shifted)
+    if inverse:
+        return replace(a, degree=-a.degree, raw=False, whole=False, kind="")
+    if op not in "+-*/" and a.degree != 0:
+        return Bad(Why.NONLINEAR, node)
+    return replace(a, raw=False, whole=False, kind="" if op == "?" else a.kind)
+
+
+def _rows_with_linear(op: str, a: Rows, b: Linear, node: cst.CSTNode) -> Value:
+    if op in "+-" and a.degree == b.degree and not b.mixed:
+        return replace(a, shifted=node, raw=False, whole=False)
+    if a.opaque is not None and not a.trusted:
+        return Bad(Why.UNREAD, a.opaque)
+    return Bad(Why.ACROSS, node)
+
+
+def _with_linear(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
+    if isinstance(a, Linear) and isinstance(b, Linear):
+        if op in "+-":
+            mixed = a.mixed or b.mixed or a.degree != b.degree
+            return Linear(max(a.degree, b.degree), mixed)
+        return Bad(Why.SELECTED if op == "/" else Why.NONLINEAR, node)
+    linear = a if isinstance(a, Linear) else b
+    other = b if isinstance(a, Linear) else a
+    if not isinstance(linear, Linear) or not isinstance(other, Fixed):
+        return Bad(Why.UNREAD, node)
+    if op in "+-":
+        mixed = linear.mixed or (linear.degree != 0 and other.grad)
+        return Linear(linear.degree, mixed)
+    if op == "*" or (op == "/" and linear is a):
+        return linear
+    return Bad(Why.NONLINEAR, node)
+
+
+def elementwise(values: Iterable[Value], node: cst.CSTNode) -> Value:
+    """Return the value of a function of the elements of its arguments."""
+    out: Value = Fixed()
+    given = [
+        v
+        for v in with_elements(values)
+        if isinstance(v, Fixed | Rows | Linear | Item | Count | Draw | Bad)
+    ]
+    if (bad := first_bad(given)) is not None:
+        return bad
+    for value in given:
+        if isinstance(value, Linear):
+            return Bad(Why.NONLINEAR, node)
+        if isinstance(value, Rows) and value.shifted is not None:
+            return Bad(Why.ACROSS, value.shifted)
+        if isinstance(value, Rows) and value.degree:
+            return Bad(Why.NONLINEAR, node)
+    grad = False
+    for value in given:
+        if isinstance(value, Fixed):
+            grad = grad or value.grad
+            continue
+        if isinstance(value, Count):
+            continue
+        out = combined("?", out, value, node) if out != Fixed() else value
+        if isinstance(out, Bad):
+            return out
+    if isinstance(out, Rows):
+        return replace(out, raw=False, whole=False, kind="")
+    return Fixed(grad=grad) if isinstance(out, Fixed) else out

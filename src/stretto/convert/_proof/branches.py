@@ -1,0 +1,163 @@
+"""Tests, and the variables after statements of which one branch is taken."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from stretto.convert._proof.batch_values import (
+    NONE,
+    UNSET,
+    Bad,
+    Class,
+    Count,
+    Draw,
+    Fixed,
+    Func,
+    Item,
+    Lib,
+    Linear,
+    Made,
+    Ref,
+    Rows,
+    Seq,
+    Why,
+    is_of_batch,
+    join,
+)
+
+if TYPE_CHECKING:
+    from stretto.convert._proof.batch_values import Value
+    from stretto.convert._proof.script_run import Frame, Run, State
+
+
+def run_if(run: Run, node: cst.If, frame: Frame) -> bool:
+    """Run an ``if``; return whether what follows it is reached."""
+    truth, why = decide(run, node.test, frame)
+    if truth is True:
+        return run.block(node.body, frame)
+    if truth is False:
+        return _run_else(run, node.orelse, frame)
+    before = run.state
+    if why is not None:
+        frame.decided.append(why)
+        run.written.append(set())
+    alive: list[State] = []
+    run.state = dict(before)
+    if run.block(node.body, frame):
+        alive.append(run.state)
+    run.state = dict(before)
+    if _run_else(run, node.orelse, frame):
+        alive.append(run.state)
+    written = set()
+    if why is not None:
+        frame.decided.pop()
+        written = run.written.pop()
+    if not alive:
+        return False
+    run.state = merged(alive, node, why)
+    for key, name in written:
+        value = run.get(key, name)
+        if value is not None and why is not None:
+            run.set(key, name, either(value, NONE, node, why))
+    return True
+
+
+def _run_else(run: Run, orelse: cst.If | cst.Else | None, frame: Frame) -> bool:
+    """Run the ``elif`` or ``else`` of an ``if``."""
+    if orelse is None:
+        return True
+    if isinstance(orelse, cst.If):
+        return run_if(run, orelse, frame)
+    return run.block(orelse.body, frame)
+
+
+def decide(
+    run: Run, node: cst.BaseExpression, frame: Frame
+) -> tuple[bool | None, Why | None]:
+    """Return whether a test holds, and why it may differ by rank."""
+    value = run.value(node, frame)
+    known = truth_of(value)
+    if known is not None:
+        return known, None
+    if isinstance(value, Draw):
+        return None, Why.DRAWN
+    return None, Why.DECIDED if is_of_batch(value) else None
+
+
+def merged(states: list[State], node: cst.CSTNode, why: Why | None = None) -> State:
+    """Return the variables after one of several branches."""
+    out = states[0]
+    for other in states[1:]:
+        out = _merge_two(out, other, node, why)
+    return out
+
+
+def _merge_two(one: State, other: State, node: cst.CSTNode, why: Why | None) -> State:
+    """Return the variables after one of two branches."""
+    if one is other:
+        return one
+    out = dict(one)
+    for key, theirs in other.items():
+        ours = one.get(key)
+        if ours is None:
+            out[key] = theirs
+        elif ours is not theirs:
+            names = dict(ours)
+            for name, value in theirs.items():
+                here = names.get(name)
+                if here is None:
+                    names[name] = value
+                elif here is not value:
+                    names[name] = either(here, value, node, why)
+            out[key] = names
+    return out
+
+
+def either(one: Value, other: Value, node: cst.CSTNode, why: Why | None) -> Value:
+    """Return a value that stands for either of two, of which a test chooses."""
+    if one == other:
+        return one
+    if why is not None:
+        both = (one, other)
+        if any(isinstance(v, Linear | Item) for v in both):
+            return Bad(why, node)
+        if why is Why.DECIDED and any(isinstance(v, Rows | Draw) for v in both):
+            return Bad(why, node)
+        if all(isinstance(v, Fixed | Count) for v in both) and NONE not in both:
+            return Bad(why, node) if why is Why.DECIDED else Draw()
+    return join(one, other, node)
+
+
+def run_try(run: Run, node: cst.Try, frame: Frame) -> bool:
+    """Run a ``try``; return whether what follows it is reached."""
+    before = dict(run.state)
+    alive = []
+    falls = run.block(node.body, frame)
+    if falls and node.orelse is not None:
+        falls = run.block(node.orelse.body, frame)
+    if falls:
+        alive.append(run.state)
+    for handler in node.handlers:
+        run.state = _merge_two(dict(before), run.state, node, None)
+        if run.block(handler.body, frame):
+            alive.append(run.state)
+    if alive:
+        run.state = merged(alive, node)
+    if node.finalbody is not None and not run.block(node.finalbody.body, frame):
+        return False
+    return bool(alive)
+
+
+def truth_of(value: Value) -> bool | None:
+    """Return whether a value is true, if that is certain."""
+    if isinstance(value, Fixed):
+        return None if value.value is UNSET else bool(value.value)
+    if isinstance(value, Func | Class | Made | Lib):
+        return True if not isinstance(value, Lib | Made) else None
+    if isinstance(value, Ref) and isinstance(value.kind, cst.ClassDef):
+        return True
+    if isinstance(value, Seq):
+        return bool(value.items)
+    return None

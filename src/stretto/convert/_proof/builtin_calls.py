@@ -1,0 +1,198 @@
+"""Calls of functions of Python's own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from stretto.convert._proof.arithmetic import combined, elementwise
+from stretto.convert._proof.attributes import attribute_of
+from stretto.convert._proof.batch_values import (
+    NONE,
+    Bad,
+    Count,
+    Fixed,
+    Item,
+    Iter,
+    Linear,
+    Ref,
+    Rows,
+    Seq,
+    Why,
+    is_of_batch,
+    joined,
+)
+from stretto.convert._proof.containers import items_in, items_of, new_dict, new_list
+
+if TYPE_CHECKING:
+    from stretto.convert._proof.batch_values import Value
+    from stretto.convert._proof.given_arguments import Given
+    from stretto.convert._proof.script_run import Frame, Run
+
+
+def builtin_call(run: Run, name: str, given: Given, frame: Frame) -> Value:
+    """Return the value of a call of a function of Python's own."""
+    node = given.node
+    args = given.args
+    first: Value = args[0] if args else Fixed()
+    if name == "print":
+        return NONE
+    if name == "len":
+        return _length_of(run, first, node)
+    if name in ("range",):
+        counted = next((v for v in args if isinstance(v, Count)), None)
+        return Iter(Item(), samples=True) if counted is not None else Iter(Fixed())
+    if name == "enumerate":
+        items, samples = items_of(run, first, _loop_of(node, run.tree.parent(node)))
+        if len(items) > 1:
+            return Seq(tuple(Seq((Fixed(i), v)) for i, v in enumerate(items)))
+        index: Value = Item() if samples else Fixed()
+        return Iter(Seq((index, joined(items, node))), samples)
+    if name == "zip":
+        if "*" in given.options and len(args) == 1:
+            inner = args[0]
+            if isinstance(inner, Iter):
+                items = (
+                    items_in(run, inner.item, node)
+                    if not isinstance(inner.item, Item)
+                    else [inner.item]
+                )
+                return Iter(Iter(joined(items, node), inner.samples))
+        parts = [items_of(run, v, _loop_of(node, run.tree.parent(node))) for v in args]
+        lengths = {len(items) for items, _ in parts}
+        if lengths and len(lengths) == 1 and max(lengths) > 1:
+            rows = zip(*(items for items, _ in parts), strict=True)
+            return Seq(tuple(Seq(r) for r in rows))
+        samples = any(s for _, s in parts)
+        return Iter(Seq(tuple(joined(items, node) for items, _ in parts)), samples)
+    if name == "sum":
+        return _sum_of(run, first, args, node)
+    if name in ("max", "min"):
+        values = list(args)
+        if len(values) == 1:
+            values = (
+                items_in(run, first, node)
+                if isinstance(first, Seq | Iter | Ref)
+                else [first]
+            )
+        if any(isinstance(v, Linear) for v in values):
+            return Bad(Why.NONLINEAR, node)
+        if isinstance(first, Rows) and len(args) == 1:
+            return Bad(Why.DECIDED, node)
+        return elementwise([*values, Fixed()], node)
+    if name in ("float", "int", "abs", "round", "bool", "complex", "pow"):
+        if isinstance(first, Count) and name in ("float", "int"):
+            return first
+        if name == "float":
+            return number_in(run, first, node)
+        if isinstance(first, Fixed) and name == "int" and isinstance(first.value, int):
+            return first
+        return elementwise(args, node)
+    if name in ("list", "tuple", "sorted", "set", "reversed", "iter", "frozenset"):
+        items, samples = items_of(run, first, node) if args else ([], False)
+        if isinstance(first, Rows) and first.opaque is not None:
+            return first
+        if isinstance(first, Rows) and first.whole:
+            return first
+        made: Value = (
+            Seq(tuple(items)) if not args or len(items) > 1 else Iter(items[0], samples)
+        )
+        if isinstance(first, Seq) and name in ("list", "tuple", "iter"):
+            made = first
+        if isinstance(first, Ref) and first.kind == "list" and name != "set":
+            made = run.items_of_ref(first)
+        if name in ("list", "set", "sorted"):
+            return new_list(run, made, node, frame)
+        return made
+    if name == "next":
+        return items_in(run, first, node)[0] if args else Fixed()
+    if name in ("map", "filter"):
+        items, samples = items_of(run, args[1] if len(args) > 1 else NONE, node)
+        inner = joined(items, node)
+        if name == "filter":
+            return Iter(inner, samples)
+        return Iter(run.call(first, (inner,), {}, node, frame), samples)
+    if name == "getattr" and len(args) > 1:
+        named = args[1]
+        if isinstance(named, Fixed) and isinstance(named.value, str):
+            return attribute_of(run, first, named.value, node)
+        return Fixed()
+    if name == "setattr" and len(args) > 2:
+        named = args[1]
+        if (
+            isinstance(first, Ref)
+            and isinstance(named, Fixed)
+            and isinstance(named.value, str)
+        ):
+            run.set(first.key, named.value, args[2])
+        return NONE
+    if name == "dict":
+        known = {f"k:{k}": v for k, v in given.options.items() if k not in ("**", "*")}
+        if isinstance(first, Ref) and first.kind == "dict":
+            known = {**run.state.get(first.key, {}), **known}
+        elif args:
+            if isinstance(first, Rows):
+                return first
+            known["*"] = joined(items_in(run, first, node), node)
+        return new_dict(run, known, node, frame)
+    if name in ("isinstance", "hasattr", "callable", "issubclass", "type", "id"):
+        return Fixed()
+    if name in ("any", "all"):
+        return first if is_of_batch(first) else Fixed()
+    return Fixed()
+
+
+def _length_of(run: Run, value: Value, node: cst.CSTNode) -> Value:
+    """Return the value of ``len(value)``."""
+    if isinstance(value, Ref):
+        value = run.items_of_ref(value)
+    if isinstance(value, Rows):
+        if value.whole or value.axis not in (0, None):
+            return (
+                Fixed()
+                if value.whole and not value.raw
+                else Count()
+                if value.raw
+                else Fixed()
+            )
+        return Count() if value.even and value.copies == 1 else Count(exact=False)
+    if isinstance(value, Iter) and value.samples:
+        return Count()
+    if isinstance(value, Seq):
+        return Fixed(len(value.items))
+    return Fixed()
+
+
+def _sum_of(
+    run: Run, first: Value, args: tuple[Value, ...], node: cst.CSTNode
+) -> Value:
+    """Return the value of ``sum(values)``."""
+    if isinstance(first, Rows) and first.opaque is None and not first.raw:
+        return Linear(first.degree + 1) if first.axis == 0 else first
+    items, samples = items_of(run, first, node)
+    out: Value = args[1] if len(args) > 1 else Fixed(0)
+    for item in items:
+        out = combined("+", out, item, node)
+    if isinstance(first, Ref) and first.kind == "dict":
+        out = run.items_of_ref(first)
+        out = out.item if isinstance(out, Iter) else out
+    if isinstance(out, Item):
+        return Linear(out.degree + 1)
+    if samples and isinstance(out, Linear):
+        return Bad(Why.UNREAD, node)
+    return out
+
+
+def number_in(run: Run, value: Value, node: cst.CSTNode) -> Value:
+    """Return the number in a tensor, which is reduced over ranks in a step."""
+    if isinstance(value, Linear | Rows | Bad):
+        around = (id(a) for a in run.tree.ancestors(node))
+        if any(a in run.reducing for a in around):
+            return Fixed()
+    return value
+
+
+def _loop_of(node: cst.CSTNode, above: cst.CSTNode | None) -> cst.CSTNode:
+    """Return the loop whose iterable a call is, else the call."""
+    return above if isinstance(above, cst.For) else node

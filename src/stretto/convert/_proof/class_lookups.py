@@ -1,0 +1,109 @@
+"""Methods and attributes of the script's classes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from stretto.convert._proof.batch_values import Fixed, Func, Method
+from stretto.convert._proof.script_run import MODULE
+from stretto.convert._tree import dotted
+
+if TYPE_CHECKING:
+    from stretto.convert._proof.batch_values import Ref, Value
+    from stretto.convert._proof.script_run import Run
+
+
+def object_attribute(run: Run, ref: Ref, name: str, node: cst.CSTNode) -> Value:
+    """Return an attribute of an object of the script."""
+    if isinstance(ref.kind, str):
+        return Method(ref, name)
+    known = run.get(ref.key, name)
+    if known is not None:
+        return known
+    method = method_of(run, ref.kind, name)
+    if method is not None:
+        return bound_method(run, method, ref)
+    if name == "training":
+        return Fixed(value=True)
+    return class_attribute(run, ref.kind, name, ref, node)
+
+
+def bound_method(
+    run: Run, found_method: tuple[cst.FunctionDef, cst.ClassDef], ref: Value
+) -> Value:
+    """Return a method with its receiver, or the value of a property."""
+    method, owner = found_method
+    marks = {dotted(d.decorator) for d in method.decorators}
+    home = MODULE
+    if "staticmethod" in marks:
+        return Func(method, home, None, owner)
+    made = Func(method, home, ref, owner)
+    if marks & {"property", "cached_property", "functools.cached_property"}:
+        return run.call(made, (), {}, method, run.frames[MODULE])
+    return made
+
+
+def class_attribute(
+    run: Run, kind: cst.ClassDef, name: str, ref: Ref | None, node: cst.CSTNode
+) -> Value:
+    """Return an attribute that a class or one of its bases sets."""
+    for owner in _class_line(run, kind):
+        for line in getattr(owner.body, "body", ()):
+            if isinstance(line, cst.FunctionDef) and line.name.value == name:
+                return Func(line, MODULE, None, owner)
+            for small in (
+                getattr(line, "body", ())
+                if isinstance(line, cst.SimpleStatementLine)
+                else ()
+            ):
+                if isinstance(small, cst.Assign) and any(
+                    dotted(t.target) == name for t in small.targets
+                ):
+                    return run.value(small.value, run.frames[MODULE])
+                if (
+                    isinstance(small, cst.AnnAssign)
+                    and dotted(small.target) == name
+                    and small.value is not None
+                ):
+                    return run.value(small.value, run.frames[MODULE])
+    if ref is not None:
+        return Method(ref, name)
+    return Fixed()
+
+
+def _class_line(run: Run, kind: cst.ClassDef) -> list[cst.ClassDef]:
+    """Return a class and its bases in the script, in the order of look-ups."""
+    out = [kind]
+    for node in out:
+        for base in node.bases:
+            name = (dotted(base.value) or "").rpartition(".")[2]
+            other = run.tree.classes.get(name)
+            if other is not None and other not in out:
+                out.append(other)
+    return out
+
+
+def method_of(
+    run: Run, kind: cst.ClassDef, name: str, after: cst.ClassDef | None = None
+) -> tuple[cst.FunctionDef, cst.ClassDef] | None:
+    """Return a method of a class, or of one of its bases ``after`` another."""
+    line = _class_line(run, kind)
+    if after is not None and after in line:
+        line = line[line.index(after) + 1 :]
+    for owner in line:
+        for node in getattr(owner.body, "body", ()):
+            if isinstance(node, cst.FunctionDef) and node.name.value == name:
+                return node, owner
+    return None
+
+
+def library_base(run: Run, kind: cst.ClassDef) -> str:
+    """Return the full name of the class of a library that a class is made from."""
+    for owner in _class_line(run, kind):
+        for base in owner.bases:
+            full = run.tree.full(base.value)
+            if full is not None and full not in run.tree.classes:
+                return full
+    return ""

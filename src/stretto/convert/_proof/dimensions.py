@@ -1,0 +1,184 @@
+"""Shapes of tensors: which dimension is that of the samples, and where it moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from stretto.convert._proof.batch_values import (
+    Bad,
+    Count,
+    Fixed,
+    Iter,
+    Seq,
+    Shape,
+    Why,
+    first_rows,
+)
+from stretto.convert._proof.given_arguments import known_ints
+
+if TYPE_CHECKING:
+    from stretto.convert._proof.batch_values import Rows, Value
+    from stretto.convert._proof.given_arguments import Given
+
+
+def is_sample_dim(dim: int, on: Rows) -> bool:
+    """Return whether a dimension is that of the samples."""
+    if on.axis is None:
+        return False
+    if dim < 0 and on.ndim is None:
+        return on.thin and dim == -1 and on.axis == 0
+    if dim < 0:
+        return on.ndim is not None and dim + on.ndim == on.axis
+    return dim == on.axis
+
+
+def without_dims(on: Rows, dims: list[int]) -> Rows:
+    """Return a tensor without dimensions that are not of samples."""
+    axis, ndim = on.axis, on.ndim
+    if axis is not None:
+        axis -= sum(1 for d in dims if 0 <= d < on.axis) if on.axis else 0
+        if ndim is not None and on.axis:
+            axis -= sum(1 for d in dims if d < 0 and d + ndim < on.axis)
+    return replace(
+        on,
+        axis=axis,
+        ndim=None if ndim is None else max(ndim - len(dims), 1),
+        raw=False,
+        whole=False,
+        kind="",
+    )
+
+
+def _resolved(dim: int, ndim: int | None) -> int | None:
+    """Return a dimension counted from the front, if that is known."""
+    if dim >= 0:
+        return dim
+    return None if ndim is None else dim + ndim
+
+
+def _reshaped(on: Rows, sizes: list[Value], node: cst.CSTNode) -> Value:
+    """Return a tensor with another shape."""
+    if len(sizes) == 1:
+        if isinstance(sizes[0], Shape):
+            of = sizes[0].of
+            return replace(on, axis=of.axis, ndim=of.ndim, raw=False, whole=False)
+        if isinstance(sizes[0], Seq):
+            sizes = list(sizes[0].items)
+        elif isinstance(sizes[0], Iter) or not isinstance(sizes[0], Fixed | Count):
+            return replace(on, ndim=None, raw=False, whole=False)
+    new = replace(on, ndim=len(sizes), raw=False, whole=False, thin=False)
+    counts = [i for i, s in enumerate(sizes) if isinstance(s, Count)]
+    if counts:
+        return replace(new, axis=counts[0])
+    free = [i for i, s in enumerate(sizes) if known_ints(s) == [-1]]
+    if any(isinstance(s, Iter) for s in sizes):
+        return replace(on, ndim=None, raw=False, whole=False)
+    if free == [0]:
+        return replace(new, axis=0)
+    if free and all(known_ints(s) == [1] for s in sizes[: free[0]]):
+        return replace(new, axis=free[0])
+    if on.axis == 0 and sizes and known_ints(sizes[0]) != [1]:
+        return replace(new, axis=0)  # a batch size, which becomes this rank's
+    return replace(new, axis=None)
+
+
+def moved_dims(name: str, on: Rows, given: Given) -> Value | None:
+    """Return what a function that changes a shape makes of a tensor."""
+    rest = list(given.args[1:])
+    plain = replace(on, raw=False, whole=False, thin=False)
+    dims = known_ints(Seq(tuple(rest))) if rest else None
+    named = known_ints(given.options.get("dim"))
+    dims = dims if named is None else named
+    if name in ("view", "reshape", "view_as", "reshape_as", "unflatten"):
+        if name.endswith("_as"):
+            of = first_rows(rest)
+            return plain if of is None else replace(plain, axis=of.axis, ndim=of.ndim)
+        return _reshaped(on, rest, given.node)
+    if name in ("flatten", "ravel"):
+        start = given.get("start_dim", 1)
+        first = (known_ints(start) or [0])[0] if start is not None else 0
+        if first == 0:
+            return replace(plain, axis=0, ndim=1)
+        ndim = 2 if first == 1 and given.get("end_dim", 2) is None else None
+        return replace(plain, ndim=ndim)
+    if name in ("squeeze", "squeeze_"):
+        if dims is None:
+            axis = 0 if on.axis is not None else None
+            if on.ndim == 1:
+                return plain
+            return replace(plain, axis=axis, ndim=None, thin=True)
+        at = _resolved(dims[0], on.ndim)
+        ndim = None if on.ndim is None else on.ndim - 1
+        if on.ndim is None and at in (None, 1):
+            return replace(plain, ndim=None, thin=at == 1 and on.axis == 0)
+        below = at is not None and on.axis is not None and at < on.axis
+        if below and on.axis is not None:
+            return replace(plain, axis=on.axis - 1, ndim=ndim)
+        return replace(plain, ndim=ndim)
+    if name in ("unsqueeze", "unsqueeze_"):
+        ndim = None if on.ndim is None else on.ndim + 1
+        at = dims[0] if dims else None
+        if at is not None and at < 0:
+            at = None if ndim is None else at + ndim
+        if at is not None and on.axis is not None and at <= on.axis:
+            return replace(plain, axis=on.axis + 1, ndim=ndim)
+        return replace(plain, ndim=ndim)
+    if name in ("transpose", "swapaxes", "transpose_", "swapdims"):
+        if dims is None or len(dims) != 2 or on.axis is None:
+            return replace(plain, axis=None if dims is None else on.axis)
+        a, b = (_resolved(d, on.ndim) for d in dims)
+        if on.axis == a:
+            return replace(plain, axis=b)
+        return replace(plain, axis=a if on.axis == b else on.axis)
+    if name in ("t", "T", "adjoint"):
+        if on.axis is None:
+            return plain
+        if on.ndim == 1:
+            return plain
+        last = 2 if on.ndim is None else on.ndim
+        return replace(plain, axis=last - 1 - on.axis, ndim=last)
+    if name in ("mT", "H", "mH"):
+        return plain
+    if name in ("permute", "movedim"):
+        if dims is None or on.axis is None or name == "movedim":
+            return replace(plain, axis=None)
+        if on.axis in dims:
+            return replace(plain, axis=dims.index(on.axis), ndim=len(dims))
+        back = on.axis - len(dims)
+        at = dims.index(back) if back in dims else None
+        return replace(plain, axis=at, ndim=len(dims))
+    if name in ("expand", "expand_as", "repeat", "tile", "broadcast_to"):
+        if name == "expand_as" or not rest:
+            of = first_rows(rest)
+            return replace(plain, ndim=None if of is None else of.ndim)
+        sizes = list(rest[0].items) if isinstance(rest[0], Seq) else rest
+        if len(rest) == 1 and isinstance(rest[0], Shape | Iter):
+            return replace(plain, ndim=None)
+        ndim = len(sizes)
+        if on.ndim is not None and on.axis is not None:
+            return replace(plain, axis=on.axis + ndim - on.ndim, ndim=ndim)
+        counts = [i for i, s in enumerate(sizes) if isinstance(s, Count)]
+        across = [i for i in counts if i != on.axis]
+        repeats = name in ("repeat", "tile") and on.axis is not None
+        if repeats and (across or (counts and name == "repeat")):
+            return Bad(Why.ACROSS, given.node)
+        return replace(plain, ndim=ndim)
+    if name == "repeat_interleave":
+        return replace(plain, ndim=plain.ndim)
+    return None
+
+
+def size_of(on: Rows, dim: int) -> Value:
+    """Return the size of one dimension of a tensor."""
+    if is_sample_dim(dim, on) or (on.axis is None and dim == 0):
+        return (
+            Count()
+            if on.even and on.copies == 1
+            else Count(exact=False)
+            if on.even
+            else Bad(Why.SELECTED, on.opaque or cst.Name("x"))
+        )
+    return Fixed()

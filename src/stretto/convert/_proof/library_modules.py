@@ -1,0 +1,140 @@
+"""Calls of networks and layers that a library made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from stretto.convert._proof.arithmetic import elementwise
+from stretto.convert._proof.batch_values import (
+    UNSET,
+    Alt,
+    Bad,
+    Draw,
+    Fixed,
+    Item,
+    Linear,
+    Made,
+    Rows,
+    Seq,
+    Why,
+    first_bad,
+    first_rows,
+    with_elements,
+)
+from stretto.convert._proof.dimensions import is_sample_dim, without_dims
+from stretto.convert._proof.given_arguments import known_ints
+from stretto.convert._proof.known_names import TRUSTED, TRUSTED_LOSSES
+from stretto.convert._proof.tensor_losses import made_loss
+
+if TYPE_CHECKING:
+    from stretto.convert._proof.batch_values import Value
+    from stretto.convert._proof.given_arguments import Given
+
+
+_ROWWISE_PACKAGES = ("torchvision", "timm", "torchaudio", "lpips", "kornia", "torch")
+"""Packages whose networks return a row for each sample."""
+
+
+_RECURRENT = ("RNN", "LSTM", "GRU")
+
+
+_ATTENDING = (
+    "MultiheadAttention",
+    "Transformer",
+    "TransformerEncoder",
+    "TransformerDecoder",
+    "TransformerEncoderLayer",
+    "TransformerDecoderLayer",
+)
+
+
+def module_call(made: Made, given: Given, *, trusted: bool) -> Value:
+    """Return what an object that a library made returns for its arguments."""
+    known = made_loss(made, given)
+    if known is not None:
+        return known
+    node = given.node
+    full, last = made.name, made.name.rpartition(".")[2]
+    values = with_elements(given.all)
+    if full in TRUSTED_LOSSES:
+        return Linear(0) if first_rows(values) is not None else Fixed(grad=True)
+    if (bad := first_bad(values)) is not None:
+        return bad
+    if any(isinstance(v, Item) for v in values):
+        return Item()
+    own = first_rows([made])
+    rows = first_rows(given.args[:1]) or first_rows(values)
+    if rows is None:
+        if any(isinstance(v, Linear) for v in values):
+            return Bad(Why.NONLINEAR, node)
+        if own is not None:
+            return replace(own, raw=False, whole=False, opaque=node)
+        return Draw() if any(isinstance(v, Draw) for v in values) else Fixed(grad=True)
+    if full.startswith("torch.nn."):
+        return _layer_call(made, last, rows, given)
+    if rows.shifted is not None:
+        return Bad(Why.ACROSS, rows.shifted)
+    if full.startswith(_ROWWISE_PACKAGES) and "detection" not in full:
+        return replace(rows, ndim=None, raw=False, whole=False, kind="", opaque=None)
+    is_trusted = trusted or full.startswith(TRUSTED)
+    return Rows(
+        opaque=node, trusted=is_trusted, axis=rows.axis or 0, copies=rows.copies
+    )
+
+
+def _layer_call(made: Made, last: str, rows: Rows, given: Given) -> Value:
+    """Return what a layer of torch returns for a tensor of samples."""
+    node = given.node
+    if rows.shifted is not None:
+        return Bad(Why.ACROSS, rows.shifted)
+    out = replace(rows, raw=False, whole=False, kind="")
+    first = made.option("batch_first")
+    if last in ("TransformerEncoder", "TransformerDecoder") and made.args:
+        inner = made.args[0]
+        layers = inner.values if isinstance(inner, Alt) else (inner,)
+        options = [v.option("batch_first") for v in layers if isinstance(v, Made)]
+        first = options[0] if options else Fixed()
+    is_first = isinstance(first, Fixed) and first.value is True
+    unknown = isinstance(first, Fixed) and first.value is UNSET
+    if last in (*_RECURRENT, *_ATTENDING):
+        recurrent = last in _RECURRENT
+        known = rows.axis == 0 and rows.ndim != 2
+        given_rows = recurrent or first_rows(given.args[:1]) is not None
+        if known and not is_first and not unknown and given_rows:
+            bad = Bad(Why.ACROSS, node)
+            several = recurrent or last == "MultiheadAttention"
+            return Seq((bad, bad)) if several else bad
+        state: Value = replace(out, axis=1 if out.axis is not None else None, ndim=None)
+        if last == "LSTM":
+            return Seq((out, Seq((state, state))))
+        if recurrent:
+            return Seq((out, state))
+        return Seq((out, out)) if last == "MultiheadAttention" else out
+    if last == "LSTMCell":
+        return Seq((out, out))
+    if last in ("Softmax", "LogSoftmax", "Softmin", "GLU"):
+        dims = known_ints(made.option("dim", 0)) or [1 if last != "GLU" else -1]
+        return (
+            Bad(Why.ACROSS, node) if any(is_sample_dim(d, out) for d in dims) else out
+        )
+    if last == "LayerNorm" and out.ndim is not None and out.axis == out.ndim - 1:
+        return Bad(Why.ACROSS, node)
+    if last in ("CosineSimilarity", "PairwiseDistance"):
+        both = elementwise(given.args[:2], node)
+        return without_dims(both, [1]) if isinstance(both, Rows) else both
+    if last == "Flatten":
+        start = known_ints(made.option("start_dim", 0)) or [1]
+        return replace(out, axis=0, ndim=1) if start[0] == 0 else replace(out, ndim=2)
+    if last == "Embedding":
+        return replace(out, ndim=None if out.ndim is None else out.ndim + 1)
+    if last in ("Bilinear",):
+        return elementwise(given.args, node)
+    if last == "AdaptiveLogSoftmaxWithLoss":
+        return Seq((out, Linear(0)))
+    if last in ("Identity", "Linear", "Dropout", "ReLU", "BatchNorm1d"):
+        return out
+    return replace(
+        out,
+        ndim=out.ndim if last.startswith(("Conv", "BatchNorm", "Max", "Avg")) else None,
+    )

@@ -1,0 +1,135 @@
+"""Loops, and what loops over samples add up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from stretto.convert._job import WRAPPERS
+from stretto.convert._proof.batch_values import (
+    Bad,
+    Fixed,
+    Item,
+    Iter,
+    Linear,
+    Rows,
+    Seq,
+    Why,
+    is_of_batch,
+)
+from stretto.convert._proof.branches import merged
+from stretto.convert._proof.containers import items_of
+from stretto.convert._proof.script_run import Loop
+from stretto.convert._proof.targets import bind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.convert._proof.batch_values import Value
+    from stretto.convert._proof.script_run import Frame, Run, State
+
+
+def run_for(run: Run, node: cst.For, frame: Frame) -> bool:
+    """Run a ``for`` loop; return whether what follows it is reached."""
+    over = run.value(node.iter, frame)
+    trains = id(node) in run.training
+    if trains:
+        over = _batches_of(run, node, over)
+    items, samples = items_of(run, over, node, whole=trains)
+    run.in_step += trains
+    falls = _repeat(run, node, items, frame, samples=samples)
+    run.in_step -= trains
+    return falls
+
+
+def _batches_of(run: Run, node: cst.For, over: Value) -> Value:
+    """Return the batches that a training loop takes, as its text says."""
+    if isinstance(over, Iter) and is_of_batch(over.item):
+        return over
+    return _batches_by_text(run, node.iter)
+
+
+def _batches_by_text(run: Run, node: cst.BaseExpression) -> Value:
+    """Return what an expression for batches yields, as its text says."""
+    batch = Rows(raw=True, whole=True)
+    full = run.tree.called(node)
+    if isinstance(node, cst.Call) and full in WRAPPERS and node.args:
+        inner = _batches_by_text(run, node.args[0].value)
+        item = inner.item if isinstance(inner, Iter) else batch
+        if full == "enumerate":
+            return Iter(Seq((Fixed(), item)))
+        if full == "zip":
+            parts = [_batches_by_text(run, a.value) for a in node.args]
+            return Iter(
+                Seq(tuple(p.item if isinstance(p, Iter) else batch for p in parts))
+            )
+        return inner
+    if full in ("range", "trange"):
+        return Iter(Fixed())
+    return Iter(batch)
+
+
+def run_while(run: Run, node: cst.While, frame: Frame) -> bool:
+    """Run a ``while`` loop; return whether what follows it is reached."""
+    trains = id(node) in run.training
+    run.in_step += trains
+    run.value(node.test, frame)
+    falls = _repeat(run, node, [], frame, samples=False)
+    run.in_step -= trains
+    return falls
+
+
+def _repeat(
+    run: Run,
+    node: cst.For | cst.While,
+    items: Sequence[Value],
+    frame: Frame,
+    *,
+    samples: bool,
+) -> bool:
+    """Run a loop's body for its items, or until nothing changes."""
+    loop = Loop(samples=samples)
+    before = dict(run.state)
+    run.loops.append(loop)
+    once = len(items) > 1
+    for turn in range(max(len(items), 3)):
+        if once and turn >= len(items):
+            break
+        entry = run.state
+        run.state = dict(entry)
+        if isinstance(node, cst.For):
+            bind(run, node.target, items[turn if once else 0], frame)
+        falls = run.block(node.body, frame)
+        exits = [*loop.continues, *([run.state] if falls else [])]
+        loop.continues = []
+        if once:
+            if not exits:
+                break
+            run.state = merged(exits, node)
+            continue
+        run.state = merged([entry, *exits], node)
+        if turn and run.state == entry:
+            break
+    run.loops.pop()
+    run.state = merged([run.state, *loop.breaks], node)
+    if samples:
+        _settle_sums(run, loop, before, node)
+    if node.orelse is not None:
+        return run.block(node.orelse.body, frame)
+    return True
+
+
+def _settle_sums(run: Run, loop: Loop, before: State, node: cst.CSTNode) -> None:
+    """Make what a loop over samples has added up a sum over them."""
+    for key, names in list(run.state.items()):
+        if names is before.get(key):
+            continue
+        new = dict(names)
+        for name, value in names.items():
+            if isinstance(value, Item) and before.get(key, {}).get(name) != value:
+                summed = (key, name) in loop.added
+                new[name] = (
+                    Linear(value.degree + 1) if summed else Bad(Why.ACROSS, node)
+                )
+        run.state[key] = new

@@ -1,0 +1,200 @@
+"""Calls of methods of values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from stretto.convert._flow import SAME_OBJECT
+from stretto.convert._proof.arithmetic import elementwise
+from stretto.convert._proof.attributes import attribute_of
+from stretto.convert._proof.batch_values import (
+    NONE,
+    UNSET,
+    Alt,
+    Bad,
+    Class,
+    Count,
+    Fixed,
+    Func,
+    Iter,
+    Lib,
+    Made,
+    Ref,
+    Rows,
+    Seq,
+    Shape,
+    Why,
+    first_bad,
+    first_rows,
+    is_of_batch,
+    joined,
+)
+from stretto.convert._proof.builtin_calls import number_in
+from stretto.convert._proof.class_lookups import method_of
+from stretto.convert._proof.containers import batch_of, container_method, is_loader
+from stretto.convert._proof.given_arguments import as_call
+from stretto.convert._proof.known_names import PASSING, TENSOR_NAMES, TRUSTED
+from stretto.convert._proof.objects import object_method
+from stretto.convert._proof.script_run import MODULE
+from stretto.convert._proof.targets import bind_again
+from stretto.convert._proof.tensor_functions import tensor_function
+from stretto.convert._proof.tensor_methods import tensor_method
+from stretto.convert._tree import dotted
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from stretto.convert._proof.batch_values import Value
+    from stretto.convert._proof.given_arguments import Given
+    from stretto.convert._proof.script_run import Frame, Run
+
+
+def method_call(
+    run: Run,
+    on: Value,
+    name: str,
+    args: tuple[Value, ...],
+    options: Mapping[str, Value],
+    node: cst.CSTNode,
+    frame: Frame,
+) -> Value:
+    """Return the value of a call of a method."""
+    if isinstance(on, Alt):
+        return joined(
+            [method_call(run, v, name, args, options, node, frame) for v in on.values],
+            node,
+        )
+    if isinstance(on, Lib):
+        if on.name == "super":
+            return Fixed()
+        return run.call(Lib(f"{on.name}.{name}"), args, options, node, frame)
+    call = as_call(node)
+    given = run.given(call, args, options)
+    if isinstance(on, Ref):
+        if isinstance(on.kind, cst.ClassDef):
+            return object_method(run, on, name, given, frame)
+        return container_method(run, on, name, given, frame)
+    if isinstance(on, Class):
+        func = attribute_of(run, on, name, node)
+        if func == Fixed() and name == "apply":
+            method = method_of(run, on.node, "forward")
+            if method is not None:
+                return run.call(
+                    Func(method[0], MODULE, Fixed(), method[1]),
+                    args,
+                    options,
+                    node,
+                    frame,
+                )
+        if isinstance(func, Func) and "classmethod" in {
+            dotted(d.decorator) for d in getattr(func.node, "decorators", ())
+        }:
+            func = replace(func, receiver=on)
+        return run.call(func, args, options, node, frame)
+    if isinstance(on, Made):
+        return _made_method(run, on, name, given, frame)
+    if isinstance(on, Seq | Iter):
+        if name in ("items", "values", "keys"):
+            return on
+        if name in ("to", "cuda", "view", "float"):
+            return on
+        if isinstance(on, Iter) and name in ("append", "extend"):
+            return NONE
+        known = tensor_method(name, replace(given, args=(on, *args)))
+        return known if known is not None else on
+    if isinstance(on, Rows) and (on.raw or on.opaque is not None):
+        if name == "items":
+            return Iter(Seq((Fixed(), replace(on, whole=False))))
+        if name in ("values", "get", "pop"):
+            part = replace(on, whole=False)
+            return Iter(part) if name == "values" else part
+        if name in ("keys",):
+            return Iter(Fixed())
+    if isinstance(on, Func):
+        return run.unread(node, list(args))
+    if isinstance(on, Shape):
+        return Count(exact=False) if name == "numel" else Fixed()
+    if name == "item":
+        return number_in(run, on, node)
+    if name in ("tolist", "numpy") and isinstance(on, Rows):
+        return on
+    values = tuple(run.items_of_ref(v) if isinstance(v, Ref) else v for v in args)
+    opts = {
+        k: run.items_of_ref(v) if isinstance(v, Ref) else v for k, v in options.items()
+    }
+    if name == "apply_" or (name == "apply" and args):
+        return run.unread(node, [on, *args[1:]])
+    whole = replace(given, args=(on, *values), options=opts)
+    if (
+        isinstance(on, Fixed)
+        and on.value is UNSET
+        and is_of_batch(Seq(tuple(whole.all[1:])))
+    ):
+        if name in PASSING:
+            return next((v for v in values if is_of_batch(v)), Fixed())
+        if name not in TENSOR_NAMES:
+            return run.unread(node, whole.all)
+    known = tensor_method(name, whole)
+    if known is not None:
+        if (
+            name.endswith("_")
+            and not name.startswith("_")
+            and isinstance(call.func, cst.Attribute)
+        ):
+            bind_again(run, call.func.value, known, frame)
+        return known
+    if isinstance(on, Rows) and not on.raw and on.opaque is None:
+        return Bad(Why.UNREAD, node)
+    return run.unread(node, whole.all)
+
+
+def _made_method(run: Run, on: Made, name: str, given: Given, frame: Frame) -> Value:
+    """Return the value of a call of a method of what a library made."""
+    if name in SAME_OBJECT or name in ("compile", "requires_grad_", "manual_seed"):
+        return on
+    if name in (
+        "parameters",
+        "named_parameters",
+        "modules",
+        "named_modules",
+        "state_dict",
+    ):
+        return (
+            Iter(Fixed(grad=True))
+            if name == "parameters"
+            else Iter(Seq((Fixed(), Fixed(grad=True))))
+        )
+    if name in PASSING:
+        return next((v for v in given.all if is_of_batch(v)), Fixed())
+    own = first_rows([on])
+    if own is not None and on.name.startswith(("torch.distributions", "torch.nn")):
+        return elementwise([own, *given.all], given.node)
+    if is_loader(run, on):
+        return batch_of(run, on) if name in ("next", "__next__") else Fixed()
+    if on.name.startswith("torch.distributions") and name in ("sample", "rsample"):
+        return (
+            tensor_function(
+                "torch.randn", replace(given, args=given.args or (Fixed(1),))
+            )
+            or Fixed()
+        )
+    if on.name.startswith("torch.distributions"):
+        return elementwise(given.all, given.node)
+    values = [run.items_of_ref(v) if isinstance(v, Ref) else v for v in given.all]
+    if not is_of_batch(Seq(tuple(values))):
+        if first_rows([on]) is None:
+            return Made(
+                f"{on.name}.{name}",
+                given.node,
+                given.args,
+                tuple(given.options.items()),
+            )
+        return Fixed(grad=True)
+    if (bad := first_bad(values)) is not None:
+        return bad
+    if on.name.startswith(TRUSTED):
+        return Rows(opaque=given.node, trusted=True)
+    return run.unread(given.node, values)

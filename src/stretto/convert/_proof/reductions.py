@@ -1,0 +1,140 @@
+"""Functions of torch that combine the elements of a dimension, or of all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from stretto.convert._proof.arithmetic import elementwise, rows_with_rows
+from stretto.convert._proof.batch_values import Bad, Fixed, Linear, Rows, Seq, Why
+from stretto.convert._proof.dimensions import is_sample_dim, without_dims
+from stretto.convert._proof.given_arguments import known_ints
+
+if TYPE_CHECKING:
+    from stretto.convert._proof.batch_values import Value
+    from stretto.convert._proof.given_arguments import Given
+
+
+_DEFAULT_DIMS = {
+    "normalize": 1,
+    "glu": -1,
+    "gumbel_softmax": -1,
+    "argsort": -1,
+    "sort": -1,
+    "topk": -1,
+    "kthvalue": -1,
+    "softmax": 1,
+    "log_softmax": 1,
+    "softmin": 1,
+    "diff": -1,
+    "flipud": 0,
+    "fliplr": 1,
+}
+
+
+_DIM_PLACES = {
+    "gumbel_softmax": 5,
+    "normalize": 2,
+    "topk": 1,
+    "kthvalue": 1,
+    "norm": 1,
+    "vector_norm": 2,
+    "roll": 1,
+    "quantile": 1,
+    "matrix_norm": 99,
+    "diff": 1,
+}
+"""Place of the dimension after the tensor, if it is not the first."""
+
+
+def reduced(name: str, on: Rows, given: Given) -> Value:
+    """Return what ``mean``, ``sum`` and similar functions make of a tensor."""
+    node = given.node
+    place = _DIM_PLACES.get(name, 0) + 1
+    dim = given.get("dim", place) or given.get("axis")
+    if name in ("max", "min") and isinstance(dim, Rows):
+        return elementwise(given.args, node)
+    if name == "norm" and "dim" not in given.options and len(given.args) < 3:
+        dim = None
+    dims = known_ints(dim)
+    known = dims is not None or (isinstance(dim, Fixed) and dim.value is not None)
+    over_all = dim is None or (isinstance(dim, Fixed) and dim.value is None)
+    keep = given.get("keepdim", place + 1) or given.get("keepdims")
+    kept = isinstance(keep, Fixed) and keep.value is True
+    pair = not over_all and name in ("max", "min", "median", "mode", "kthvalue")
+    if over_all or (dims is not None and any(is_sample_dim(d, on) for d in dims)):
+        if name in ("mean", "nanmean") and on.copies:
+            if on.opaque is not None and not on.trusted and _is_loss_name(on.opaque):
+                return Bad(Why.UNREAD, on.opaque)
+            if not on.even or name == "nanmean":
+                return Bad(Why.SELECTED, node)
+            return Linear(on.degree)
+        if name in ("sum", "nansum"):
+            return Linear(on.degree + 1)
+        bad = Bad(Why.ACROSS, node)
+        return Seq((bad, bad)) if pair else bad
+    if on.shifted is not None and name not in ("mean", "sum"):
+        return Bad(Why.ACROSS, on.shifted)
+    if not known and dims is None and on.axis is not None:
+        return replace(on, raw=False, whole=False, kind="")
+    if name not in ("mean", "sum", "nansum") and on.degree:
+        return Bad(Why.NONLINEAR, node)
+    out = replace(on, raw=False, whole=False, kind="")
+    if not kept and dims is not None:
+        out = without_dims(on, dims)
+    if name in ("all", "any"):
+        out = replace(out, kind="bool")
+    return Seq((out, out)) if pair else out
+
+
+def _is_loss_name(node: cst.CSTNode) -> bool:
+    """Return whether a call is, by its name, of a loss."""
+    if not isinstance(node, cst.Call):
+        return False
+    func = node.func
+    name = ""
+    if isinstance(func, cst.Name):
+        name = func.value
+    elif isinstance(func, cst.Attribute):
+        name = func.attr.value
+    name = name.lower()
+    return any(word in name for word in ("loss", "criteri", "crit", "objective"))
+
+
+def along_dim(name: str, on: Rows, given: Given) -> Value:
+    """Return what a function along one dimension makes of a tensor."""
+    node = given.node
+    place = _DIM_PLACES.get(name, 0) + 1
+    dim = given.get("dim", place) or given.get("dims", place) or given.get("axis")
+    dims = known_ints(dim)
+    if dims is None:
+        default = _DEFAULT_DIMS.get(name)
+        dims = [default] if default is not None and dim is None else []
+    pair = name in ("sort", "topk", "kthvalue")
+    if any(is_sample_dim(d, on) for d in dims):
+        if name in ("flip", "roll", "argsort", "sort", "index_select", "flipud"):
+            order = replace(on, kind="order", raw=False, whole=False)
+            if name == "argsort":
+                return order
+            if name == "sort" and on.raw:
+                return Seq((on, order))
+            if name == "sort":
+                return Seq((Bad(Why.ACROSS, node), order))
+        bad = Bad(Why.ACROSS, node)
+        return Seq((bad, bad)) if pair else bad
+    if name not in ("flip", "roll", "cumsum"):
+        if on.shifted is not None:
+            return Bad(Why.ACROSS, on.shifted)
+        if on.degree:
+            return Bad(Why.NONLINEAR, node)
+    out: Value = replace(on, raw=False, whole=False, kind="")
+    if name.startswith(("gather", "scatter", "index", "take")):
+        others = [v for v in given.args[1:] if isinstance(v, Rows)]
+        for other in others:
+            if isinstance(out, Rows):
+                out = rows_with_rows("?", out, replace(other, ndim=out.ndim), node)
+    if name == "kthvalue" and isinstance(out, Rows):
+        out = without_dims(out, dims)
+    return Seq((out, out)) if pair else out

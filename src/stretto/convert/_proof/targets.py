@@ -1,0 +1,136 @@
+"""Assignments to names, attributes and elements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from stretto.convert._proof.arithmetic import elementwise
+from stretto.convert._proof.batch_values import (
+    UNSET,
+    Alt,
+    Bad,
+    Class,
+    Fixed,
+    Item,
+    Iter,
+    Lib,
+    Linear,
+    Made,
+    Ref,
+    Rows,
+    Seq,
+    Shape,
+    Why,
+    is_of_batch,
+    join,
+    joined,
+)
+from stretto.convert._proof.containers import extend, items_of
+from stretto.convert._proof.dimensions import size_of
+from stretto.convert._proof.subscripts import index_values
+
+if TYPE_CHECKING:
+    from stretto.convert._proof.batch_values import Value
+    from stretto.convert._proof.script_run import Frame, Run
+
+
+def bind(run: Run, target: cst.BaseExpression, value: Value, frame: Frame) -> None:
+    """Assign a value to a target."""
+    if isinstance(target, cst.Name):
+        run.assign(target.value, value, frame)
+    elif isinstance(target, cst.Tuple | cst.List):
+        parts = _unpacked(run, value, target)
+        for element, part in zip(target.elements, parts, strict=False):
+            bind(run, element.value, part, frame)
+    elif isinstance(target, cst.Attribute):
+        on = run.value(target.value, frame)
+        for ref in on.values if isinstance(on, Alt) else (on,):
+            if isinstance(ref, Ref):
+                run.set(ref.key, target.attr.value, value)
+            elif isinstance(ref, Class):
+                run.set(run.key("class", id(ref.node)), target.attr.value, value)
+    elif isinstance(target, cst.Subscript):
+        _store(run, target, value, frame)
+
+
+def _unpacked(run: Run, value: Value, target: cst.Tuple | cst.List) -> list[Value]:
+    """Return the values of the names that a value is unpacked into."""
+    count = len(target.elements)
+    starred = [isinstance(e, cst.StarredElement) for e in target.elements]
+    if isinstance(value, Alt):
+        parts = [_unpacked(run, v, target) for v in value.values]
+        return [joined(p, target) for p in zip(*parts, strict=False)]
+    if isinstance(value, Ref):
+        value = run.items_of_ref(value)
+    if isinstance(value, Seq) and not any(starred):
+        known = list(value.items)
+        return known + [Fixed()] * (count - len(known))
+    if isinstance(value, Shape):
+        return [size_of(value.of, i) for i in range(count)]
+    if isinstance(value, Rows):
+        if value.raw or value.opaque is not None:
+            part: Value = replace(value, whole=False)
+            return [part] * count
+        inner, _ = items_of(run, value, target)
+        return [inner[0]] * count
+    if isinstance(value, Iter):
+        return [value.item] * count
+    if isinstance(value, Seq):
+        return [joined(value.items, target)] * count
+    if isinstance(value, Item | Linear | Bad):
+        return [value] * count
+    return [Fixed()] * count
+
+
+def _store(run: Run, target: cst.Subscript, value: Value, frame: Frame) -> None:
+    """Assign a value to an element."""
+    on = run.value(target.value, frame)
+    index = index_values(run, target, frame)
+    if isinstance(on, Ref) and on.kind == "dict":
+        name = index[0].value if index and isinstance(index[0], Fixed) else UNSET
+        if isinstance(name, str):
+            run.set(on.key, f"k:{name}", value)
+        else:
+            old = run.get(on.key, "*")
+            run.set(on.key, "*", value if old is None else join(old, value, target))
+    elif isinstance(on, Ref) and on.kind == "list":
+        extend(run, on, [value], target)
+    elif isinstance(on, Ref | Made | Lib | Class):
+        return
+    else:
+        mixed = _stored(on, value, [*index], target)
+        bind_again(run, target.value, mixed, frame)
+
+
+def _stored(on: Value, value: Value, index: list[Value], node: cst.CSTNode) -> Value:
+    """Return a tensor after some of its elements were set."""
+    parts = [v for v in (on, value, *index) if is_of_batch(v)]
+    if not parts:
+        return on
+    if any(isinstance(i, Item) for i in index) and not isinstance(on, Rows):
+        return Rows()
+    if isinstance(value, Linear):
+        return Bad(Why.ACROSS, node) if isinstance(on, Rows) else value
+    if isinstance(on, Rows) and isinstance(value, Fixed):
+        return on
+    if isinstance(on, Fixed) and isinstance(value, Rows):
+        if any(isinstance(i, Rows) and i.kind != "order" for i in index):
+            return Bad(Why.ACROSS, node)  # a memory of samples
+        return replace(value, axis=None if index else value.axis, ndim=None)
+    return elementwise([on, value], node)
+
+
+def bind_again(
+    run: Run, target: cst.BaseExpression, value: Value, frame: Frame
+) -> None:
+    """Assign to a variable what a call or an assignment has changed in place."""
+    if isinstance(target, cst.Name | cst.Attribute):
+        if isinstance(target, cst.Attribute) and target.attr.value in (
+            "data",
+            "grad",
+        ):
+            return
+        bind(run, target, value, frame)

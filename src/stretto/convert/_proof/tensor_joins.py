@@ -1,0 +1,168 @@
+"""Functions of torch that join, divide or multiply tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from stretto.convert._proof.arithmetic import combined, elementwise, rows_with_rows
+from stretto.convert._proof.batch_values import (
+    UNSET,
+    Alt,
+    Bad,
+    Count,
+    Fixed,
+    Item,
+    Iter,
+    Linear,
+    Rows,
+    Seq,
+    Why,
+    first_bad,
+    joined,
+    with_elements,
+)
+from stretto.convert._proof.dimensions import is_sample_dim, without_dims
+from stretto.convert._proof.given_arguments import known_ints
+
+if TYPE_CHECKING:
+    import libcst as cst
+
+    from stretto.convert._proof.batch_values import Value
+    from stretto.convert._proof.given_arguments import Given
+
+
+def joined_along(name: str, given: Given) -> Value | None:
+    """Return what ``cat`` and ``stack`` make of a tuple or a list."""
+    parts = given.get("tensors", 0)
+    node = given.node
+    dim = given.get("dim", 1) or given.get("axis")
+    at = (known_ints(dim) or [0])[0] if dim is not None else 0
+    if isinstance(dim, Fixed) and dim.value is UNSET:
+        at = 1
+    if isinstance(parts, Alt):
+        return joined(
+            [
+                joined_along(
+                    name,
+                    replace(
+                        given,
+                        args=(v, *given.args[1:]),
+                        options={"dim": dim or Fixed(0)},
+                    ),
+                )
+                or Fixed()
+                for v in parts.values
+            ],
+            node,
+        )
+    if isinstance(parts, Iter):
+        item = parts.item
+        if isinstance(item, Item):
+            return Rows(degree=item.degree)
+        values: tuple[Value, ...] = (item,)
+        several = True
+    elif isinstance(parts, Seq):
+        values, several = parts.items, len(parts.items) != 1
+    elif isinstance(parts, Rows):
+        return replace(parts, raw=False, whole=False)
+    else:
+        return None
+    if (bad := first_bad(values)) is not None:
+        return bad
+    rows = [v for v in with_elements(values) if isinstance(v, Rows)]
+    if not rows:
+        linear = [v for v in values if isinstance(v, Linear)]
+        if linear:
+            same = all(v == linear[0] for v in linear)
+            return linear[0] if same else Linear(linear[0].degree, mixed=True)
+        return Fixed(grad=any(isinstance(v, Fixed) and v.grad for v in values))
+    if any(isinstance(v, Linear) for v in values):
+        return Bad(Why.UNREAD, node)
+    first: Value = rows[0]
+    for other in rows[1:]:
+        if not isinstance(first, Rows):
+            return first
+        degree = first.degree == other.degree
+        first = (
+            rows_with_rows("?", first, other, node) if degree else Bad(Why.MIXED, node)
+        )
+    if not isinstance(first, Rows):
+        return first
+    if name == "stack":
+        ndim = None if first.ndim is None else first.ndim + 1
+        if at < 0:
+            return replace(first, ndim=ndim)
+        moved = first.axis is not None and at <= first.axis
+        axis = first.axis + 1 if moved and first.axis is not None else first.axis
+        return replace(first, axis=axis, ndim=ndim)
+    if name in ("hstack", "column_stack"):
+        return replace(first, ndim=2 if name == "column_stack" else first.ndim)
+    if is_sample_dim(at, first):
+        fixed = [v for v in values if isinstance(v, Fixed)]
+        if fixed:
+            return Bad(Why.UNREAD, node)
+        copies = sum(r.copies for r in rows) if not (several and len(rows) == 1) else 0
+        return replace(first, copies=copies or 1)
+    return first
+
+
+def parts_of(name: str, on: Rows, given: Given) -> Value:
+    """Return what ``chunk``, ``split`` and ``unbind`` make of a tensor."""
+    node = given.node
+    dim = given.get("dim", 2 if name != "unbind" else 1) or given.get("axis")
+    at = (known_ints(dim) or [0])[0] if dim is not None else 0
+    size = given.get("chunks" if name == "chunk" else "split_size_or_sections", 1)
+    plain = replace(on, raw=False, whole=False)
+    if isinstance(dim, Fixed) and dim.value is UNSET:
+        return Iter(plain)
+    if not is_sample_dim(at, on):
+        out = without_dims(on, [at]) if name == "unbind" else plain
+        pieces = known_ints(size)
+        if name == "chunk" and pieces and 1 < pieces[0] <= 8:
+            return Seq((out,) * pieces[0])
+        if isinstance(size, Seq) and name == "split":
+            return Seq((out,) * len(size.items))
+        return Iter(out)
+    if name == "unbind":
+        return Iter(Item(on.degree), samples=True)
+    one = replace(plain, copies=1)
+    if name == "chunk" and on.copies > 1 and known_ints(size) == [on.copies]:
+        return Seq((one,) * on.copies)
+    sized = size if isinstance(size, Count) else None
+    if isinstance(size, Seq) and all(isinstance(s, Count) for s in size.items):
+        return Seq((one,) * len(size.items))
+    if sized is not None and sized.exact:
+        return Seq((one,) * on.copies) if on.copies > 1 else Iter(one)
+    if isinstance(size, Fixed) and size.value is UNSET and on.copies > 1:
+        return Seq((one,) * on.copies)  # a batch size, which is listed
+    return Bad(Why.ACROSS, node)
+
+
+def product(a: Value, b: Value, node: cst.CSTNode, *, dot: bool = False) -> Value:
+    """Return the value of a matrix product."""
+    if (bad := first_bad([a, b])) is not None:
+        return bad
+    if isinstance(a, Alt) or isinstance(b, Alt):
+        return elementwise([a, b], node)
+    if isinstance(a, Rows) and isinstance(b, Rows):
+        shifted = a.shifted or b.shifted
+        if shifted is not None:
+            return Bad(Why.ACROSS, shifted)
+        flat = a.ndim == 2 or b.ndim == 2 or a.ndim == 1 or b.ndim == 1
+        if (a.ndim == 1 and b.ndim == 1) or dot:
+            return Linear(a.degree + b.degree + 1)
+        if a.axis is not None and b.axis is not None and (flat or a.axis != b.axis):
+            if a.ndim == 2 and b.ndim == 2 and a.axis == 1 and b.axis == 0:
+                return Linear(a.degree + b.degree + 1)
+            return Bad(Why.ACROSS, node)
+        return rows_with_rows("*", replace(a, ndim=None), replace(b, ndim=None), node)
+    if isinstance(a, Rows) and isinstance(b, Fixed):
+        if a.axis is not None and a.ndim is not None and a.axis == a.ndim - 1:
+            return Linear(a.degree + 1)
+        return replace(a, raw=False, whole=False)
+    if isinstance(a, Fixed) and isinstance(b, Rows):
+        if b.ndim is not None and b.axis == max(b.ndim - 2, 0):
+            return Linear(b.degree + 1)
+        return replace(b, raw=False, whole=False)
+    return combined("*", a, b, node)

@@ -1,0 +1,228 @@
+"""Losses of torch, as functions and as objects."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from stretto.convert._proof.arithmetic import rows_with_rows
+from stretto.convert._proof.batch_values import (
+    Bad,
+    Draw,
+    Fixed,
+    Item,
+    Linear,
+    Rows,
+    Why,
+    first_bad,
+    with_elements,
+)
+from stretto.convert._proof.given_arguments import known_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    import libcst as cst
+
+    from stretto.convert._proof.batch_values import Made, Value
+    from stretto.convert._proof.given_arguments import Given
+
+
+LOSSES = frozenset(
+    [
+        "cross_entropy",
+        "nll_loss",
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "kl_div",
+        "poisson_nll_loss",
+        "gaussian_nll_loss",
+        "soft_margin_loss",
+        "multilabel_margin_loss",
+        "multi_margin_loss",
+        "multilabel_soft_margin_loss",
+        "hinge_embedding_loss",
+        "margin_ranking_loss",
+        "cosine_embedding_loss",
+        "triplet_margin_loss",
+        "triplet_margin_with_distance_loss",
+        "ctc_loss",
+    ]
+)
+
+
+_LOSS_CLASSES = {
+    "CrossEntropyLoss": "cross_entropy",
+    "NLLLoss": "nll_loss",
+    "NLLLoss2d": "nll_loss",
+    "MSELoss": "mse_loss",
+    "L1Loss": "l1_loss",
+    "SmoothL1Loss": "smooth_l1_loss",
+    "HuberLoss": "huber_loss",
+    "BCELoss": "binary_cross_entropy",
+    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
+    "KLDivLoss": "kl_div",
+    "PoissonNLLLoss": "poisson_nll_loss",
+    "GaussianNLLLoss": "gaussian_nll_loss",
+    "SoftMarginLoss": "soft_margin_loss",
+    "MultiLabelMarginLoss": "multilabel_margin_loss",
+    "MultiMarginLoss": "multi_margin_loss",
+    "MultiLabelSoftMarginLoss": "multilabel_soft_margin_loss",
+    "HingeEmbeddingLoss": "hinge_embedding_loss",
+    "MarginRankingLoss": "margin_ranking_loss",
+    "CosineEmbeddingLoss": "cosine_embedding_loss",
+    "TripletMarginLoss": "triplet_margin_loss",
+    "TripletMarginWithDistanceLoss": "triplet_margin_with_distance_loss",
+    "CTCLoss": "ctc_loss",
+}
+
+
+_REMOVING = frozenset(["cross_entropy", "nll_loss", "ctc_loss"])
+"""Losses without a dimension of classes."""
+
+
+_WEIGHTS = ("weight", "pos_weight")
+
+
+def loss(
+    name: str,
+    inputs: list[Value],
+    options: Mapping[str, Value],
+    node: cst.CSTNode,
+    *,
+    weights: Iterable[Value | None] = (),
+) -> Value:
+    """Return the value of one of torch's losses."""
+    inputs = with_elements(inputs)
+    if (
+        bad := first_bad([*inputs, *(w for w in weights if w is not None)])
+    ) is not None:
+        return bad
+    if any(isinstance(w, Linear) for w in weights):
+        return Bad(Why.NONLINEAR, node)
+    for value in inputs:
+        if isinstance(value, Linear):
+            return Bad(Why.NONLINEAR, node)
+        if isinstance(value, Rows) and value.shifted is not None:
+            return Bad(Why.ACROSS, value.shifted)
+        if isinstance(value, Rows) and value.degree:
+            return Bad(Why.NONLINEAR, node)
+    averaged = options.get("size_average")
+    each = options.get("reduce")
+    reduction = options.get("reduction")
+    how = "mean"
+    if isinstance(each, Fixed) and each.value is False:
+        how = "none"
+    elif isinstance(averaged, Fixed) and averaged.value is False:
+        how = "sum"
+    elif reduction is not None:
+        known = known_text(reduction)
+        if known is None and not (
+            isinstance(reduction, Fixed) and reduction.value is None
+        ):
+            return Bad(Why.UNREAD, node)
+        how = known or "mean"
+    if any(isinstance(v, Item) for v in inputs):
+        mixed = any(isinstance(v, Rows) for v in inputs)
+        return Bad(Why.ACROSS, node) if mixed else Item()
+    rows = [v for v in inputs if isinstance(v, Rows)]
+    if not rows:
+        grad = any(isinstance(v, Fixed) and v.grad for v in inputs)
+        return Draw() if any(isinstance(v, Draw) for v in inputs) else Fixed(grad=grad)
+    together: Value = rows[0]
+    if name in _REMOVING:
+        together = replace(rows[0], kind="")
+    else:
+        for other in rows[1:]:
+            if not isinstance(together, Rows):
+                return together
+            together = rows_with_rows("?", together, other, node)
+    if not isinstance(together, Rows):
+        return together
+    if how == "none":
+        ndim = together.ndim
+        if name in _REMOVING and ndim is not None:
+            ndim = 1 if ndim == 2 else ndim - 1
+        return replace(
+            together, ndim=ndim, raw=False, whole=False, opaque=None, kind=""
+        )
+    if how == "sum":
+        return Linear(1)
+    if not together.even:
+        return Bad(Why.SELECTED, node)
+    if how == "batchmean" and together.axis not in (0, None):
+        return Bad(Why.NONLINEAR, node)
+    return Linear(0)
+
+
+def functional_loss(name: str, given: Given) -> Value:
+    """Return the value of a call of one of torch's loss functions."""
+    count = {
+        "gaussian_nll_loss": 3,
+        "cosine_embedding_loss": 3,
+        "triplet_margin_loss": 3,
+        "triplet_margin_with_distance_loss": 3,
+        "margin_ranking_loss": 3,
+        "ctc_loss": 2,
+    }.get(name, 2)
+    inputs = list(given.args[:count])
+    inputs += [
+        v
+        for key, v in given.options.items()
+        if key
+        in (
+            "input",
+            "target",
+            "input1",
+            "input2",
+            "anchor",
+            "positive",
+            "negative",
+            "log_probs",
+            "targets",
+            "var",
+        )
+    ]
+    weights = [given.options.get(w) for w in _WEIGHTS]
+    options = dict(given.options)
+    if len(given.args) > count and name != "ctc_loss":
+        for value in given.args[count:]:
+            text = known_text(value)
+            if text in ("sum", "none", "mean", "batchmean"):
+                options.setdefault("reduction", value)
+            elif isinstance(value, Fixed) and value.value is False:
+                return Bad(Why.UNREAD, given.node)
+            elif isinstance(value, Linear | Bad):
+                weights.append(value)
+            elif isinstance(value, Rows):
+                inputs.append(value)
+    if isinstance(options.get("weight"), Rows):
+        inputs.append(options["weight"])
+    return loss(name, inputs, options, given.node, weights=weights)
+
+
+def made_loss(made: Made, given: Given) -> Value | None:
+    """Return the value of a call of an object of one of torch's losses."""
+    last = made.name.rpartition(".")[2]
+    if not made.name.startswith("torch.nn.") or last not in _LOSS_CLASSES:
+        return None
+    options = dict(made.options)
+    for value in made.args:
+        text = known_text(value)
+        if text in ("sum", "none", "mean", "batchmean"):
+            options.setdefault("reduction", value)
+        elif isinstance(value, Fixed) and value.value is False and last != "KLDivLoss":
+            return Bad(Why.UNREAD, made.node)
+    weights: list[Value | None] = [options.get(w) for w in _WEIGHTS]
+    weights += [v for v in made.args if isinstance(v, Linear | Bad)]
+    inputs = list(given.args)
+    if last == "CTCLoss":
+        inputs = inputs[:2]
+    inputs += list(given.options.values())
+    if isinstance(options.get("weight"), Rows):
+        inputs.append(options["weight"])
+    return loss(_LOSS_CLASSES[last], inputs, options, given.node, weights=weights)
