@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from stretto.convert._proof import calls
 from support.conversions import convert, open_notes
 
 HEAD = """\
@@ -280,3 +281,17 @@ def test_only_rank_0_exports_and_saves_images(line):
     after = convert(f"{source}{line}\n").after
     (saved,) = [n for n in after.splitlines() if ".save(" in n or ".export(" in n]
     assert saved.startswith("    ")
+
+
+def test_losses_noted_before_an_internal_error_are_not_shown(monkeypatch):
+    note = calls._note_loss
+
+    def failing(*given):
+        note(*given)
+        raise KeyError
+
+    source = script("loss = crit(out, y)")
+    assert doubts(source) == []
+    monkeypatch.setattr(calls, "_note_loss", failing)
+    (doubt,) = doubts(source)
+    assert "`loss.backward()`" in doubt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, final
 
 from stretto.convert._proof.batch_values import Bad, Fixed, Item, Linear, Rows, Why
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from stretto.convert._edit import Work
     from stretto.convert._proof.batch_values import Value
 
+
+_logger = logging.getLogger(__name__)
 
 _LISTED = (
     "combines the samples of a batch",
@@ -41,7 +44,11 @@ class Proofs:
     def _run(self) -> Interpreter:
         if self._interpreter is None:
             self._interpreter = Interpreter(self._work)
-            self._interpreter.run()
+            try:
+                self._interpreter.run()
+            except Exception:  # a bug here must not end a conversion
+                _logger.debug("cannot follow the losses", exc_info=True)
+                self._interpreter = Interpreter(self._work)
         return self._interpreter
 
     def degree(self, call: cst.Call) -> int | None:
