@@ -343,3 +343,15 @@ def test_one_model_under_several_names_is_wrapped_once() -> None:
     lines = [x for x in found if "= DistributedDataParallel" in x]
     assert lines == ["running = DistributedDataParallel(running)"]
     assert "torch.save(model.state_dict(), 'a')" in found
+
+
+def test_a_name_that_becomes_an_attribute_of_its_object_is_followed() -> None:
+    """`outer = outer.inner` never came to an end."""
+    found = wrapped(
+        "outer = conf.outer()\n"
+        "outer = outer.inner\n"
+        "outer.step()\n"
+        "net = Net()\n"
+        "fit(net, optim.Adam(net.parameters()))\n"
+    )
+    assert "net = DistributedDataParallel(net)" in found

@@ -76,6 +76,7 @@ class Flow:
         self._tree = tree
         self._callers: dict[cst.FunctionDef, list[cst.Call]] = {}
         self._searching: set[cst.FunctionDef] = set()
+        self._resolving: set[cst.Attribute] = set()
         self._callees: dict[cst.Call, list[cst.FunctionDef]] | None = None
         self._assigned: dict[tuple[cst.CSTNode | None, str], list[Origin]] = {}
         for line in found(tree.module, cst.Assign):
@@ -272,6 +273,9 @@ class Flow:
         """Return the assignments to ``self.x`` that ``trainer.x`` reads."""
         if not isinstance(node, cst.Attribute) or dotted(node.value) == "self":
             return []
+        if node in self._resolving:  # net = net.inner
+            return []
+        self._resolving.add(node)
         out: list[Origin] = []
         for base in self.origins(node.value, scope):
             made = base.value
@@ -279,6 +283,7 @@ class Flow:
             inside = self._tree.classes.get(name or "")
             if inside is not None:
                 out += self._of_object(inside, f"self.{node.attr.value}")
+        self._resolving.discard(node)
         return out
 
     # Objects, also through calls
