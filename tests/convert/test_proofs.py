@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stretto.convert._proof import calls
+from stretto.convert._proof.script_run import TooLong
 from support.conversions import convert, open_notes
 
 HEAD = """\
@@ -283,12 +284,14 @@ def test_only_rank_0_exports_and_saves_images(line):
     assert saved.startswith("    ")
 
 
-def test_losses_noted_before_an_internal_error_are_not_shown(monkeypatch):
+@pytest.mark.parametrize("error", [KeyError, TooLong, RecursionError])
+def test_losses_noted_before_the_script_is_given_up_are_not_shown(error, monkeypatch):
+    """What comes later in the script may change them."""
     note = calls._note_loss
 
     def failing(*given):
         note(*given)
-        raise KeyError
+        raise error
 
     source = script("loss = crit(out, y)")
     assert doubts(source) == []

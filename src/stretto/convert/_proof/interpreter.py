@@ -72,15 +72,16 @@ class Interpreter(Run):
         self._steps = 0
 
     def run(self) -> None:
-        """Run the module, then the functions that nothing in it calls."""
+        """Run the module, then the functions that nothing in it calls.
+
+        Raises:
+            TooLong: it takes too many steps, so that what is noted is incomplete.
+        """
         top = Frame(key=self.key("module"), scope=None)
         self.frames[top.key] = top
-        try:
-            self.block(self.tree.module, top)
-            for function in self._unreached():
-                self._start(function, top)
-        except (TooLong, RecursionError):
-            return
+        self.block(self.tree.module, top)
+        for function in self._unreached():
+            self._start(function, top)
 
     def is_rowwise(self, node: cst.CSTNode) -> bool:
         """Return whether an expression only had values with a row for each sample."""

@@ -46,9 +46,9 @@ class Proofs:
             self._interpreter = Interpreter(self._work)
             try:
                 self._interpreter.run()
-            except Exception:  # a bug here must not end a conversion
+            except Exception:  # too long or deep, or a bug, which ends no conversion
                 _logger.debug("cannot follow the losses", exc_info=True)
-                self._interpreter = Interpreter(self._work)
+                self._interpreter = Interpreter(self._work)  # a part shows nothing
         return self._interpreter
 
     def degree(self, call: cst.Call) -> int | None:
