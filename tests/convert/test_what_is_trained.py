@@ -355,3 +355,56 @@ def test_a_name_that_becomes_an_attribute_of_its_object_is_followed() -> None:
         "fit(net, optim.Adam(net.parameters()))\n"
     )
     assert "net = DistributedDataParallel(net)" in found
+
+
+CONTAINERS = [
+    ("nets = [net]", "nets[0](x)"),
+    ("nets = {'a': net}", "nets['a'](x)"),
+    ("nets = [net]", "sum(n(x) for n in nets)"),
+    ("nets = nn.Sequential(net, nn.ReLU())", "nets(x)"),
+    ("nets = (net,)", "sum(map(lambda n: n(x), nets))"),
+]
+THROUGH_A_CONTAINER = """\
+for (x,) in loader:
+    opt.zero_grad()
+    {call}.mean().backward()
+    opt.step()
+with torch.no_grad():
+    print(net(torch.ones(1, 2)))
+"""
+OPTIMIZER = "opt = optim.Adam(net.parameters())\n"
+
+
+@pytest.mark.parametrize(("container", "call"), CONTAINERS)
+def test_training_through_an_earlier_container_is_refused(
+    container: str, call: str
+) -> None:
+    """The container holds the module, not its wrapper: no gradient was exchanged."""
+    step = THROUGH_A_CONTAINER.format(call=call)
+    text = refused(f"{HEAD}net = Net()\n{container}\n{OPTIMIZER}{step}")
+    assert "`nets`, which holds `net` from before it is wrapped" in text
+
+
+@pytest.mark.parametrize(("container", "call"), CONTAINERS)
+def test_training_through_a_later_container_is_converted(
+    container: str, call: str
+) -> None:
+    step = THROUGH_A_CONTAINER.format(call=call)
+    found = wrapped(f"net = Net()\n{OPTIMIZER}{container}\n{step}")
+    assert found.index("net = DistributedDataParallel(net)") < found.index(container)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "[n.train() for n in nets]",
+        "for n in nets:\n        with torch.no_grad():\n            n(x)",
+        "print(len(nets), nets[0].training)",
+    ],
+)
+def test_an_earlier_container_that_training_does_not_go_through_is_allowed(
+    use: str,
+) -> None:
+    step = THROUGH_A_CONTAINER.format(call=f"{use}\n    net(x)")
+    found = wrapped(f"net = Net()\nnets = [net]\n{OPTIMIZER}{step}")
+    assert "net = DistributedDataParallel(net)" in found

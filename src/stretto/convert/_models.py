@@ -8,6 +8,7 @@ import libcst as cst
 
 from stretto.convert._edit import theirs
 from stretto.convert._freezing import Freezing
+from stretto.convert._held_models import HeldModels
 from stretto.convert._tree import (
     Scope,
     argument,
@@ -130,6 +131,7 @@ class Models:
         self._known: dict[tuple[int, str], bool] = {}
         self._sites: list[tuple[Origin, Site]] = []
         self._freezing = Freezing(work, self._beginnings)
+        self._held = HeldModels(work, self.in_training)
         self.parallel_before = False
 
     def _every_value(self, models: list[Origin]) -> list[Origin]:
@@ -401,6 +403,12 @@ class Models:
             values |= {o.key for o in self._flow.assigned(model.path, model.scope)}
         return not values.isdisjoint(self._flow.reached(node, scope))
 
+    def _is_named(self, node: cst.BaseExpression, model: Origin) -> bool:
+        """Return whether a name or an attribute is one certain model."""
+        return dotted(node) is not None and self._is(
+            node, self._tree.function(node), model
+        )
+
     def _contains_training(self, block: cst.CSTNode, scope: Scope) -> bool:
         """Return whether a batch may be trained on within a compound statement."""
         return isinstance(block, cst.BaseCompoundStatement) and any(
@@ -454,6 +462,7 @@ class Models:
             work.after(at, f"hvd.broadcast_parameters({own}.state_dict(), root_rank=0)")
             work.done(at, f"`{path}`: every rank begins with rank 0's parameters")
             return
+        self._held.check(site, lambda node: self._is_named(node, model))
         calls = self._forwards(model)
         several = len(calls) > 1
         unused = why_unused(work, model, calls)
