@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, final
 import libcst as cst
 
 from stretto.convert._tree import found, parts
+from stretto.convert._unwrapping import EXPORTING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +74,8 @@ class RankValueNotes:
         """List the arguments of a call that shows or writes what differs."""
         if id(call) in self._reported:
             return
+        if self._tree.called(call).startswith(EXPORTING):
+            given = given[:1]  # the others are examples of inputs
         shown = [self._smallest(n, differs) for n in given if differs(n)]
         if not shown:
             return

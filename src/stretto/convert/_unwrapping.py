@@ -41,7 +41,7 @@ _READING = frozenset(
 )
 """Functions of Python that read an object."""
 
-_EXPORTING = ("torch.onnx.", "torch.jit.", "torch.export.")
+EXPORTING = ("torch.onnx.", "torch.jit.", "torch.export.")
 
 _KEEPING = frozenset(
     ["append", "add", "extend", "insert", "put", "update_parameters", "id", "callable"]
@@ -144,7 +144,7 @@ class _Handed:
             if "module" not in text and "Parallel" not in text:
                 self._work.call_around(model, "unwrap")
         elif full.startswith("torch."):
-            if full.startswith(_EXPORTING):
+            if full.startswith(EXPORTING):
                 self._work.call_around(model, "unwrap")
         elif full not in ("copy.deepcopy", "copy.copy"):
             self._given_to_another(call, model)
