@@ -71,6 +71,7 @@ SCRIPTS = [
     Script(name="language_model.py", first_epoch=1),
     Script(name="vae.py", first_epoch=1),
     Script(name="heads.py"),
+    Script(name="several_models.py"),
     Script(name="data_parallel.py"),
     Script(name="compact.py", saves="compact.pt"),
     Script(name="sentences.py", saves="bert-out/model.safetensors"),

@@ -408,3 +408,49 @@ def test_an_earlier_container_that_training_does_not_go_through_is_allowed(
     step = THROUGH_A_CONTAINER.format(call=f"{use}\n    net(x)")
     found = wrapped(f"net = Net()\nnets = [net]\n{OPTIMIZER}{step}")
     assert "net = DistributedDataParallel(net)" in found
+
+
+NAMED = "nets = {'a': a, 'b': b}\n"
+
+
+@pytest.mark.parametrize(
+    "optimizers",
+    [
+        "opts = [optim.Adam(n.parameters()) for n in (a, b)]",
+        "nets = [a, b]\nopts = [optim.Adam(n.parameters()) for n in nets]",
+        f"{NAMED}opts = [optim.Adam(n.parameters()) for n in nets.values()]",
+        f"{NAMED}opts = optim.Adam(nets['a'].parameters()), optim.SGD(b.parameters())",
+        "opts = []\nfor n in (a, b):\n    opts.append(optim.Adam(n.parameters()))",
+        "opts = [optim.Adam([p for n in (a, b) for p in n.parameters()])]",
+        "opts = [optim.Adam([{'params': n.parameters()} for n in (a, b)])]",
+    ],
+)
+def test_models_whose_parameters_a_loop_collects_are_wrapped(optimizers: str) -> None:
+    found = wrapped(
+        f"a, b = [Net() for _ in range(2)]\n{optimizers}\n"
+        "for (x,) in loader:\n"
+        "    (a(x) + b(x)).mean().backward()\n"
+        "    for opt in opts:\n"
+        "        opt.step()\n"
+    )
+    lines = [x for x in found if "= DistributedDataParallel" in x]
+    assert lines == [f"{n} = DistributedDataParallel({n})" for n in "ab"]
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        "nets = [Net(), Net()]",
+        "nets = [a]\nnets.append(b)",
+        "nets = [a]\nnets += [b]",
+        "nets = [a, a]\nnets[1] = b",
+        "nets = [a]\nconf.add(nets)",
+    ],
+)
+def test_a_loop_over_models_that_are_not_all_known_is_refused(models: str) -> None:
+    refused(
+        f"{HEAD}a, b = Net(), Net()\n{models}\n"
+        "opts = [optim.Adam(n.parameters()) for n in nets]\n"
+        "for (x,) in loader:\n"
+        "    (a(x) + b(x)).mean().backward()\n"
+    )

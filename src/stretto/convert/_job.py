@@ -28,6 +28,9 @@ _BY_HAND = (
 
 _CONTAINERS = (cst.Dict, cst.List, cst.Tuple, cst.ListComp, cst.DictComp)
 
+_READING = ("values", "items", "keys", "get")
+"""Methods of a container that leave it as it is."""
+
 WRAPPERS = (
     "enumerate",
     "iter",
@@ -105,7 +108,7 @@ class Job:
                     f"the trained model `{tree.text(model.value)[:60]}` has no name, "
                     "so it cannot be wrapped. Assign it to a variable first",
                 )
-            if isinstance(model.value, _CONTAINERS):
+            if isinstance(model.value, _CONTAINERS) and model.place is None:
                 raise self.refuse(
                     model.statement,
                     f"the trained model is an element of `{model.path}`, so it cannot "
@@ -424,6 +427,9 @@ class Job:
     def _model(self, owner: cst.BaseExpression, scope: Scope) -> list[Origin]:
         """Return where the model was created that contains `owner`."""
         while isinstance(owner, cst.Subscript):  # model[1].parameters()
+            part = self._element(owner, scope)
+            if part is not None:
+                return self._model(*part)
             owner = owner.value
         path = dotted(owner)
         if path is None:
@@ -432,6 +438,10 @@ class Job:
             return []
         if path == "self" and scope is not None:
             return self._receivers(scope)
+        over = self._iterated(owner)
+        if over is not None:
+            elements = self._elements(over, scope)
+            return [m for e, where in elements for m in self._model(e, where)]
         # The longest assigned part of model.head.parameters() is the model.
         node: cst.BaseExpression = owner
         while True:
@@ -444,6 +454,94 @@ class Job:
             node = node.value
             if dotted(node) == "self" and scope is not None:
                 return self._receivers(scope)
+
+    def _iterated(self, node: cst.BaseExpression) -> cst.BaseExpression | None:
+        """Return what a loop or a comprehension goes through to set a name."""
+        name = (dotted(node) or "").partition(".")[0]
+        for above in self.tree.ancestors(node):
+            if isinstance(above, cst.FunctionDef | cst.Lambda | cst.ClassDef):
+                return None
+            clause: cst.For | cst.CompFor | None = None
+            if isinstance(above, cst.For | cst.CompFor):
+                clause = above
+            elif isinstance(above, cst.BaseComp):
+                clause = above.for_in
+            while clause is not None:
+                sets = isinstance(clause.target, cst.Name) and clause.target.value
+                if sets == name and not self.tree.within(node, clause.iter):
+                    return clause.iter
+                clause = (
+                    clause.inner_for_in if isinstance(clause, cst.CompFor) else None
+                )
+        return None
+
+    def _elements(
+        self, over: cst.BaseExpression, scope: Scope
+    ) -> list[tuple[cst.BaseExpression, Scope]]:
+        """Return the names in the list, the tuple or the dict's values gone through."""
+        on = (
+            self.tree.method_called(over, "values")
+            if isinstance(over, cst.Call)
+            else None
+        )
+        displays = [(over, scope)]
+        path = dotted(over if on is None else on)
+        if path is not None:
+            if self._may_change(path):
+                return []
+            displays = [(o.value, o.scope) for o in self.flow.assigned(path, scope)]
+        out: list[tuple[cst.BaseExpression, Scope]] = []
+        for display, where in displays:
+            kinds = (cst.List, cst.Tuple) if on is None else (cst.Dict,)
+            if not isinstance(display, kinds):
+                return []
+            out += [(e.value, where) for e in display.elements]
+        return out if all(dotted(e) is not None for e, _ in out) else []
+
+    def _may_change(self, path: str) -> bool:
+        """Return whether a container of a name may get or lose elements."""
+        for node in found(self.tree.module, (cst.Name, cst.Attribute)):
+            if dotted(node) != path or self.tree.is_label(node):
+                continue
+            above = self.tree.parent(node)
+            if isinstance(above, cst.Attribute) and above.value is node:
+                if above.attr.value not in _READING:
+                    return True
+            elif isinstance(above, cst.Subscript):
+                around = self.tree.parent(above)
+                if isinstance(around, cst.AssignTarget | cst.AugAssign | cst.Del):
+                    return True
+            elif isinstance(above, cst.Arg):
+                call = self.tree.parent(above)
+                if self.tree.called(call) not in (*WRAPPERS, "len", "print"):
+                    return True
+            elif not isinstance(above, cst.AssignTarget | cst.For | cst.CompFor):
+                return True
+        return False
+
+    def _element(
+        self, node: cst.Subscript, scope: Scope
+    ) -> tuple[cst.BaseExpression, Scope] | None:
+        """Return the name in a display that an element is, by its index or its key."""
+        index = node.slice[0].slice
+        path = dotted(node.value)
+        made = self.flow.assigned(path, scope) if path is not None else []
+        if len(made) != 1 or not isinstance(index, cst.Index):
+            return None
+        if self._may_change(path or ""):
+            return None
+        display, given = made[0].value, self.tree.text(index.value)
+        out: cst.BaseExpression | None = None
+        if isinstance(display, cst.List | cst.Tuple):
+            if given.isdecimal() and int(given) < len(display.elements):
+                out = display.elements[int(given)].value
+        elif isinstance(display, cst.Dict):
+            for element in display.elements:
+                if not isinstance(element, cst.DictElement):
+                    return None
+                if self.tree.text(element.key).strip("\"'") == given.strip("\"'"):
+                    out = element.value
+        return (out, made[0].scope) if dotted(out) is not None else None
 
     def _receivers(self, method: cst.FunctionDef) -> list[Origin]:
         """Return the objects whose method is called, if that makes the optimizer."""
