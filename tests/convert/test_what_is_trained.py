@@ -454,3 +454,24 @@ def test_a_loop_over_models_that_are_not_all_known_is_refused(models: str) -> No
         "for (x,) in loader:\n"
         "    (a(x) + b(x)).mean().backward()\n"
     )
+
+
+@pytest.mark.parametrize(
+    "optimizers",
+    [
+        "opts = [optim.Adam(a.parameters()), made(b)]",
+        "opts = []\nopts.append(made(a))\nopts.append(made(b))",
+        "opts = [made(n) for n in (a, b)]",
+    ],
+)
+def test_an_optimizer_that_a_loop_steps_is_known_by_its_use(optimizers: str) -> None:
+    """The second model was not wrapped, and each rank trained its own."""
+    found = wrapped(
+        f"a, b = Net(), Net()\n{optimizers}\n"
+        "for (x,) in loader:\n"
+        "    (a(x) + b(x)).mean().backward()\n"
+        "    for opt in opts:\n"
+        "        opt.step()\n"
+    )
+    lines = {x for x in found if "= DistributedDataParallel" in x}
+    assert lines == {f"{n} = DistributedDataParallel({n})" for n in "ab"}

@@ -447,6 +447,11 @@ class Job:
         while True:
             origins = self.flow.origins(node, scope)
             real = [o for o in origins if o.path is not None or not dotted(o.value)]
+            for origin in origins:  # a parameter that gets a loop's variable
+                over = None if origin in real else self._iterated(origin.value)
+                if over is not None:
+                    for element, where in self._elements(over, origin.scope):
+                        real += self._model(element, where)
             if real:
                 return real
             if not isinstance(node, cst.Attribute):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
-from stretto.convert._tree import dotted, found
+from stretto.convert._tree import dotted, found, stored_names
 
 if TYPE_CHECKING:
     from stretto.convert._flow import Flow
@@ -99,17 +99,81 @@ class SteppedObjects:
         for call in tree.calls:
             stepped = tree.method_called(call, *_STEPPING)
             if stepped is not None:
-                self._stepped |= self._makers(stepped)
+                self._stepped |= self._every_maker(stepped)
                 for argument in call.args[:1]:  # scaler.step(optimizer)
-                    self._stepped |= self._makers(argument.value)
+                    self._stepped |= self._every_maker(argument.value)
             cleared = tree.method_called(call, "zero_grad")
             if cleared is not None:
-                self._cleared |= self._makers(cleared)
+                self._cleared |= self._every_maker(cleared)
         self._named = {id(call) for call in tree.calls if is_named(tree, call)}
 
     def _makers(self, node: cst.BaseExpression) -> set[int | None]:
         reached = self._flow.reached(node, self._tree.function(node))
         return {key[0] for key in reached}
+
+    def _every_maker(self, node: cst.BaseExpression) -> set[int | None]:
+        """Return the calls that make an object, or elements that it may be."""
+        out = self._makers(node)
+        for element in self._elements(self._containers(node)):
+            out |= self._makers(element)
+        return out
+
+    def _containers(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
+        """Return what an object is an element of, by an index or in a loop."""
+        if isinstance(node, cst.Subscript):
+            return [node.value]
+        out: list[cst.BaseExpression] = []
+        for above in self._tree.ancestors(node) if isinstance(node, cst.Name) else ():
+            clause = above.for_in if isinstance(above, cst.BaseComp) else above
+            while isinstance(clause, cst.For | cst.CompFor):
+                if any(n.value == node.value for n in stored_names(clause.target)):
+                    out.append(clause.iter)
+                clause = (
+                    clause.inner_for_in if isinstance(clause, cst.CompFor) else None
+                )
+        return out
+
+    def _elements(
+        self, containers: list[cst.BaseExpression]
+    ) -> list[cst.BaseExpression]:
+        """Return what containers are made of, and what is added to them."""
+        out: list[cst.BaseExpression] = []
+        waiting = list(containers)
+        seen: set[int] = set()
+        while waiting:
+            node = waiting.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if isinstance(node, cst.List | cst.Tuple | cst.Dict):
+                out += [element.value for element in node.elements]
+            elif isinstance(node, cst.ListComp | cst.GeneratorExp):
+                out.append(node.elt)
+            elif isinstance(node, cst.DictComp):
+                out.append(node.value)
+            elif isinstance(node, cst.Call):  # zip(a, b), opts.values()
+                waiting += [given.value for given in node.args]
+                if isinstance(node.func, cst.Attribute):
+                    waiting.append(node.func.value)
+            elif (path := dotted(node)) is not None:
+                scope = self._tree.function(node)
+                waiting += [o.value for o in self._flow.origins(node, scope)]
+                out += self._added(path)
+        return out
+
+    def _added(self, path: str) -> list[cst.BaseExpression]:
+        """Return what is added to a container of a name."""
+        out: list[cst.BaseExpression] = []
+        for call in self._tree.calls:
+            on = self._tree.method_called(call, "append", "insert")
+            if dotted(on) == path and call.args:
+                out.append(call.args[-1].value)
+        for line in found(self._tree.module, cst.Assign):
+            for target in line.targets:
+                to = target.target
+                if isinstance(to, cst.Subscript) and dotted(to.value) == path:
+                    out.append(line.value)
+        return out
 
     def is_stepped(self, call: cst.Call) -> bool:
         """Return whether ``step()`` is called on a call's result."""
