@@ -546,7 +546,9 @@ class Job:
                     return None
                 if self.tree.text(element.key).strip("\"'") == given.strip("\"'"):
                     out = element.value
-        return (out, made[0].scope) if dotted(out) is not None else None
+        if out is None or dotted(out) is None:
+            return None
+        return out, made[0].scope
 
     def _receivers(self, method: cst.FunctionDef) -> list[Origin]:
         """Return the objects whose method is called, if that makes the optimizer."""

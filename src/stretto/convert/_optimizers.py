@@ -122,9 +122,13 @@ class SteppedObjects:
         """Return what an object is an element of, by an index or in a loop."""
         if isinstance(node, cst.Subscript):
             return [node.value]
+        if not isinstance(node, cst.Name):
+            return []
         out: list[cst.BaseExpression] = []
-        for above in self._tree.ancestors(node) if isinstance(node, cst.Name) else ():
-            clause = above.for_in if isinstance(above, cst.BaseComp) else above
+        for above in self._tree.ancestors(node):
+            clause: cst.CSTNode | None = above
+            if isinstance(above, cst.BaseComp):
+                clause = above.for_in
             while isinstance(clause, cst.For | cst.CompFor):
                 if any(n.value == node.value for n in stored_names(clause.target)):
                     out.append(clause.iter)
