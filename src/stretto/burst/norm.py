@@ -102,23 +102,36 @@ class NormSync:
         counts = every[:, -1:]
         means, variances = every[:, :channels], every[:, channels:-1]
         total = round(float(counts.sum()))
+        share = self._count()
         if total < 2 and self.norm.training:
             raise ValueError(
                 f"{self.place} needs more than one value per channel to train, got one"
             )
         mean = (counts * means).sum(0) / total
         var = (counts * (variances + (means - mean) ** 2)).sum(0) / total
-        self._keep(mean, var, total)
+        if self._tracks:
+            self._keep(mean, var, total, share)
         return mean, var, total
 
-    def _keep(self, mean: Tensor, var: Tensor, total: int) -> None:
+    @property
+    def _tracks(self) -> bool:
+        """Whether this forward updates buffers; a program may turn that off."""
+        return bool(self.norm.training and self.norm.track_running_stats)
+
+    def _count(self) -> float:
+        """Count a batch, as torch's norm does, and return its share of the mean."""
         norm = self.norm
-        if not norm.training or norm.running_mean is None:
-            return
-        norm.num_batches_tracked.add_(1)
         share = norm.momentum
-        if share is None:
-            share = 1.0 / float(norm.num_batches_tracked)
+        if self._tracks and norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.add_(1)
+            if share is None:
+                share = 1.0 / float(norm.num_batches_tracked)
+        return 0.0 if share is None else float(share)
+
+    def _keep(self, mean: Tensor, var: Tensor, total: int, share: float) -> None:
+        norm = self.norm
+        if norm.running_mean is None:
+            return
         unbiased = var * (total / max(total - 1, 1))
         running = norm.running_mean
         running.mul_(1 - share).add_(mean.to(running.dtype), alpha=share)

@@ -64,6 +64,10 @@ _WAYS = {
         "with torch.where or a mask of zeros and ones. For experts of transformers "
         "call model.set_experts_implementation('batched_mm') before"
     ),
+    "Expected more than 1 value per channel": (
+        "A batch norm needs more than one value to train, here as in one process: give "
+        "all ranks together more samples, for example by drop_last=True of DataLoader"
+    ),
     "Inference tensors do not track": (
         "torch.inference_mode() in forward can't be recorded: use torch.no_grad()"
     ),
