@@ -60,15 +60,17 @@ def test_ddp_over_gloo_crosses_the_emulated_network(lab, programs, tmp_path):
     assert result["sent_bytes"]["lo"] < 0.1 * least
 
 
-def test_connections_share_no_class_before_all_are_taken(lab):
+def test_connections_share_no_class_before_all_are_taken(lab, tmp_path):
     # Every mark in turn, whether the host opened the connection or answered.
     code = """
-import os, socket, subprocess, time
-rank = int(os.environ["RANK"])
+import os, pathlib, socket, subprocess, time
+rank, folder = int(os.environ["RANK"]), pathlib.Path(os.environ["READY"])
 address = os.environ["STRETTO_LAB_ADDRESSES"].split(",")
 kept = []
 server = socket.create_server((address[rank], 6000), backlog=64)
-time.sleep(1.0)
+(folder / str(rank)).touch()
+while not (folder / str(1 - rank)).exists():  # a refused attempt would take a mark
+    time.sleep(0.01)
 for _ in range(20):
     kept.append(socket.create_connection((address[1 - rank], 6000)))
 for _ in range(20):
@@ -87,7 +89,10 @@ for block in shown.split("class htb ")[1:]:
 print(used)
 time.sleep(0.5)
 """
-    done = lab.run("--hosts", 2, "--timeout", 30, "--", "python", "-c", code)
+    done = lab.run(
+        *["--hosts", 2, "--timeout", 30, "--", "python", "-c", code],
+        env={"READY": str(tmp_path)},
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "40\n"
 
