@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from stretto.convert import Kind
 from support.conversions import STEP, convert, open_notes, refused
 
 HEAD = """\
@@ -240,3 +241,80 @@ def test_a_call_of_main_on_the_line_of_its_if_is_expanded():
     assert 'if __name__ == "__main__":\n    join_ranks()\n' in after
     assert "    main()\n    dist.destroy_process_group()\n" in after
     compile(after, "train.py", "exec")
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        ("DataLoader(data, batch_size=None)", "has batch_size=None"),
+        ("DataLoader(data, batch_size=1, shuffle=True)", "takes one sample"),
+        ("list(DataLoader(data, batch_size=4))", "a list of them"),
+    ],
+)
+def test_batches_that_cannot_be_divided_are_refused(made, says):
+    loop = "for epoch in range(2):\n    for (x,) in loader:\n"
+    assert says in refused(f"{HEAD}loader = {made}\n{loop}{STEP}")
+
+
+COLLATED = """\
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, TensorDataset
+
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.ones(8, 2))
+
+def collate(batch):
+    {body}
+
+loader = DataLoader(data, batch_size=4, shuffle=True, collate_fn={given})
+for epoch in range(2):
+    for (x,) in loader:
+"""
+
+
+def collated(body, given="collate"):
+    """The conversion of a script whose loader makes batches by its own function."""
+    return convert(COLLATED.format(body=body, given=given) + STEP)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return [torch.stack([x for x, in batch if x[0] > 0])]", "leaves samples out"),
+        ("return [torch.stack(list(filter(None, batch)))]", "leaves samples out"),
+        ("return [torch.cat([x for x, in batch])]", "different lengths"),
+        (
+            "x = torch.stack(batch)\n    return [x - x.mean(0)]",
+            "all samples of a batch",
+        ),
+        (
+            "x = torch.stack(batch)\n    return [x / x.abs().max()]",
+            "all samples of a b",
+        ),
+    ],
+)
+def test_a_collate_fn_that_depends_on_other_samples_is_listed(body, says):
+    (note,) = open_notes(collated(body))
+    assert says in note
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return [torch.stack([x for x, in batch])]",
+        "return [torch.cat([x.unsqueeze(0) for x, in batch], dim=0)]",
+        "offsets = [len(x) for x in batch]\n    return torch.cat(batch), offsets",
+        "return [pad_sequence([x for x, in batch], batch_first=True)]",
+        "n = torch.tensor([len(x) for x, in batch]).max()\n    return [batch, n]",
+    ],
+)
+def test_a_collate_fn_that_keeps_all_samples_is_not_listed(body):
+    assert not [n for n in open_notes(collated(body)) if "collate_fn" in n]
+
+
+def test_padding_to_the_longest_sample_of_a_rank_is_to_know():
+    body = "return [pad_sequence([x for x, in batch], batch_first=True)]"
+    notes = [n.text for n in collated(body).notes if n.kind is Kind.KNOW]
+    assert any("pads samples to the longest of a batch" in n for n in notes)

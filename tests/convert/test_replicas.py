@@ -168,6 +168,46 @@ def test_a_hook_that_sees_a_ranks_own_gradient_is_listed(hook: str) -> None:
     assert "before the average over ranks" in note
 
 
+STORING = """\
+store = {}
+def hook(module, given, out):
+    store["h"] = out.pow(2).mean().sqrt()
+model.body.register_forward_hook(hook)
+"""
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "model.body.register_forward_hook(lambda m, i, o: o / o.norm())",
+        "model.body.register_forward_pre_hook(lambda m, i: (i[0] - i[0].mean(0),))",
+        "model.body.register_full_backward_hook(lambda m, i, o: (i[0] / i[0].norm(),))",
+        STORING,
+    ],
+)
+def test_a_hook_of_a_module_that_may_mix_samples_is_listed(hook: str) -> None:
+    (note,) = notes_on(setup=hook)
+    assert "which stretto does not follow" in note
+
+
+def test_a_hook_of_a_tensor_that_may_mix_samples_is_listed() -> None:
+    step = "out = model(x)\nout.register_hook(lambda g: g / g.norm())"
+    assert any("the hook may change a gradient" in n for n in notes_on(step=step))
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "model.body.register_forward_hook(lambda m, i, o: store.append(o))",
+        "model.body.register_full_backward_hook(lambda m, i, o: None)",
+        "x.register_hook(lambda g: -g)",
+        "x.register_hook(lambda g: g * 0.5)",
+    ],
+)
+def test_a_hook_that_keeps_samples_apart_is_not_listed(hook: str) -> None:
+    assert notes_on(setup=f"store = []\n{hook}") == []
+
+
 def test_gradients_that_nothing_exchanges_are_listed() -> None:
     step = "g = torch.autograd.grad(model(x).mean(), list(model.parameters()))"
     (note,) = notes_on(step=step)

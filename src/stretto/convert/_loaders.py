@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
+from stretto.convert import _collate
 from stretto.convert._batch import Batch
 from stretto.convert._display import appended
 from stretto.convert._edit import theirs
@@ -79,6 +80,12 @@ class Loaders:
     def _divide_later(self, origin: Origin) -> None:
         """Handle a loader that a function returned."""
         self._check_class(origin)
+        if self._tree.called(origin.value) in ("list", "tuple"):
+            raise self._work.job.refuse(
+                origin.value,
+                "training takes its batches from a list of them, which cannot be "
+                "divided among ranks. Loop over the DataLoader itself",
+            )
         self._batch_sizes += self._sizes_below(origin)
         text = self._tree.text(origin.value)[:50]
         if origin.path is None:
@@ -130,19 +137,23 @@ class Loaders:
         """Return the batch sizes of the loaders that a function of the script makes."""
         if not isinstance(origin.value, cst.Call):
             return []
-        return [
-            size
+        made = [
+            call
             for function in self._flow.local(origin.value)
             for call in found(function.body, cst.Call)
             if self._work.job.is_loader(call)
-            and (size := argument(call, 1, "batch_size")) is not None
         ]
+        for call in made:
+            _collate.point_out(self._work, call)
+        sizes = [argument(call, 1, "batch_size") for call in made]
+        return [size for size in sizes if size is not None]
 
     def _batch_note(self) -> str:
         return "; its batch size stays that of all ranks together"
 
     def _check(self, call: cst.Call) -> None:
         refuse = self._work.job.refuse
+        _collate.point_out(self._work, call)
         _, named = arguments_of(call)
         for name in ("sampler", "batch_sampler"):
             given = named[name].value if name in named else None
@@ -171,6 +182,23 @@ class Loaders:
                     "its __iter__ skip the samples of other ranks (RANK, WORLD_SIZE), "
                     "or give it a length and __getitem__",
                 )
+
+    def _check_size(self, call: cst.Call, size: cst.BaseExpression) -> None:
+        """Refuse a loader whose batches cannot be divided among any ranks."""
+        if self._tree.text(size) == "None":
+            raise self._work.job.refuse(
+                call,
+                "the training loader has batch_size=None, so its dataset makes the "
+                "batches, which cannot be divided among ranks. Let the dataset give "
+                "samples, and the loader make batches",
+            )
+        if self._tree.text(size) == "1" and not self._work.choices.per_rank_batch:
+            raise self._work.job.refuse(
+                call,
+                "the training loader takes one sample in each step, which cannot be "
+                "divided among ranks. Give it a larger batch_size, or convert with "
+                "--per-rank, so that each rank takes one",
+            )
 
     def _can_hoist(self, origin: Origin) -> bool:
         """Return whether a dataset made within the call can be made before it."""
@@ -216,6 +244,7 @@ class Loaders:
                 "the training loader has no batch_size, so each step takes one "
                 "sample, which cannot be divided among ranks. Give it a batch_size",
             )
+        self._check_size(call, size)
         self._batch_sizes.append(size)
         if not work.choices.per_rank_batch:
             work.call_around(size, "per_rank")

@@ -56,6 +56,20 @@ _DRAWING_METHODS = (
     "geometric_",
     "trunc_normal_",
 )
+_STORING = (
+    "append",
+    "extend",
+    "setdefault",
+    "update",
+    "__setitem__",
+    "setattr",
+    "print",
+)
+"""Calls whose results a hook does not use."""
+
+_REDUCING = ("mean", "sum", "norm", "std", "var", "max", "min", "amax", "mse_loss")
+"""Functions that make one value of all samples."""
+
 _FIXED_INITS = ("zeros_", "ones_", "constant_", "eye_", "dirac_", "calculate_gain")
 _PRUNING = (
     "torch.nn.utils.prune.random_unstructured",
@@ -354,25 +368,95 @@ class _Replicas:
                 "samples, before the average over ranks. Change gradients, or make the "
                 "step, after backward() instead",
             )
+        elif call.args and self._changes(call.args[0].value):
+            self._note_hook(call, "a gradient")
 
     def _module_hook(self, call: cst.Call) -> None:
-        """List a hook of a module that may return another gradient."""
-        on = self._tree.method_called(
+        """List a hook of a module that may change a gradient, an input or an output."""
+        if not call.args:
+            return
+        given = call.args[0].value
+        backward = self._tree.method_called(
             call,
             "register_full_backward_hook",
             "register_full_backward_pre_hook",
             "register_backward_hook",
         )
-        if on is None or not call.args:
+        if backward is not None and self._changes(given):
+            self._note_hook(call, "a gradient")
+        forward = self._tree.method_called(
+            call, "register_forward_hook", "register_forward_pre_hook"
+        )
+        if forward is None:
             return
-        function = self._named(call.args[0].value)
-        if function is not None and self._flow.returned(function):
+        function = self._named(given)
+        if self._changes(given):
+            self._note_hook(call, "values")
+        elif function is not None and any(
+            self._reduces(inner) for inner in found(function.body, cst.Call)
+        ):
             self._note(
                 call,
-                f"`{self._short(call)}`: the hook may change a gradient of this rank's "
-                "own samples, before the average over ranks. It is correct if it "
-                "treats each sample by itself, or multiplies by a constant",
+                f"`{self._short(call)}`: the hook computes a value of this rank's own "
+                "samples, which stretto does not follow. It is correct in a loss only "
+                "if it is a mean over samples",
             )
+
+    def _note_hook(self, call: cst.Call, what: str) -> None:
+        self._note(
+            call,
+            f"`{self._short(call)}`: the hook may change {what} of this rank's own "
+            "samples, which stretto does not follow. It is correct if it treats each "
+            "sample by itself, or multiplies by a constant",
+        )
+
+    def _changes(self, hook: cst.BaseExpression) -> bool:
+        """Return whether a hook returns something else than a multiple of its input."""
+        if isinstance(hook, cst.Lambda):
+            names = {p.name.value for p in hook.params.params}
+            return not self._is_multiple(hook.body, names)
+        function = self._named(hook)
+        if function is None:
+            return False
+        names = set(parameters(function))
+        return any(
+            not self._is_multiple(v, names) for v in self._flow.returned(function)
+        )
+
+    def _is_multiple(self, value: cst.BaseExpression, names: set[str]) -> bool:
+        """Return whether a value is ``None``, or one of some names times a constant."""
+        if isinstance(value, cst.Name):
+            return value.value in names or value.value == "None"
+        if isinstance(value, cst.UnaryOperation):
+            return self._is_multiple(value.expression, names)
+        if isinstance(value, cst.BinaryOperation):
+            if not isinstance(value.operator, cst.Multiply | cst.Divide):
+                return False
+            left, right = value.left, value.right
+            if isinstance(value.operator, cst.Multiply) and not isinstance(
+                left, cst.Name
+            ):
+                left, right = right, left
+            free = {n.value for n in found(right, cst.Name)}
+            return self._is_multiple(left, names) and not free & names
+        if isinstance(value, cst.Call):
+            name = self._tree.called(value).rpartition(".")[2]
+            if isinstance(value.func, cst.Attribute) and name in ("neg", "clone"):
+                return self._is_multiple(value.func.value, names)
+            return name in _STORING
+        return False
+
+    def _reduces(self, call: cst.Call) -> bool:
+        """Return whether a call makes one value of all samples."""
+        name = dotted(call.func) or ""
+        given = [arg.value for arg in call.args]
+        if isinstance(call.func, cst.Attribute):
+            name = call.func.attr.value
+        if self._tree.called(call).startswith("torch"):
+            given = given[1:]
+        if name not in _REDUCING:
+            return False
+        return not given or name == "mse_loss" or self._tree.text(given[0]) == "0"
 
     def _hooked(self, node: cst.BaseExpression) -> bool:
         """Return whether a hook is on a parameter of a model that is trained."""
