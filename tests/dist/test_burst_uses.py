@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import get_total_norm, parametrize
 
 import stretto
 from stretto.burst.executor import BurstParallel
@@ -935,7 +935,30 @@ def clip_held_gradients_in_groups(side: Side) -> Any:
     return norms, side.state(model)
 
 
+class Squared(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * weight.abs()
+
+
+def cached_parametrization(side: Side) -> Any:
+    """The cache of the program's `with` gets nothing of a capture."""
+    module = net()
+    parametrize.register_parametrization(module[0], "weight", Squared())
+    model = side.wrap(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        x, y = side.data(step)
+        optimizer.zero_grad()
+        with parametrize.cached():
+            (cross(model(x), y) + cross(model(2 * x), y)).backward()
+        optimizer.step()
+    return side.state(model)
+
+
 RIGHT = [
+    cached_parametrization,
     inputs_with_a_class,
     clip_held_gradients_in_groups,
     limits_of_infinity,

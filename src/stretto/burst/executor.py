@@ -33,7 +33,7 @@ from stretto.burst.plan_follower import PlanFollower
 from stretto.burst.rank_meeting import RankMeeting
 from stretto.burst.requested_plans import RequestedPlans
 from stretto.burst.requirements import checked_plan, refuse_callers
-from stretto.burst.tracing.reads import normal_tensors
+from stretto.burst.tracing.reads import normal_tensors, uncached_parametrizations
 from stretto.errors import SpecError, StrettoError
 from stretto.planners.burst.simulated import simulate
 from stretto.runtime.agreement import Agreement, ranks_of
@@ -230,7 +230,7 @@ class BurstParallel(nn.Module):
             RankDisagreement: ranks called in different modes, or one had invalid input.
             CommTimeout: a rank was lost, or stopped with an error of its own.
         """
-        with self._informing():
+        with self._informing(), uncached_parametrizations():
             return self._forwarded(args, kwargs)
 
     @contextlib.contextmanager

@@ -9,6 +9,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from stretto.burst.graph import capture
 from stretto.burst.tracing.proof import require_equal
@@ -324,3 +325,13 @@ def test_a_dictionary_that_forward_reorders_is_restored():
     with contextlib.suppress(SpecError):
         capture(Reordered(config), (torch.randn(3, 4),))
     assert list(config) == ["scale", "other"]
+
+
+def test_a_capture_leaves_nothing_in_the_cache_of_parametrizations():
+    layer = nn.Linear(4, 3)
+    parametrize.register_parametrization(layer, "weight", nn.Tanh())
+    model, x = nn.Sequential(layer, nn.ReLU()), torch.randn(5, 4)
+    wanted = model(x)
+    with parametrize.cached():
+        capture(model, (x,))
+        assert torch.equal(model(x), wanted)

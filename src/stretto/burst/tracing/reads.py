@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from stretto.burst.tracing.freezing import (
     INSTALLED,
@@ -63,6 +64,21 @@ def normal_tensors() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def uncached_parametrizations() -> Iterator[None]:
+    """Compute parametrized tensors at each use, in ``parametrize.cached()`` too.
+
+    Its cache would keep tensors without values, or of perturbed parameters, for the
+    program's later forwards, and the graph of a layer's backward that has ended.
+    """
+    held: Any = parametrize
+    kept, held._cache_enabled = held._cache_enabled, 0  # noqa: SLF001
+    try:
+        yield
+    finally:
+        held._cache_enabled = kept  # noqa: SLF001
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Ambient:
@@ -90,6 +106,7 @@ class Ambient:
         """Set these modes."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(normal_tensors())
+            stack.enter_context(uncached_parametrizations())
             stack.enter_context(torch.set_grad_enabled(self.grad))
             on = dict(self.autocast)
             for kind in dict.fromkeys(("cpu", device.type)):
