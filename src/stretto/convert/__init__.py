@@ -16,9 +16,9 @@ imports torch. It needs LibCST, which the extra ``stretto[convert]`` installs.
 - Stages: `_models`, `_optimizers`, `_held_models`, `_freezing`, `_unwrapping`,
   `_unused` and `_second_backward` (the model), `_loaders`, `_collate`, `_batch` (its
   data), `_numbers`, `_loop_sums`, `_sample_loops`, `_classify`, `_losses`,
-  `_rank_values`, `_divided` and `_rank_value_notes` (numbers of one rank), `_replicas` (what makes
-  models differ), `_display` and `_file_names` (output), `_device`, `_setup` and
-  `_support` (the ranks, and inserted functions), and `_advice`.
+  `_rank_values`, `_divided` and `_rank_value_notes` (numbers of one rank),
+  `_replicas` (what makes models differ), `_display` and `_file_names` (output),
+  `_device`, `_setup` and `_support` (the ranks, and inserted functions), and `_advice`.
 - `_proof` shows which losses are means over samples, by computing with values that say
   how a number depends on a batch.
 - `_horovod` and `_already_distributed` convert scripts that are distributed already.
