@@ -89,6 +89,7 @@ MEANS = [
         "q = x.view(-1, 3, 1)\natt = (q @ q.transpose(1, 2)).softmax(-1)\n"
         "loss = (att @ q).pow(2).mean()"
     ),
+    "loss = (out - y).pow(2).mean(dim=list(range(1, out.dim()))).mean()",
     "loss = torch.einsum('bi,bi->b', x, x).mean() + crit(out, y)",
     "a, b = torch.cat([out, y]).chunk(2)\nloss = crit(a, b)",
     (
@@ -130,6 +131,25 @@ def test_a_sum_over_samples_is_multiplied(loss):
     assert "(loss * WORLD_SIZE).backward()" in convert(source).after
 
 
+OWN = """\
+from elsewhere import foreign
+
+def early(a, b):
+    if a.mean() > 0:
+        return F.mse_loss(a, b)
+    return F.l1_loss(a, b)
+
+def rooted(f):
+    def inner(a, b):
+        return torch.sqrt(f(a, b))
+    return inner
+
+@rooted
+def doubled(a, b):
+    return F.mse_loss(a, b) * 2
+
+"""
+
 NEITHER = [
     "loss = (out[:, None] - out[None]).abs().mean()",
     "loss = (out[::2] - out[1::2]).abs().mean()",
@@ -152,6 +172,18 @@ NEITHER = [
     "loss = torch.sqrt(crit(out, y))",
     "loss = crit(out, y) * out.mean()",
     "loss = (out.sort(0).values - y.sort(0).values).pow(2).mean()",
+    "a, b = crit(out, y), out.abs().mean()\nloss = a if a > b else b",
+    "a = crit(out, y)\nloss = a * 2 if a > 1 else a",
+    "loss = crit(out * 2 if out.mean() > 0 else out, y)",
+    "loss = early(out, y)",
+    "loss = doubled(out, y)",
+    (
+        "loss = 0\nfor i, (a, b) in enumerate(zip(out, y)):\n    if i >= 2:\n"
+        "        break\n    loss = loss + crit(a, b)\nloss = loss / len(x)"
+    ),
+    "loss = out.mean(out.dim() - 2).pow(2).mean()",
+    "loss = (torch.eye(len(x)) @ out - y).pow(2).mean()",
+    "loss = (torch.ones(len(x), len(x)) @ out - y).pow(2).mean()",
     "loss = foreign(out, y)",
     "loss = crit(out, y) + 0.1 * foreign(out)",
 ]
@@ -159,8 +191,7 @@ NEITHER = [
 
 @pytest.mark.parametrize("loss", NEITHER)
 def test_a_loss_that_is_no_mean_is_listed(loss):
-    before = "from elsewhere import foreign\n"
-    listed = open_notes(convert(script(loss, before=before)))
+    listed = open_notes(convert(script(loss, before=OWN)))
     assert any(
         "show that this loss" in n or "samples of a batch" in n for n in listed
     ), listed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -117,9 +118,13 @@ def _merge_two(one: State, other: State, node: cst.CSTNode, why: Why | None) -> 
 
 def either(one: Value, other: Value, node: cst.CSTNode, why: Why | None) -> Value:
     """Return a value that stands for either of two, of which a test chooses."""
-    if one == other:
+    if one is other or (one == other and (why is None or not is_of_batch(one))):
         return one
     if why is not None:
+        if isinstance(one, Seq) and isinstance(other, Seq):
+            if len(one.items) == len(other.items):
+                pairs = zip(one.items, other.items, strict=True)
+                return Seq(tuple(either(a, b, node, why) for a, b in pairs))
         both = (one, other)
         if any(isinstance(v, Linear | Item) for v in both):
             return Bad(why, node)
@@ -128,6 +133,13 @@ def either(one: Value, other: Value, node: cst.CSTNode, why: Why | None) -> Valu
         if all(isinstance(v, Fixed | Count) for v in both) and NONE not in both:
             return Bad(why, node) if why is Why.DECIDED else Draw()
     return join(one, other, node)
+
+
+def afresh(value: Value) -> Value:
+    """Return an equal value that `either` does not take for the same number."""
+    if isinstance(value, Seq):
+        return Seq(tuple(afresh(v) for v in value.items))
+    return replace(value) if isinstance(value, Linear | Rows | Item) else value
 
 
 def run_try(run: Run, node: cst.Try, frame: Frame) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -12,7 +13,7 @@ from stretto.convert._tree import dotted
 
 if TYPE_CHECKING:
     from stretto.convert._proof.batch_values import Ref, Value
-    from stretto.convert._proof.script_run import Run
+    from stretto.convert._proof.script_run import Frame, Run
 
 
 def object_attribute(run: Run, ref: Ref, name: str, node: cst.CSTNode) -> Value:
@@ -30,6 +31,21 @@ def object_attribute(run: Run, ref: Ref, name: str, node: cst.CSTNode) -> Value:
     return class_attribute(run, ref.kind, name, ref, node)
 
 
+def decorated(run: Run, made: Func, node: cst.FunctionDef, frame: Frame) -> Func:
+    """Return what the script's own decorators make of a function."""
+    for decorator in reversed(node.decorators):
+        on = decorator.decorator
+        called = on.func if isinstance(on, cst.Call) else on
+        if run.tree.full(called) == "functools.wraps":
+            continue
+        around = run.value(on, frame)
+        if isinstance(around, Func):
+            call = cst.Call(func=on)
+            inside = run.call(around, (made,), {}, call, frame)
+            made = inside if isinstance(inside, Func) else made
+    return made
+
+
 def bound_method(
     run: Run, found_method: tuple[cst.FunctionDef, cst.ClassDef], ref: Value
 ) -> Value:
@@ -39,7 +55,8 @@ def bound_method(
     home = MODULE
     if "staticmethod" in marks:
         return Func(method, home, None, owner)
-    made = Func(method, home, ref, owner)
+    made = Func(method, home, None, owner)
+    made = replace(decorated(run, made, method, run.frames[home]), receiver=ref)
     if marks & {"property", "cached_property", "functools.cached_property"}:
         return run.call(made, (), {}, method, run.frames[MODULE])
     return made

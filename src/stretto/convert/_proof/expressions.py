@@ -30,7 +30,7 @@ from stretto.convert._proof.batch_values import (
     join,
     joined,
 )
-from stretto.convert._proof.branches import decide, either, truth_of
+from stretto.convert._proof.branches import afresh, decide, either, truth_of
 from stretto.convert._proof.containers import items_in, items_of, new_dict, new_list
 from stretto.convert._proof.script_run import Frame
 from stretto.convert._proof.targets import bind
@@ -172,7 +172,9 @@ def conditional(run: Run, node: cst.IfExp, frame: Frame) -> Value:
     if truth is not None:
         return run.value(node.body if truth else node.orelse, frame)
     one, other = run.value(node.body, frame), run.value(node.orelse, frame)
-    return either(one, other, node, why)
+    if node.body.deep_equals(node.orelse):
+        return join(one, other, node)
+    return either(afresh(one), other, node, why)
 
 
 def comprehension(run: Run, node: cst.BaseComp, frame: Frame) -> Value:

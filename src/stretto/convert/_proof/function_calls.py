@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from stretto.convert._proof.batch_values import NONE, Fixed, Iter, Seq, joined
-from stretto.convert._proof.branches import either
+from stretto.convert._proof.branches import afresh, either
 from stretto.convert._proof.containers import new_dict
 from stretto.convert._proof.script_run import MODULE, Frame
 from stretto.convert._tree import found
@@ -68,7 +68,10 @@ def function_call(
         frame.returns.append(NONE)
     out: Value | None = None
     for value in frame.returns:
-        out = value if out is None else either(out, value, function, frame.returned)
+        if out is None:
+            out = value
+        else:
+            out = either(afresh(out), value, function, frame.returned)
     if not _has_inner_functions(run, function):
         run.state.pop(key, None)
     return NONE if out is None else out

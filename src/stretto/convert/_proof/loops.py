@@ -128,7 +128,7 @@ def _settle_sums(run: Run, loop: Loop, before: State, node: cst.CSTNode) -> None
         new = dict(names)
         for name, value in names.items():
             if isinstance(value, Item) and before.get(key, {}).get(name) != value:
-                summed = (key, name) in loop.added
+                summed = (key, name) in loop.added and not loop.breaks
                 new[name] = (
                     Linear(value.degree + 1) if summed else Bad(Why.ACROSS, node)
                 )

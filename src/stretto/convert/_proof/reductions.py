@@ -11,6 +11,7 @@ from stretto.convert._proof.arithmetic import elementwise, rows_with_rows
 from stretto.convert._proof.batch_values import Bad, Fixed, Linear, Rows, Seq, Why
 from stretto.convert._proof.dimensions import is_sample_dim, without_dims
 from stretto.convert._proof.given_arguments import known_ints
+from stretto.convert._tree import found
 
 if TYPE_CHECKING:
     from stretto.convert._proof.batch_values import Value
@@ -59,7 +60,6 @@ def reduced(name: str, on: Rows, given: Given) -> Value:
     if name == "norm" and "dim" not in given.options and len(given.args) < 3:
         dim = None
     dims = known_ints(dim)
-    known = dims is not None or (isinstance(dim, Fixed) and dim.value is not None)
     over_all = dim is None or (isinstance(dim, Fixed) and dim.value is None)
     keep = given.get("keepdim", place + 1) or given.get("keepdims")
     kept = isinstance(keep, Fixed) and keep.value is True
@@ -77,8 +77,8 @@ def reduced(name: str, on: Rows, given: Given) -> Value:
         return Seq((bad, bad)) if pair else bad
     if on.shifted is not None and name not in ("mean", "sum"):
         return Bad(Why.ACROSS, on.shifted)
-    if not known and dims is None and on.axis is not None:
-        return replace(on, raw=False, whole=False, kind="")
+    if dims is None and on.axis is not None and not _is_behind(given, on):
+        return Bad(Why.UNREAD, node)
     if name not in ("mean", "sum", "nansum") and on.degree:
         return Bad(Why.NONLINEAR, node)
     out = replace(on, raw=False, whole=False, kind="")
@@ -87,6 +87,16 @@ def reduced(name: str, on: Rows, given: Given) -> Value:
     if name in ("all", "any"):
         out = replace(out, kind="bool")
     return Seq((out, out)) if pair else out
+
+
+def _is_behind(given: Given, on: Rows) -> bool:
+    """Return whether dimensions are written as a range behind that of the samples."""
+    for call in found(given.node, cst.Call):
+        named = isinstance(call.func, cst.Name) and call.func.value == "range"
+        start = call.args[0].value if len(call.args) > 1 else None
+        if named and isinstance(start, cst.Integer):
+            return on.axis is not None and int(start.value) > on.axis
+    return False
 
 
 def _is_loss_name(node: cst.CSTNode) -> bool:

@@ -9,6 +9,7 @@ import libcst as cst
 from stretto.convert._proof.arithmetic import combined
 from stretto.convert._proof.batch_values import NONE, Class, Func, Ref
 from stretto.convert._proof.branches import merged, run_if, run_try
+from stretto.convert._proof.class_lookups import decorated
 from stretto.convert._proof.containers import extend, items_in
 from stretto.convert._proof.expressions import OPERATORS
 from stretto.convert._proof.loops import run_for, run_while
@@ -67,14 +68,7 @@ def run_statement(run: Run, node: cst.CSTNode, frame: Frame) -> bool:
 
 def _defined_function(run: Run, node: cst.FunctionDef, frame: Frame) -> Value:
     """Return the function that a definition makes."""
-    made: Value = Func(node, frame.key)
-    for decorator in node.decorators:
-        on = decorator.decorator
-        name = run.tree.full(on.func if isinstance(on, cst.Call) else on) or ""
-        inner = run.value(on.func if isinstance(on, cst.Call) else on, frame)
-        if isinstance(inner, Func) and "wraps" not in name:
-            continue  # a decorator of the script: its function is taken as it is
-    return made
+    return decorated(run, Func(node, frame.key), node, frame)
 
 
 def _run_simple_statement(run: Run, node: cst.CSTNode, frame: Frame) -> bool:

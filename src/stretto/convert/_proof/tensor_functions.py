@@ -103,7 +103,10 @@ def tensor_function(full: str, given: Given) -> Value | None:
         filled = given.get("fill_value", 1)
         if last == "full" and isinstance(filled, Linear | Bad | Draw | Count):
             return filled
-        return Fixed()
+        counts = [v for v in with_elements(given.args) if isinstance(v, Count)]
+        if len(counts) > 1 or (counts and last == "eye"):
+            return Bad(Why.ACROSS, given.node)
+        return Rows(ndim=1, kind="order") if counts and last == "linspace" else Fixed()
     if last == "einsum":
         return einsum(given)
     if last in (
