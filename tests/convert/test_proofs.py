@@ -90,6 +90,12 @@ MEANS = [
         "loss = (att @ q).pow(2).mean()"
     ),
     "loss = (out - y).pow(2).mean(dim=list(range(1, out.dim()))).mean()",
+    (
+        "h, _ = nn.LSTM(1, 4, batch_first=True)(x[:, :, None])\n"
+        "w = nn.Linear(4, 1)(h).squeeze(-1).softmax(-1)\n"
+        "loss = (w[:, None] @ h).mean() + crit(out, y)"
+    ),
+    "h = nn.Conv2d(1, 2, 1)(x[:, None, None])\nloss = h.mean((-2, -1)).pow(2).mean()",
     "loss = torch.einsum('bi,bi->b', x, x).mean() + crit(out, y)",
     "a, b = torch.cat([out, y]).chunk(2)\nloss = crit(a, b)",
     (
@@ -184,6 +190,10 @@ NEITHER = [
     "loss = out.mean(out.dim() - 2).pow(2).mean()",
     "loss = (torch.eye(len(x)) @ out - y).pow(2).mean()",
     "loss = (torch.ones(len(x), len(x)) @ out - y).pow(2).mean()",
+    "loss = (out - y).pow(2).mean(-2).sqrt().mean()",
+    "loss = (out.squeeze(-1).softmax(-1) * y.squeeze(-1)).mean()",
+    "loss = (out[:, 0].softmax(-1) * y[:, 0]).mean()",
+    "o = model(x).view(-1, 2)\nloss = (o[:, 0] - o[:, 1]).pow(2).mean()",
     "loss = foreign(out, y)",
     "loss = crit(out, y) + 0.1 * foreign(out)",
 ]
@@ -217,6 +227,15 @@ MIXING = [
     "F.softmax(x @ x.T, 1) @ x",
     "F.batch_norm(x, None, None, training=True)",
     "x / x.norm()",
+    "x - x.mean(-2, keepdim=True)",
+    "x - x.mean((-1, -2), keepdim=True)",
+    "x * F.softmax(x.sum(1), -1)[:, None]",
+    "x * F.softmax(x.sum(-1), dim=-1)[:, None]",
+    "torch.softmax(x @ x.mT, -1) @ x",
+    "F.scaled_dot_product_attention(x[None], x[None], x[None])[0]",
+    "F.avg_pool1d(x.t()[None], 3, 1, 1)[0].t()",
+    "F.group_norm(x[None].transpose(1, 2), 1)[0].t()",
+    "x.unflatten(0, (-1, 2)).mean(1, keepdim=True) + x",
 ]
 
 

@@ -79,6 +79,8 @@ class Rows:
     """How many groups of all samples it consists of."""
     thin: bool = False
     """Whether the samples may be its only dimension."""
+    single: bool = False
+    """Whether its last dimension has one element."""
     kind: str = ""
     """``bool`` for a condition, ``order`` for indices that reorder samples."""
 

@@ -28,11 +28,16 @@ def is_sample_dim(dim: int, on: Rows) -> bool:
     """Return whether a dimension is that of the samples."""
     if on.axis is None:
         return False
-    if dim < 0 and on.ndim is None:
-        return on.thin and dim == -1 and on.axis == 0
     if dim < 0:
         return on.ndim is not None and dim + on.ndim == on.axis
     return dim == on.axis
+
+
+def may_be_sample_dim(dim: int, on: Rows) -> bool:
+    """Return whether a dimension counted from the end may be that of the samples."""
+    if dim >= 0 or on.ndim is not None or on.axis is None:
+        return False
+    return dim < -1 or (on.thin and on.axis == 0)
 
 
 def without_dims(on: Rows, dims: list[int]) -> Rows:
@@ -42,10 +47,12 @@ def without_dims(on: Rows, dims: list[int]) -> Rows:
         axis -= sum(1 for d in dims if 0 <= d < on.axis) if on.axis else 0
         if ndim is not None and on.axis:
             axis -= sum(1 for d in dims if d < 0 and d + ndim < on.axis)
+    least = max(2, *(d + 1 for d in dims), 0) - len(dims)
     return replace(
         on,
         axis=axis,
         ndim=None if ndim is None else max(ndim - len(dims), 1),
+        thin=ndim is None and least <= 1 and axis == 0,
         raw=False,
         whole=False,
         kind="",
@@ -69,7 +76,9 @@ def _reshaped(on: Rows, sizes: list[Value], node: cst.CSTNode) -> Value:
             sizes = list(sizes[0].items)
         elif isinstance(sizes[0], Iter) or not isinstance(sizes[0], Fixed | Count):
             return replace(on, ndim=None, raw=False, whole=False)
-    new = replace(on, ndim=len(sizes), raw=False, whole=False, thin=False)
+    new = replace(
+        on, ndim=len(sizes), raw=False, whole=False, thin=False, single=False
+    )
     counts = [i for i, s in enumerate(sizes) if isinstance(s, Count)]
     if counts:
         return replace(new, axis=counts[0])
@@ -77,12 +86,30 @@ def _reshaped(on: Rows, sizes: list[Value], node: cst.CSTNode) -> Value:
     if any(isinstance(s, Iter) for s in sizes):
         return replace(on, ndim=None, raw=False, whole=False)
     if free == [0]:
+        flat = on.ndim == 1 or (on.single and on.ndim in (None, 2))
+        if flat and any(known_ints(s) != [1] for s in sizes[1:]):
+            return Bad(Why.ACROSS, node)
         return replace(new, axis=0)
     if free and all(known_ints(s) == [1] for s in sizes[: free[0]]):
         return replace(new, axis=free[0])
     if on.axis == 0 and sizes and known_ints(sizes[0]) != [1]:
         return replace(new, axis=0)  # a batch size, which becomes this rank's
     return replace(new, axis=None)
+
+
+def _unflattened(on: Rows, given: Given) -> Value:
+    """Return a tensor of which one dimension becomes several."""
+    at = known_ints(given.get("dim", 1))
+    sizes = given.get("sizes", 2)
+    if at is None or is_sample_dim(at[0], on) or may_be_sample_dim(at[0], on):
+        return Bad(Why.ACROSS, given.node)
+    more = len(sizes.items) - 1 if isinstance(sizes, Seq) else None
+    if more is None or on.ndim is None or on.axis is None:
+        behind = on.axis == 0
+        return replace(on, axis=0 if behind else None, ndim=None)
+    place = at[0] % on.ndim
+    axis = on.axis + more if place < on.axis else on.axis
+    return replace(on, axis=axis, ndim=on.ndim + more)
 
 
 def moved_dims(name: str, on: Rows, given: Given) -> Value | None:
@@ -92,7 +119,9 @@ def moved_dims(name: str, on: Rows, given: Given) -> Value | None:
     dims = known_ints(Seq(tuple(rest))) if rest else None
     named = known_ints(given.options.get("dim"))
     dims = dims if named is None else named
-    if name in ("view", "reshape", "view_as", "reshape_as", "unflatten"):
+    if name == "unflatten":
+        return _unflattened(plain, given)
+    if name in ("view", "reshape", "view_as", "reshape_as"):
         if name.endswith("_as"):
             of = first_rows(rest)
             return plain if of is None else replace(plain, axis=of.axis, ndim=of.ndim)
@@ -113,7 +142,7 @@ def moved_dims(name: str, on: Rows, given: Given) -> Value | None:
         at = _resolved(dims[0], on.ndim)
         ndim = None if on.ndim is None else on.ndim - 1
         if on.ndim is None and at in (None, 1):
-            return replace(plain, ndim=None, thin=at == 1 and on.axis == 0)
+            return replace(plain, ndim=None, thin=on.axis == 0)
         below = at is not None and on.axis is not None and at < on.axis
         if below and on.axis is not None:
             return replace(plain, axis=on.axis - 1, ndim=ndim)
@@ -133,15 +162,20 @@ def moved_dims(name: str, on: Rows, given: Given) -> Value | None:
         if on.axis == a:
             return replace(plain, axis=b)
         return replace(plain, axis=a if on.axis == b else on.axis)
-    if name in ("t", "T", "adjoint"):
+    if name in ("mT", "mH", "adjoint"):
+        if on.axis is None:
+            return plain
+        if on.ndim is None:
+            return Bad(Why.UNREAD, given.node)
+        swapped = {on.ndim - 1: on.ndim - 2, on.ndim - 2: on.ndim - 1}
+        return replace(plain, axis=swapped.get(on.axis, on.axis))
+    if name in ("t", "T", "H"):
         if on.axis is None:
             return plain
         if on.ndim == 1:
             return plain
         last = 2 if on.ndim is None else on.ndim
         return replace(plain, axis=last - 1 - on.axis, ndim=last)
-    if name in ("mT", "H", "mH"):
-        return plain
     if name in ("permute", "movedim"):
         if dims is None or on.axis is None or name == "movedim":
             return replace(plain, axis=None)
@@ -169,6 +203,21 @@ def moved_dims(name: str, on: Rows, given: Given) -> Value | None:
     if name == "repeat_interleave":
         return replace(plain, ndim=plain.ndim)
     return None
+
+
+def mixes_in_space(name: str, on: Rows) -> bool:
+    """Return whether an operation on neighbors, by its name, reaches other samples."""
+    plain = name.replace("_", "")
+    if on.axis is None:
+        return False
+    if plain.startswith("scaleddotproduct"):
+        at = None if on.ndim is None else on.ndim - on.axis
+        return at in (1, 2) or (at is None and on.axis > 0)
+    if plain.startswith(("conv", "groupnorm", "instancenorm")):
+        return on.axis > 0
+    if "pool" in plain or plain.startswith(("upsample", "interpolate")):
+        return on.axis > 1 or (on.ndim is not None and on.axis == on.ndim - 1)
+    return False
 
 
 def size_of(on: Rows, dim: int) -> Value:

@@ -22,7 +22,12 @@ from stretto.convert._proof.batch_values import (
     first_rows,
     with_elements,
 )
-from stretto.convert._proof.dimensions import is_sample_dim, without_dims
+from stretto.convert._proof.dimensions import (
+    is_sample_dim,
+    may_be_sample_dim,
+    mixes_in_space,
+    without_dims,
+)
 from stretto.convert._proof.given_arguments import known_ints
 from stretto.convert._proof.known_names import TRUSTED, TRUSTED_LOSSES
 from stretto.convert._proof.tensor_losses import made_loss
@@ -105,7 +110,8 @@ def _layer_call(made: Made, last: str, rows: Rows, given: Given) -> Value:
             bad = Bad(Why.ACROSS, node)
             several = recurrent or last == "MultiheadAttention"
             return Seq((bad, bad)) if several else bad
-        state: Value = replace(out, axis=1 if out.axis is not None else None, ndim=None)
+        out = replace(out, ndim=3 if out.ndim is None else out.ndim, thin=False)
+        state: Value = replace(out, axis=1 if out.axis is not None else None)
         if last == "LSTM":
             return Seq((out, Seq((state, state))))
         if recurrent:
@@ -115,9 +121,15 @@ def _layer_call(made: Made, last: str, rows: Rows, given: Given) -> Value:
         return Seq((out, out))
     if last in ("Softmax", "LogSoftmax", "Softmin", "GLU"):
         dims = known_ints(made.option("dim", 0)) or [1 if last != "GLU" else -1]
-        return (
-            Bad(Why.ACROSS, node) if any(is_sample_dim(d, out) for d in dims) else out
-        )
+        unsure = any(may_be_sample_dim(d, out) for d in dims)
+        if unsure or any(is_sample_dim(d, out) for d in dims):
+            return Bad(Why.UNREAD if unsure else Why.ACROSS, node)
+        return out
+    if mixes_in_space(last.lower(), out):
+        return Bad(Why.ACROSS, node)
+    if last == "Linear":
+        size = known_ints(made.option("out_features", 1))
+        return replace(out, thin=False, single=size == [1])
     if last == "LayerNorm" and out.ndim is not None and out.axis == out.ndim - 1:
         return Bad(Why.ACROSS, node)
     if last in ("CosineSimilarity", "PairwiseDistance"):
@@ -132,9 +144,10 @@ def _layer_call(made: Made, last: str, rows: Rows, given: Given) -> Value:
         return elementwise(given.args, node)
     if last == "AdaptiveLogSoftmaxWithLoss":
         return Seq((out, Linear(0)))
-    if last in ("Identity", "Linear", "Dropout", "ReLU", "BatchNorm1d"):
+    if last in ("Identity", "Dropout", "ReLU", "BatchNorm1d", "Tanh", "Sigmoid"):
         return out
-    return replace(
-        out,
-        ndim=out.ndim if last.startswith(("Conv", "BatchNorm", "Max", "Avg")) else None,
-    )
+    spatial = ("Conv", "BatchNorm", "Max", "Avg", "AdaptiveMax", "AdaptiveAvg")
+    if last.startswith(spatial) and last[-2:] in ("1d", "2d", "3d"):
+        ndim = int(last[-2]) + 2 if out.axis == 0 else out.ndim
+        return replace(out, ndim=out.ndim or ndim, thin=False, single=False)
+    return replace(out, ndim=None, single=False)

@@ -9,7 +9,11 @@ import libcst as cst
 
 from stretto.convert._proof.arithmetic import elementwise, rows_with_rows
 from stretto.convert._proof.batch_values import Bad, Fixed, Linear, Rows, Seq, Why
-from stretto.convert._proof.dimensions import is_sample_dim, without_dims
+from stretto.convert._proof.dimensions import (
+    is_sample_dim,
+    may_be_sample_dim,
+    without_dims,
+)
 from stretto.convert._proof.given_arguments import known_ints
 from stretto.convert._tree import found
 
@@ -75,6 +79,9 @@ def reduced(name: str, on: Rows, given: Given) -> Value:
             return Linear(on.degree + 1)
         bad = Bad(Why.ACROSS, node)
         return Seq((bad, bad)) if pair else bad
+    if dims is not None and any(may_be_sample_dim(d, on) for d in dims):
+        bad = Bad(Why.UNREAD, node)
+        return Seq((bad, bad)) if pair else bad
     if on.shifted is not None and name not in ("mean", "sum"):
         return Bad(Why.ACROSS, on.shifted)
     if dims is None and on.axis is not None and not _is_behind(given, on):
@@ -133,6 +140,9 @@ def along_dim(name: str, on: Rows, given: Given) -> Value:
             if name == "sort":
                 return Seq((Bad(Why.ACROSS, node), order))
         bad = Bad(Why.ACROSS, node)
+        return Seq((bad, bad)) if pair else bad
+    if any(may_be_sample_dim(d, on) for d in dims):
+        bad = Bad(Why.UNREAD, node)
         return Seq((bad, bad)) if pair else bad
     if name not in ("flip", "roll", "cumsum"):
         if on.shifted is not None:

@@ -179,7 +179,7 @@ def _rows_indexed(
 ) -> Value:
     """Return a tensor of samples after each part of an index."""
     axis, ndim = on.axis, on.ndim
-    place = new = 0
+    place = new = taken = 0
     out = replace(on, raw=False, whole=False, thin=False)
     found_rows = False
     kept: int | None = None
@@ -227,12 +227,19 @@ def _rows_indexed(
             return Bad(Why.ACROSS, node)
         else:
             ndim = None if ndim is None else ndim - 1
+            taken += 1
         place += 1
     if axis is None:
         return replace(out, ndim=None, kind=on.kind)
     if kept is None:
         kept = new + axis - place if place <= axis else axis
-    return replace(out, axis=max(kept, 0), ndim=ndim if not found_rows else None)
+    left = max(2, len(parts)) - taken
+    return replace(
+        out,
+        axis=max(kept, 0),
+        ndim=ndim if not found_rows else None,
+        thin=ndim is None and taken > 0 and left <= 1,
+    )
 
 
 def _keeps_samples(run: Run, part: cst.Slice, on: Rows, frame: Frame) -> bool:

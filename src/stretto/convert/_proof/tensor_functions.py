@@ -21,7 +21,12 @@ from stretto.convert._proof.batch_values import (
     is_of_batch,
     with_elements,
 )
-from stretto.convert._proof.dimensions import is_sample_dim, without_dims
+from stretto.convert._proof.dimensions import (
+    is_sample_dim,
+    may_be_sample_dim,
+    mixes_in_space,
+    without_dims,
+)
 from stretto.convert._proof.draws import drawn
 from stretto.convert._proof.equations import einops_function, einsum
 from stretto.convert._proof.given_arguments import known_ints
@@ -75,6 +80,9 @@ def tensor_function(full: str, given: Given) -> Value | None:
         return elementwise(
             [v for v in map(_of_made, given.args) if v is not None], given.node
         )
+    place = first_rows(given.args[:1])
+    if place is not None and mixes_in_space(last, place):
+        return Bad(Why.ACROSS, given.node)
     if last == "batch_norm":
         training = given.get("training", 5)
         still = training is None or (
@@ -160,7 +168,7 @@ def tensor_function(full: str, given: Given) -> Value | None:
         ]
         return (
             Bad(Why.ACROSS, given.node)
-            if is_sample_dim(at[0], both)
+            if is_sample_dim(at[0], both) or may_be_sample_dim(at[0], both)
             else without_dims(both, at)
         )
     if last == "one_hot":
