@@ -194,6 +194,12 @@ NEITHER = [
     "loss = (out.squeeze(-1).softmax(-1) * y.squeeze(-1)).mean()",
     "loss = (out[:, 0].softmax(-1) * y[:, 0]).mean()",
     "o = model(x).view(-1, 2)\nloss = (o[:, 0] - o[:, 1]).pow(2).mean()",
+    "loss = crit(out, y.squeeze(1))",
+    "p = torch.arange(len(x) - 1, -1, -1)\nloss = crit(out + out[p], y)",
+    (
+        "s = torch.zeros(2, 1).scatter_add(0, (y > 0).long(), out)\n"
+        "loss = s.pow(2).mean()"
+    ),
     "loss = foreign(out, y)",
     "loss = crit(out, y) + 0.1 * foreign(out)",
 ]
@@ -227,6 +233,10 @@ MIXING = [
     "F.softmax(x @ x.T, 1) @ x",
     "F.batch_norm(x, None, None, training=True)",
     "x / x.norm()",
+    "x + torch.arange(x.size(0)).unsqueeze(1) * 0.1",
+    "x * torch.sin(torch.arange(len(x)).float())[:, None]",
+    "x * torch.linspace(0, 1, x.size(0))[:, None]",
+    "x + torch.take_along_dim(x, torch.argsort(x, 0), 0)",
     "x - x.mean(-2, keepdim=True)",
     "x - x.mean((-1, -2), keepdim=True)",
     "x * F.softmax(x.sum(1), -1)[:, None]",

@@ -180,6 +180,10 @@ def rows_with_rows(op: str, a: Rows, b: Rows, node: cst.CSTNode) -> Value:
         if ends[0] != ends[1]:
             return Bad(Why.ACROSS, node)
         axis = max(a.axis, b.axis)
+    if (a.kind == "order") is not (b.kind == "order"):
+        return Bad(Why.ACROSS, node)  # places in the batch as numbers
+    if (a.single and b.thin) or (b.single and a.thin):
+        return Bad(Why.UNREAD, node)  # maybe each sample with each other
     shifted = a.shifted or b.shifted
     if shifted is not None and op not in "+-":
         return Bad(Why.ACROSS, shifted)
@@ -204,7 +208,7 @@ def rows_with_rows(op: str, a: Rows, b: Rows, node: cst.CSTNode) -> Value:
         trusted=a.trusted or b.trusted,
         copies=max(a.copies, b.copies),
         thin=ndim is None and (a.thin or b.thin),
-        kind="bool" if a.kind == b.kind == "bool" else "",
+        kind=a.kind if a.kind == b.kind else "",
     )
 
 
@@ -215,7 +219,11 @@ def _rows_with_fixed(op: str, a: Rows, node: cst.CSTNode, *, inverse: bool) -> V
         return replace(a, degree=-a.degree, raw=False, whole=False, kind="")
     if op not in "+-*/" and a.degree != 0:
         return Bad(Why.NONLINEAR, node)
-    return replace(a, raw=False, whole=False, kind="" if op == "?" else a.kind)
+    return replace(a, raw=False, whole=False, kind=_kept_kind(op, a))
+
+
+def _kept_kind(op: str, a: Rows) -> str:
+    return a.kind if op != "?" or a.kind == "order" else ""
 
 
 def _rows_with_linear(op: str, a: Rows, b: Linear, node: cst.CSTNode) -> Value:
@@ -272,5 +280,5 @@ def elementwise(values: Iterable[Value], node: cst.CSTNode) -> Value:
         if isinstance(out, Bad):
             return out
     if isinstance(out, Rows):
-        return replace(out, raw=False, whole=False, kind="")
+        return replace(out, raw=False, whole=False, kind=_kept_kind("?", out))
     return Fixed(grad=grad) if isinstance(out, Fixed) else out

@@ -143,6 +143,8 @@ def comparison(run: Run, node: cst.Comparison, frame: Frame) -> Value:
             [replace(v, degree=0) if isinstance(v, Rows) else v for v in values],
             node,
         )
+        if isinstance(made, Rows) and made.kind == "order":
+            return Bad(Why.ACROSS, node)
         return replace(made, kind="bool") if isinstance(made, Rows) else made
     if any(isinstance(v, Item) for v in values):
         return Item()

@@ -93,6 +93,8 @@ def _layer_call(made: Made, last: str, rows: Rows, given: Given) -> Value:
     node = given.node
     if rows.shifted is not None:
         return Bad(Why.ACROSS, rows.shifted)
+    if rows.kind == "order":
+        return Bad(Why.ACROSS, node)
     out = replace(rows, raw=False, whole=False, kind="")
     first = made.option("batch_first")
     if last in ("TransformerEncoder", "TransformerDecoder") and made.args:

@@ -49,6 +49,7 @@ _DIM_PLACES = {
     "roll": 1,
     "quantile": 1,
     "matrix_norm": 99,
+    "take_along_dim": 2,
     "diff": 1,
 }
 """Place of the dimension after the tensor, if it is not the first."""
@@ -132,13 +133,16 @@ def along_dim(name: str, on: Rows, given: Given) -> Value:
     pair = name in ("sort", "topk", "kthvalue")
     if any(is_sample_dim(d, on) for d in dims):
         if name in ("flip", "roll", "argsort", "sort", "index_select", "flipud"):
-            order = replace(on, kind="order", raw=False, whole=False)
+            plain = replace(on, raw=False, whole=False)
+            order = replace(plain, kind="order")
             if name == "argsort":
                 return order
             if name == "sort" and on.raw:
                 return Seq((on, order))
             if name == "sort":
                 return Seq((Bad(Why.ACROSS, node), order))
+            mixes = on.kind == "order" and name != "index_select"
+            return Bad(Why.ACROSS, node) if mixes else plain
         bad = Bad(Why.ACROSS, node)
         return Seq((bad, bad)) if pair else bad
     if any(may_be_sample_dim(d, on) for d in dims):

@@ -106,6 +106,9 @@ def tensor_function(full: str, given: Given) -> Value | None:
         return drawn(last, full, given)
     if last in ("arange", "range"):
         counted = any(isinstance(v, Count) for v in given.args)
+        plain = len(given.args) == 1 or known_ints(given.args[0]) == [0]
+        if counted and not plain:
+            return Bad(Why.ACROSS, given.node)
         return Rows(ndim=1, kind="order") if counted else Fixed()
     if last in MAKES:
         filled = given.get("fill_value", 1)

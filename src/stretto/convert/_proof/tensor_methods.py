@@ -135,6 +135,10 @@ def tensor_method(name: str, given: Given) -> Value | None:
     ):
         return Fixed(grad=isinstance(on, Fixed) and on.grad)
     others = [v for v in with_elements(rest) if is_of_batch(v)]
+    if others and name.startswith(("scatter", "index_add", "index_copy", "index_red")):
+        dims = known_ints(given.get("dim", 1))
+        if dims is None or dims[0] == 0:
+            return Bad(Why.ACROSS, node)
     if name in ("max", "min") and not others and len(given.args) > 1:
         return Seq((Fixed(), Fixed()))
     if name in ("sort", "topk"):
