@@ -200,6 +200,17 @@ NEITHER = [
         "s = torch.zeros(2, 1).scatter_add(0, (y > 0).long(), out)\n"
         "loss = s.pow(2).mean()"
     ),
+    "a, b = crit(out, y), out.abs().mean()\nloss = [a, b][int(a < b)]",
+    "a, b = crit(out, y), out.abs().mean()\nloss = {True: a, False: b}[bool(a > b)]",
+    "a, b = crit(out, y), out.abs().mean()\nloss = sorted([a, b])[-1]",
+    (
+        "a, b = crit(out, y), out.abs().mean()\nmatch bool(a > b):\n"
+        "    case True:\n        loss = a\n    case _:\n        loss = b"
+    ),
+    (
+        "loss, k = crit(out, y), 0\nwhile (y > k).any():\n"
+        "    loss = loss + out.abs().mean()\n    k += 1"
+    ),
     "loss = foreign(out, y)",
     "loss = crit(out, y) + 0.1 * foreign(out)",
 ]

@@ -58,11 +58,38 @@ def run_if(run: Run, node: cst.If, frame: Frame) -> bool:
     if not alive:
         return False
     run.state = merged(alive, node, why)
+    settle_written(run, written, node, why)
+    return True
+
+
+def run_match(run: Run, node: cst.Match, frame: Frame) -> bool:
+    """Run a ``match``; return whether what follows it is reached."""
+    _, why = decide(run, node.subject, frame)
+    before, after = dict(run.state), [run.state]
+    if why is not None:
+        frame.decided.append(why)
+        run.written.append(set())
+    for case in node.cases:
+        run.state = dict(before)
+        if run.block(case.body, frame):
+            after.append(run.state)
+    written = set()
+    if why is not None:
+        frame.decided.pop()
+        written = run.written.pop()
+    run.state = merged(after, node, why)
+    settle_written(run, written, node, why)
+    return True
+
+
+def settle_written(
+    run: Run, written: set[tuple[int, str]], node: cst.CSTNode, why: Why | None
+) -> None:
+    """Note of variables that their values depend on a decision."""
     for key, name in written:
         value = run.get(key, name)
         if value is not None and why is not None:
             run.set(key, name, either(value, NONE, node, why))
-    return True
 
 
 def _run_else(run: Run, orelse: cst.If | cst.Else | None, frame: Frame) -> bool:

@@ -91,6 +91,8 @@ def builtin_call(run: Run, name: str, given: Given, frame: Frame) -> Value:
         return elementwise(args, node)
     if name in ("list", "tuple", "sorted", "set", "reversed", "iter", "frozenset"):
         items, samples = items_of(run, first, node) if args else ([], False)
+        if name == "sorted" and any(isinstance(v, Linear) for v in items):
+            return new_list(run, Iter(Bad(Why.DECIDED, node)), node, frame)
         if isinstance(first, Rows) and first.opaque is not None:
             return first
         if isinstance(first, Rows) and first.whole:

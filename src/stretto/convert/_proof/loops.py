@@ -18,10 +18,11 @@ from stretto.convert._proof.batch_values import (
     Why,
     is_of_batch,
 )
-from stretto.convert._proof.branches import merged
+from stretto.convert._proof.branches import decide, merged, settle_written
 from stretto.convert._proof.containers import items_of
 from stretto.convert._proof.script_run import Loop
 from stretto.convert._proof.targets import bind
+from stretto.convert._tree import found
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,10 +75,20 @@ def run_while(run: Run, node: cst.While, frame: Frame) -> bool:
     """Run a ``while`` loop; return whether what follows it is reached."""
     trains = id(node) in run.training
     run.in_step += trains
-    run.value(node.test, frame)
+    _, why = decide(run, node.test, frame)
+    run.written.append(set())
     falls = _repeat(run, node, [], frame, samples=False)
+    why = why or decide(run, node.test, frame)[1]
+    written = run.written.pop()
+    if not trains and not _has_losses(run, node):
+        settle_written(run, written, node, why)
     run.in_step -= trains
     return falls
+
+
+def _has_losses(run: Run, node: cst.CSTNode) -> bool:
+    """Return whether steps are made in a loop."""
+    return any(id(call) in run.backwards for call in found(node, cst.Call))
 
 
 def _repeat(

@@ -8,7 +8,7 @@ import libcst as cst
 
 from stretto.convert._proof.arithmetic import combined
 from stretto.convert._proof.batch_values import NONE, Class, Func, Ref
-from stretto.convert._proof.branches import merged, run_if, run_try
+from stretto.convert._proof.branches import run_if, run_match, run_try
 from stretto.convert._proof.class_lookups import decorated
 from stretto.convert._proof.containers import extend, items_in
 from stretto.convert._proof.expressions import OPERATORS
@@ -56,13 +56,7 @@ def run_statement(run: Run, node: cst.CSTNode, frame: Frame) -> bool:
     elif isinstance(node, cst.ClassDef):
         run.assign(node.name.value, Class(node, frame.key), frame)
     elif isinstance(node, cst.Match):
-        run.value(node.subject, frame)
-        before, after = dict(run.state), [run.state]
-        for case in node.cases:
-            run.state = dict(before)
-            if run.block(case.body, frame):
-                after.append(run.state)
-        run.state = merged(after, node)
+        return run_match(run, node, frame)
     return True
 
 

@@ -68,6 +68,12 @@ def _subscript_of(run: Run, on: Value, node: cst.Subscript, frame: Frame) -> Val
     number = index[0].value if index and isinstance(index[0], Fixed) else UNSET
     sliced = isinstance(first, cst.Slice)
     part = first if isinstance(first, cst.Slice) else None
+    if isinstance(on, Ref | Seq | Iter) and not sliced:
+        chosen = _chosen_by(index[0] if index else Fixed(), node)
+        if chosen is not None and not (
+            isinstance(on, Ref) and isinstance(on.kind, cst.ClassDef)
+        ):
+            return chosen
     if isinstance(on, Ref):
         if on.kind == "dict":
             return dict_value(run, on, number, node)
@@ -115,6 +121,15 @@ def _subscript_of(run: Run, on: Value, node: cst.Subscript, frame: Frame) -> Val
             else Fixed()
         )
     return Fixed(grad=isinstance(on, Fixed) and on.grad)
+
+
+def _chosen_by(index: Value, node: cst.CSTNode) -> Value | None:
+    """Return an element of a list or a dict that the batch chooses."""
+    if isinstance(index, Bad):
+        return index
+    if isinstance(index, Linear | Rows):
+        return Bad(Why.DECIDED, node)
+    return None
 
 
 def _cut(run: Run, on: Seq, part: cst.Slice, frame: Frame) -> Value:
