@@ -150,6 +150,17 @@ def rooted(f):
         return torch.sqrt(f(a, b))
     return inner
 
+class Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, e):
+        ctx.save_for_backward(e)
+        return (e ** 2).sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        (e,) = ctx.saved_tensors
+        return g * 2 * e / len(e)
+
 @rooted
 def doubled(a, b):
     return F.mse_loss(a, b) * 2
@@ -211,6 +222,14 @@ NEITHER = [
         "loss, k = crit(out, y), 0\nwhile (y > k).any():\n"
         "    loss = loss + out.abs().mean()\n    k += 1"
     ),
+    "loss = crit(out, y) * len([v for v in y if v > 0]) / 8",
+    "loss = crit(out, y) * sum(1 for v in y if v > 0) / 8",
+    "loss = crit(out, y) * len(set((y > 0).view(-1).tolist())) / 2",
+    (
+        "from collections import Counter\n"
+        "loss = crit(out, y) * Counter((y > 0).view(-1).tolist())[True] / 8"
+    ),
+    "loss = Mean.apply(out - y)",
     "loss = foreign(out, y)",
     "loss = crit(out, y) + 0.1 * foreign(out)",
 ]
@@ -258,6 +277,21 @@ MIXING = [
     "F.group_norm(x[None].transpose(1, 2), 1)[0].t()",
     "x.unflatten(0, (-1, 2)).mean(1, keepdim=True) + x",
 ]
+
+
+def test_a_forward_that_tests_the_number_of_samples_is_listed():
+    net = NET.replace(
+        "return self",
+        "if x.size(0) > 2:\n            x = x * 2\n        return self",
+    )
+    assert doubts(script("loss = crit(out, y)", net=net))
+
+
+def test_a_batch_of_joined_samples_of_several_lengths_is_listed():
+    source = script("loss = crit(model(torch.cat(x)), torch.cat(y))")
+    source = source.replace("        out = model(x)\n", "")
+    given = "batch_size=4, collate_fn=lambda b: tuple(zip(*b))"
+    assert doubts(source.replace("batch_size=4", given))
 
 
 @pytest.mark.parametrize("mixing", MIXING)

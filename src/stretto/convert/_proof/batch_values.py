@@ -145,6 +145,8 @@ class Iter:
     item: Value
     samples: bool = False
     """Whether there is one element for each sample."""
+    chosen: bool = False
+    """Whether some samples may be left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,9 +316,13 @@ def join(one: Value, other: Value, node: cst.CSTNode) -> Value:
         parts = [*one.items, *other.items]
         return Iter(joined(parts, node))
     if isinstance(one, Iter) and isinstance(other, Iter):
-        return Iter(join(one.item, other.item, node), one.samples or other.samples)
+        return Iter(
+            join(one.item, other.item, node),
+            one.samples or other.samples,
+            one.chosen or other.chosen,
+        )
     if isinstance(one, Iter) and isinstance(other, Seq):
-        return Iter(joined([one.item, *other.items], node), one.samples)
+        return replace(one, item=joined([one.item, *other.items], node))
     if isinstance(other, Iter) and isinstance(one, Seq):
         return join(other, one, node)
     if isinstance(one, Rows) and isinstance(other, Rows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -100,6 +101,10 @@ def builtin_call(run: Run, name: str, given: Given, frame: Frame) -> Value:
         made: Value = (
             Seq(tuple(items)) if not args or len(items) > 1 else Iter(items[0], samples)
         )
+        sets = name in ("set", "frozenset") and is_of_batch(made)
+        left_out = sets or (isinstance(first, Iter) and first.chosen)
+        if isinstance(made, Iter) and left_out:
+            made = replace(made, chosen=True)
         if isinstance(first, Seq) and name in ("list", "tuple", "iter"):
             made = first
         if isinstance(first, Ref) and first.kind == "list" and name != "set":
@@ -113,7 +118,7 @@ def builtin_call(run: Run, name: str, given: Given, frame: Frame) -> Value:
         items, samples = items_of(run, args[1] if len(args) > 1 else NONE, node)
         inner = joined(items, node)
         if name == "filter":
-            return Iter(inner, samples)
+            return Iter(inner, samples, chosen=samples or is_of_batch(inner))
         return Iter(run.call(first, (inner,), {}, node, frame), samples)
     if name == "getattr" and len(args) > 1:
         named = args[1]
@@ -158,7 +163,11 @@ def _length_of(run: Run, value: Value, node: cst.CSTNode) -> Value:
                 if value.raw
                 else Fixed()
             )
-        return Count() if value.even and value.copies == 1 else Count(exact=False)
+        if not value.even:
+            return Bad(Why.SELECTED, node)
+        return Count() if value.copies == 1 else Count(exact=False)
+    if isinstance(value, Iter) and value.chosen:
+        return Bad(Why.SELECTED, node)
     if isinstance(value, Iter) and value.samples:
         return Count()
     if isinstance(value, Seq):
@@ -179,6 +188,12 @@ def _sum_of(
     if isinstance(first, Ref) and first.kind == "dict":
         out = run.items_of_ref(first)
         out = out.item if isinstance(out, Iter) else out
+    listed = run.items_of_ref(first) if isinstance(first, Ref) else first
+    if isinstance(out, Fixed) and out.value != 0 and isinstance(listed, Iter):
+        if listed.chosen:
+            return Bad(Why.SELECTED, node)
+        if listed.samples:
+            return Count(exact=False)
     if isinstance(out, Item):
         return Linear(out.degree + 1)
     if samples and isinstance(out, Linear):

@@ -72,7 +72,8 @@ def extend(run: Run, ref: Ref, values: Sequence[Value], node: cst.CSTNode) -> No
         items, samples = [old.item], samples or old.samples
     several = joined([*items, *values], node)
     samples = samples and is_of_batch(several)
-    run.set(ref.key, "items", Iter(several, samples))
+    chosen = samples and (bool(run.written) or (isinstance(old, Iter) and old.chosen))
+    run.set(ref.key, "items", Iter(several, samples, chosen))
 
 
 def items_in(run: Run, value: Value, node: cst.CSTNode) -> list[Value]:
@@ -156,6 +157,8 @@ def batch_of(run: Run, made: Made) -> Value:
 def dict_value(run: Run, ref: Ref, name: object, node: cst.CSTNode) -> Value:
     """Return a value of a dict."""
     known = run.state.get(ref.key, {})
+    if isinstance(known.get("*"), Bad):
+        return known["*"]
     if isinstance(name, str) and f"k:{name}" in known:
         return known[f"k:{name}"]
     if isinstance(name, str) and "*" in known:

@@ -13,6 +13,7 @@ from stretto.convert._proof.batch_values import (
     UNSET,
     Alt,
     Bad,
+    Count,
     Draw,
     Fixed,
     Item,
@@ -137,6 +138,9 @@ def comparison(run: Run, node: cst.Comparison, frame: Frame) -> Value:
     for value in values:
         if isinstance(value, Linear | Bad):
             return Bad(Why.DECIDED, node)
+    counts = sum(isinstance(v, Count) for v in values)
+    if 0 < counts < len(values) and first_rows(values) is None:
+        return Bad(Why.DECIDED, node)
     rows = first_rows(values)
     if rows is not None:
         made = elementwise(
@@ -188,7 +192,7 @@ def comprehension(run: Run, node: cst.BaseComp, frame: Frame) -> Value:
         parent=frame,
         receiver=frame.receiver,
     )
-    samples = False
+    samples = chosen = False
     part: cst.CompFor | None = node.for_in
     unrolled: list[Value] | None = None
     while part is not None:
@@ -204,7 +208,7 @@ def comprehension(run: Run, node: cst.BaseComp, frame: Frame) -> Value:
             break
         bind(run, part.target, joined(items, part), inner)
         for test in part.ifs:
-            run.value(test.test, inner)
+            chosen = decide(run, test.test, inner)[1] is not None or chosen
         part = part.inner_for_in
     if isinstance(node, cst.DictComp):
         value = joined(unrolled, node) if unrolled else run.value(node.value, inner)
@@ -213,7 +217,7 @@ def comprehension(run: Run, node: cst.BaseComp, frame: Frame) -> Value:
     result: Value = (
         Seq(tuple(unrolled))
         if unrolled is not None
-        else Iter(_comprehension_result(run, node, inner), samples)
+        else Iter(_comprehension_result(run, node, inner), samples, chosen)
     )
     run.state.pop(inner.key, None)
     if isinstance(node, cst.GeneratorExp):

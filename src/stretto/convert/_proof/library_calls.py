@@ -127,7 +127,9 @@ def library_call(run: Run, full: str, given: Given, frame: Frame) -> Value:
         "collections.OrderedDict",
         "collections.Counter",
     ):
-        return new_dict(run, {}, node, frame)
+        counts = full.endswith("Counter") and is_of_batch(Seq(given.args))
+        parts = {"*": Bad(Why.SELECTED, node)} if counts else {}
+        return new_dict(run, parts, node, frame)
     if full in ("math.prod", "numpy.prod") and any(
         isinstance(v, Shape) for v in given.args
     ):

@@ -42,7 +42,7 @@ from stretto.convert._proof.script_run import MODULE
 from stretto.convert._proof.targets import bind_again
 from stretto.convert._proof.tensor_functions import tensor_function
 from stretto.convert._proof.tensor_methods import tensor_method
-from stretto.convert._tree import dotted
+from stretto.convert._tree import dotted, found
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,6 +81,9 @@ def method_call(
         func = attribute_of(run, on, name, node)
         if func == Fixed() and name == "apply":
             method = method_of(run, on.node, "forward")
+            back = method_of(run, on.node, "backward")
+            if back is not None and _counts_samples(back[0]) and is_of_batch(Seq(args)):
+                return Bad(Why.UNREAD, node)
             if method is not None:
                 return run.call(
                     Func(method[0], MODULE, Fixed(), method[1]),
@@ -149,6 +152,39 @@ def method_call(
     if isinstance(on, Rows) and not on.raw and on.opaque is None:
         return Bad(Why.UNREAD, node)
     return run.unread(node, whole.all)
+
+
+_COUNTING = frozenset(
+    ["mean", "std", "var", "norm", "max", "min", "amax", "amin", "median", "softmax"]
+    + ["numel", "nelement"]
+)
+"""Methods that depend on all samples, or on their number."""
+
+
+def _counts_samples(backward: cst.FunctionDef) -> bool:
+    """Return whether a backward may depend on all samples, or on their number."""
+    for call in found(backward.body, cst.Call):
+        name = (dotted(call.func) or "").rpartition(".")[2]
+        if isinstance(call.func, cst.Attribute):
+            name = call.func.attr.value
+        numbers = [a.value for a in call.args]
+        first = any(isinstance(n, cst.Integer) and n.value == "0" for n in numbers)
+        if name in _COUNTING or name == "len" or (name == "size" and first):
+            return True
+        if name == "sum" and not numbers:
+            return True
+    for part in found(backward.body, cst.Subscript):
+        inner = part.slice[0].slice
+        of_shape = isinstance(part.value, cst.Attribute)
+        if (
+            of_shape
+            and part.value.attr.value == "shape"  # type: ignore[union-attr]
+            and isinstance(inner, cst.Index)
+            and isinstance(inner.value, cst.Integer)
+            and inner.value.value == "0"
+        ):
+            return True
+    return False
 
 
 def _made_method(run: Run, on: Made, name: str, given: Given, frame: Frame) -> Value:

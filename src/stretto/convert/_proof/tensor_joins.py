@@ -59,7 +59,8 @@ def joined_along(name: str, given: Given) -> Value | None:
     if isinstance(parts, Iter):
         item = parts.item
         if isinstance(item, Item):
-            return Rows(degree=item.degree)
+            even = not parts.chosen and name == "stack"
+            return Rows(degree=item.degree, even=even)
         values: tuple[Value, ...] = (item,)
         several = True
     elif isinstance(parts, Seq):
