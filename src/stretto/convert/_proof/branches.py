@@ -148,10 +148,10 @@ def either(one: Value, other: Value, node: cst.CSTNode, why: Why | None) -> Valu
     if one is other or (one == other and (why is None or not is_of_batch(one))):
         return one
     if why is not None:
-        if isinstance(one, Seq) and isinstance(other, Seq):
-            if len(one.items) == len(other.items):
-                pairs = zip(one.items, other.items, strict=True)
-                return Seq(tuple(either(a, b, node, why) for a, b in pairs))
+        several = isinstance(one, Seq) and isinstance(other, Seq)
+        if several and len(one.items) == len(other.items):
+            pairs = zip(one.items, other.items, strict=True)
+            return Seq(tuple(either(a, b, node, why) for a, b in pairs))
         both = (one, other)
         if any(isinstance(v, Linear | Item) for v in both):
             return Bad(why, node)

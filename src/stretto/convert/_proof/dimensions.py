@@ -76,9 +76,7 @@ def _reshaped(on: Rows, sizes: list[Value], node: cst.CSTNode) -> Value:
             sizes = list(sizes[0].items)
         elif isinstance(sizes[0], Iter) or not isinstance(sizes[0], Fixed | Count):
             return replace(on, ndim=None, raw=False, whole=False)
-    new = replace(
-        on, ndim=len(sizes), raw=False, whole=False, thin=False, single=False
-    )
+    new = replace(on, ndim=len(sizes), raw=False, whole=False, thin=False, single=False)
     counts = [i for i, s in enumerate(sizes) if isinstance(s, Count)]
     if counts:
         return replace(new, axis=counts[0])

@@ -155,8 +155,7 @@ def method_call(
 
 
 _COUNTING = frozenset(
-    ["mean", "std", "var", "norm", "max", "min", "amax", "amin", "median", "softmax"]
-    + ["numel", "nelement"]
+    "mean std var norm max min amax amin median softmax numel nelement".split()
 )
 """Methods that depend on all samples, or on their number."""
 
