@@ -287,13 +287,6 @@ def test_a_forward_that_tests_the_number_of_samples_is_listed():
     assert doubts(script("loss = crit(out, y)", net=net))
 
 
-def test_a_batch_of_joined_samples_of_several_lengths_is_listed():
-    source = script("loss = crit(model(torch.cat(x)), torch.cat(y))")
-    source = source.replace("        out = model(x)\n", "")
-    given = "batch_size=4, collate_fn=lambda b: tuple(zip(*b))"
-    assert doubts(source.replace("batch_size=4", given))
-
-
 @pytest.mark.parametrize("mixing", MIXING)
 def test_a_forward_that_mixes_samples_is_listed(mixing):
     net = NET.replace("return self", f"x = {mixing}\n        return self")

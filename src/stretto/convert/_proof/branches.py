@@ -148,8 +148,11 @@ def either(one: Value, other: Value, node: cst.CSTNode, why: Why | None) -> Valu
     if one is other or (one == other and (why is None or not is_of_batch(one))):
         return one
     if why is not None:
-        several = isinstance(one, Seq) and isinstance(other, Seq)
-        if several and len(one.items) == len(other.items):
+        if (
+            isinstance(one, Seq)
+            and isinstance(other, Seq)
+            and len(one.items) == len(other.items)
+        ):
             pairs = zip(one.items, other.items, strict=True)
             return Seq(tuple(either(a, b, node, why) for a, b in pairs))
         both = (one, other)

@@ -155,7 +155,20 @@ def method_call(
 
 
 _COUNTING = frozenset(
-    "mean std var norm max min amax amin median softmax numel nelement".split()
+    [
+        "mean",
+        "std",
+        "var",
+        "norm",
+        "max",
+        "min",
+        "amax",
+        "amin",
+        "median",
+        "softmax",
+        "numel",
+        "nelement",
+    ]
 )
 """Methods that depend on all samples, or on their number."""
 
@@ -174,10 +187,9 @@ def _counts_samples(backward: cst.FunctionDef) -> bool:
             return True
     for part in found(backward.body, cst.Subscript):
         inner = part.slice[0].slice
-        of_shape = isinstance(part.value, cst.Attribute)
         if (
-            of_shape
-            and part.value.attr.value == "shape"  # type: ignore[union-attr]
+            isinstance(part.value, cst.Attribute)
+            and part.value.attr.value == "shape"
             and isinstance(inner, cst.Index)
             and isinstance(inner.value, cst.Integer)
             and inner.value.value == "0"
