@@ -91,7 +91,9 @@ def test_disagreeing_ranks_all_report_both_values(ranks: Any) -> None:
     for rank, found in enumerate(everyone):
         kind, text = found["build or apply"]
         assert kind == "CommTimeout"
-        assert f"rank {rank} waited 3 s for rank {1 - rank}" in text
+        # One may have ended before the other's time is over.
+        waited = f"rank {rank} waited 3 s for rank {1 - rank}"
+        assert waited in text or f"rank {1 - rank} is gone" in text
 
 
 def rank_asks_too_much(rank: int, size: int) -> dict[str, tuple[str, str]]:

@@ -133,16 +133,14 @@ def along_dim(name: str, on: Rows, given: Given) -> Value:
     pair = name in ("sort", "topk", "kthvalue")
     if any(is_sample_dim(d, on) for d in dims):
         if name in ("flip", "roll", "argsort", "sort", "index_select", "flipud"):
-            plain = replace(on, raw=False, whole=False)
-            order = replace(plain, kind="order")
+            order = replace(on, kind="order", raw=False, whole=False)
             if name == "argsort":
                 return order
             if name == "sort" and on.raw:
                 return Seq((on, order))
             if name == "sort":
                 return Seq((Bad(Why.ACROSS, node), order))
-            mixes = on.kind == "order" and name != "index_select"
-            return Bad(Why.ACROSS, node) if mixes else plain
+            # The others fall through: their results have samples in other places.
         bad = Bad(Why.ACROSS, node)
         return Seq((bad, bad)) if pair else bad
     if any(may_be_sample_dim(d, on) for d in dims):
