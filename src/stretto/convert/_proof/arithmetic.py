@@ -18,6 +18,7 @@ from stretto.convert._proof.batch_values import (
     Seq,
     Why,
     first_bad,
+    first_nonlinear,
     first_rows,
     is_of_batch,
     joined,
@@ -260,15 +261,8 @@ def elementwise(values: Iterable[Value], node: cst.CSTNode) -> Value:
         for v in with_elements(values)
         if isinstance(v, Fixed | Rows | Linear | Item | Count | Draw | Bad)
     ]
-    if (bad := first_bad(given)) is not None:
+    if (bad := first_bad(given) or first_nonlinear(given, node)) is not None:
         return bad
-    for value in given:
-        if isinstance(value, Linear):
-            return Bad(Why.NONLINEAR, node)
-        if isinstance(value, Rows) and value.shifted is not None:
-            return Bad(Why.ACROSS, value.shifted)
-        if isinstance(value, Rows) and value.degree:
-            return Bad(Why.NONLINEAR, node)
     grad = False
     for value in given:
         if isinstance(value, Fixed):

@@ -274,6 +274,22 @@ def first_rows(values: Iterable[Value]) -> Rows | None:
     return None
 
 
+def first_nonlinear(values: Iterable[Value], node: cst.CSTNode) -> Bad | None:
+    """Return what keeps a function of values from treating each sample by itself.
+
+    Such a function is not linear, so it may get neither a result over samples nor rows
+    that contain one, or a power of the number of samples.
+    """
+    for value in values:
+        if isinstance(value, Linear):
+            return Bad(Why.NONLINEAR, node)
+        if isinstance(value, Rows) and value.shifted is not None:
+            return Bad(Why.ACROSS, value.shifted)
+        if isinstance(value, Rows) and value.degree:
+            return Bad(Why.NONLINEAR, node)
+    return None
+
+
 def first_bad(values: Iterable[Value]) -> Bad | None:
     """Return the first value that cannot be classified among values."""
     for value in values:

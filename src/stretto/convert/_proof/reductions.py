@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from stretto.convert._proof.arithmetic import elementwise, rows_with_rows
-from stretto.convert._proof.batch_values import Bad, Fixed, Linear, Rows, Seq, Why
+from stretto.convert._proof.batch_values import (
+    Bad,
+    Fixed,
+    Linear,
+    Rows,
+    Seq,
+    Why,
+    first_nonlinear,
+)
 from stretto.convert._proof.dimensions import (
     is_sample_dim,
     may_be_sample_dim,
@@ -132,25 +140,20 @@ def along_dim(name: str, on: Rows, given: Given) -> Value:
         dims = [default] if default is not None and dim is None else []
     pair = name in ("sort", "topk", "kthvalue")
     if any(is_sample_dim(d, on) for d in dims):
-        if name in ("flip", "roll", "argsort", "sort", "index_select", "flipud"):
-            order = replace(on, kind="order", raw=False, whole=False)
-            if name == "argsort":
-                return order
-            if name == "sort" and on.raw:
-                return Seq((on, order))
-            if name == "sort":
-                return Seq((Bad(Why.ACROSS, node), order))
-            # The others fall through: their results have samples in other places.
         bad = Bad(Why.ACROSS, node)
+        order = replace(on, kind="order", raw=False, whole=False)
+        if name == "argsort":
+            return order
+        if name == "sort":
+            return Seq((on if on.raw else bad, order))
         return Seq((bad, bad)) if pair else bad
     if any(may_be_sample_dim(d, on) for d in dims):
         bad = Bad(Why.UNREAD, node)
         return Seq((bad, bad)) if pair else bad
     if name not in ("flip", "roll", "cumsum"):
-        if on.shifted is not None:
-            return Bad(Why.ACROSS, on.shifted)
-        if on.degree:
-            return Bad(Why.NONLINEAR, node)
+        nonlinear = first_nonlinear([on], node)
+        if nonlinear is not None:
+            return nonlinear
     out: Value = replace(on, raw=False, whole=False, kind="")
     if name.startswith(("gather", "scatter", "index", "take")):
         others = [v for v in given.args[1:] if isinstance(v, Rows)]

@@ -15,6 +15,7 @@ from stretto.convert._proof.batch_values import (
     Rows,
     Why,
     first_bad,
+    first_nonlinear,
     with_elements,
 )
 from stretto.convert._proof.given_arguments import known_text
@@ -104,13 +105,8 @@ def loss(
         return bad
     if any(isinstance(w, Linear) for w in weights):
         return Bad(Why.NONLINEAR, node)
-    for value in inputs:
-        if isinstance(value, Linear):
-            return Bad(Why.NONLINEAR, node)
-        if isinstance(value, Rows) and value.shifted is not None:
-            return Bad(Why.ACROSS, value.shifted)
-        if isinstance(value, Rows) and value.degree:
-            return Bad(Why.NONLINEAR, node)
+    if (bad := first_nonlinear(inputs, node)) is not None:
+        return bad
     averaged = options.get("size_average")
     each = options.get("reduce")
     reduction = options.get("reduction")
