@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from stretto.elastic.batches import order_of, share
+from support.elastic_replay import replayed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -151,23 +151,12 @@ def _replayed(history: list[Any], steps: int) -> list[dict[int, float]]:
     data = [
         (torch.randn(16, generator=generator).double(), i % 5) for i in range(SAMPLES)
     ]
-    epoch, done, found = 0, 0, []
-    for step in range(steps):
-        ids = next(row[2] for row in reversed(history) if row[1] <= step)
-        samples = min(BATCH, SAMPLES - done)
-        order = order_of(SAMPLES, epoch=epoch, seed=0, shuffle=True)
-        optimizer.zero_grad()
-        losses = {}
-        for rank, member in enumerate(ids):
-            mine = [order[done + i] for i in share(samples, len(ids), rank)]
-            inputs = torch.stack([data[i][0] for i in mine])
-            targets = torch.tensor([data[i][1] for i in mine])
-            loss = cross_entropy(net(inputs), targets)
-            (loss * len(mine) / samples).backward()
-            losses[member] = loss.item()
-        optimizer.step()
-        found.append(losses)
-        done += samples
-        if done >= SAMPLES:
-            epoch, done = epoch + 1, 0
-    return found
+    return replayed(
+        net,
+        optimizer,
+        data,
+        lambda net, batch: cross_entropy(net(batch[0]), batch[1]),
+        history=[(first, ids) for _, first, ids in history],
+        steps=steps,
+        batch=BATCH,
+    )

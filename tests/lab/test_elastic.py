@@ -10,6 +10,8 @@ import json
 
 import pytest
 
+from support.elastic_replay import replayed
+
 pytestmark = [
     pytest.mark.lab,
     pytest.mark.usefixtures("namespaces"),
@@ -54,7 +56,14 @@ class Job:
         )
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        wanted = module.replay(end["history"], end["steps"])
+        wanted = replayed(
+            *module.net_and_optimizer(),
+            module.data(),
+            module.loss_of,
+            history=end["history"],
+            steps=end["steps"],
+            batch=module.BATCH,
+        )
         sums = {}
         for member in self.finished:
             for step, loss, total in rows[member]:

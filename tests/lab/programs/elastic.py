@@ -32,11 +32,11 @@ with Path(folder, f"{member}.jsonl").open("a", buffering=1) as file:
                 while True:  # as a data set that waits for a lost server
                     time.sleep(1)
             with run.step() as step:
-                loss = loss_of(run.model, batch) * run.weight
-                loss.backward()
+                loss = loss_of(run.model, batch)
+                (loss * run.weight).backward()
                 optimizer.step()
             if step.is_committed:
                 total = sum(p.detach().sum().item() for p in net.parameters())
-                print(json.dumps([before, loss.item() / run.size, total]), file=file)
+                print(json.dumps([before, loss.item(), total]), file=file)
     history = [[m.first_step, m.ids] for m in run.history]
     print(json.dumps({"history": history, "steps": run.steps}), file=file)

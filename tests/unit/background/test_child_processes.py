@@ -14,18 +14,14 @@ import stretto
 from stretto.background import lease
 from stretto.background.child_processes import ChildProcesses, child_processes
 from stretto.background.priority import CGROUP, SESSION, Isolation
+from support.autogroups import has_autogroups
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 AUTOGROUP = Path("/proc/self/autogroup")
-AUTOGROUPS_ON = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 COMPUTE = "i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done; echo done; read end"
 LEAST_S = 0.02
-
-
-def new_sessions_are_groups() -> bool:
-    return AUTOGROUPS_ON.exists() and AUTOGROUPS_ON.read_text().strip() == "1"
 
 
 @pytest.fixture
@@ -117,7 +113,7 @@ def test_children_are_not_counted_without_a_foreground(pair):
     assert background.statistics.children_s == 0.0
 
 
-@pytest.mark.skipif(not new_sessions_are_groups(), reason="no autogroups")
+@pytest.mark.skipif(not has_autogroups(), reason="no autogroups")
 @pytest.mark.parametrize(("method", "nice"), [(SESSION, "19"), (CGROUP, "0")])
 def test_a_childs_own_session_is_lowered_where_sessions_are_groups(
     started, method, nice

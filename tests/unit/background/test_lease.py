@@ -490,7 +490,7 @@ def test_a_task_in_a_step_that_is_never_complete_is_no_use_of_idle_time(foregrou
 
 
 def test_ranks_agree_on_a_models_steps_whenever_each_has_opened_its_device():
-    """A rank that joins later has trained fewer steps; each made the model anew."""
+    """A rank that joins later counts from 0, and so does each other rank then."""
 
     def numbers(before):
         with stretto.Foreground(DEVICE) as foreground, background():

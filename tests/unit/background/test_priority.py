@@ -20,6 +20,7 @@ from stretto.background.priority import (
     SESSION,
     Isolation,
 )
+from support.autogroups import has_autogroups
 
 pytestmark = [
     pytest.mark.alone,  # an idle class gets no time while others compute
@@ -91,11 +92,6 @@ def is_low(ratio):
 
 def is_equal(ratio):
     return ratio > 0.3
-
-
-def has_autogroups():
-    switch = Path("/proc/sys/kernel/sched_autogroup_enabled")
-    return switch.exists() and switch.read_text().strip() == "1"
 
 
 def enter(cgroup):

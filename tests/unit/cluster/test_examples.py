@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.alone,
     pytest.mark.timeout(300),
-    # A background's idle class gets no time while others compute, whoever they are, so
-    # this needs an idle machine: STRETTO_TEST_ALL=1.
+    # Backgrounds run in the idle class, which gets no processor time on a busy
+    # machine. So this runs with STRETTO_TEST_ALL=1 only.
     pytest.mark.repeat,
 ]
 
