@@ -21,7 +21,16 @@ from stretto.errors import CommTimeout
 from stretto.gang import gang as gang_module
 from stretto.gang.membership import Membership
 from stretto.gang.sums import MemberSums
-from support.gangs import COUNT, alone, difference, loss_of, model_of, train
+from support.gangs import (
+    COUNT,
+    alone,
+    difference,
+    loss_of,
+    model_of,
+    say_claimed,
+    train,
+    wait_for_claim,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,10 +113,15 @@ def rank_dies_at(rank: int, size: int, moment: str) -> dict[str, Any]:
     begin_s = time.perf_counter()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     for step in range(STEPS):
+        if rank != 1 and step == 1 and moment.endswith("results"):
+            wait_for_claim(step)
         for done, index in enumerate(gang.claims()):
+            dies = rank == 1 and step == 1 and moment == f"after {done} results"
+            if dies:
+                say_claimed(step)
             loss_of(model, step, index).backward()
             time.sleep(0.01)
-            if rank == 1 and step == 1 and moment == f"after {done} results":
+            if dies:
                 die()
         gang.reduce()
         optimizer.step()
@@ -209,7 +223,11 @@ def rank_stays_alone(rank: int, size: int) -> dict[str, Any]:
     gang = stretto.Gang(model, micro_batches=COUNT, seed=3, timeout_s=20.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     for step in range(STEPS):
+        if step + 1 < size and rank != step + 1:
+            wait_for_claim(step)
         for index in gang.claims():
+            if rank == step + 1:
+                say_claimed(step)
             loss_of(model, step, index).backward()
             if rank == step + 1:
                 die()
@@ -247,11 +265,14 @@ def rank_is_stopped(
     counted, was_stopped = 0, False
     try:
         for step in range(STEPS):
+            if rank != 1 and step == 1:
+                wait_for_claim(step)
             for index in gang.claims():
                 loss_of(model, step, index).backward()
                 time.sleep(0.01)
                 if rank == 1 and step == 1 and not was_stopped:
                     was_stopped = True
+                    say_claimed(step)
                     stop_for(seconds)
             gang.reduce()
             optimizer.step()
@@ -344,7 +365,7 @@ def rank_loses_the_store(rank: int, size: int) -> tuple[str, float]:
         for step in range(1000):
             for index in gang.claims():
                 loss_of(model, step, index).backward()
-                if rank == 0 and step == 2:
+                if rank == 0 and step >= 2:  # it may get no micro-batch of one step
                     die()
             gang.reduce()
     except CommTimeout as exc:
@@ -366,7 +387,11 @@ def rank_replays_without_one(rank: int, size: int) -> float:
     torch.set_default_dtype(torch.float64)
     model = model_of()
     gang = stretto.Gang(model, micro_batches=COUNT, seed=3, timeout_s=20.0)
+    if rank != 1:
+        wait_for_claim(0)
     for index in gang.claims():
+        if rank == 1:
+            say_claimed(0)
         loss_of(model, 0, index).backward()
         time.sleep(0.02)
     gang.reduce()

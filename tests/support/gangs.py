@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 COUNT, SAMPLES = 7, 4
@@ -45,6 +47,17 @@ def train(gang: Any, model: nn.Module, steps: int, slow_s: float = 0.0) -> list[
         optimizer.step()
         found.append(own)
     return found
+
+
+def say_claimed(step: int) -> None:
+    """Let the ranks in `wait_for_claim` go on: this rank holds a micro-batch."""
+    dist.distributed_c10d._get_default_store().set(f"claimed in {step}", b"")
+
+
+def wait_for_claim(step: int) -> None:
+    """Wait before a step's claims, so that another rank surely gets a micro-batch."""
+    store = dist.distributed_c10d._get_default_store()
+    store.wait([f"claimed in {step}"], timedelta(seconds=60.0))
 
 
 def alone(steps: int, seed: int = 3) -> list[torch.Tensor]:
