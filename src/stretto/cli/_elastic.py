@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from stretto.members.keeper import ElasticJob
-    from stretto.members.peers import MeetingPoint
+    from stretto.members.meeting import MeetingPoint
 
 MODULE = "-m"
 
@@ -130,7 +130,7 @@ def _of_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _meeting(hosts: dict[str, str], nodes: int) -> MeetingPoint:
-    from stretto.members.peers import MeetingPoint
+    from stretto.members.meeting import MeetingPoint
 
     host, port = hosts.get("--master-addr", ""), _number(hosts, "--master-port", _PORT)
     if endpoint := hosts.get("--rdzv-endpoint"):

@@ -28,7 +28,8 @@ from stretto.lab.ports import free_port
 from stretto.logs import get_logger
 from stretto.members import progress
 from stretto.members.ballots import Deliver, KeeperCore, VotePolicy
-from stretto.members.peers import Book, KeeperNetwork, MeetingPoint
+from stretto.members.meeting import Book, MeetingPoint
+from stretto.members.peers import KeeperNetwork
 from stretto.members.progress import ProgressReader
 from stretto.members.view import Member, View
 from stretto.members.wire import (

@@ -2,9 +2,7 @@
 
 Keepers meet at one of them. It gives each a number and the others' addresses; then
 every two keepers have a connection, for ballots, and send each other beats as
-datagrams. Beats are datagrams because a connection that has lost packets for two
-seconds stays silent for two more; ballots are not because they may be long. A host that
-is started later meets the others at any of them.
+datagrams (`beats`). A host that is started later meets the others at any of them.
 
 # Note [Who may take part]
 A connection begins with a proof by each side that it knows the job's name and token,
@@ -16,9 +14,7 @@ encrypted, as nothing is between ranks either.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import hashlib
 import hmac
 import json
 import os
@@ -34,7 +30,18 @@ from stretto.cluster.channel import Channel
 from stretto.errors import StrettoError
 from stretto.logs import get_logger
 from stretto.members.ballots import Beat
-from stretto.members.view import View
+from stretto.members.beats import BeatSocket
+from stretto.members.connections import Connector, keep_alive
+from stretto.members.meeting import (
+    MEETING_S,
+    Book,
+    MeetingPoint,
+    Place,
+    address_of,
+    is_own,
+    own_address,
+)
+from stretto.members.proofs import TOKEN_VARIABLE, key_of, proof_of
 from stretto.members.wire import keeper_message, keeper_message_of
 
 if TYPE_CHECKING:
@@ -42,86 +49,14 @@ if TYPE_CHECKING:
 
     from stretto.cluster.loop import Loop
     from stretto.members.ballots import Message
+    from stretto.members.view import View
 
 _log = get_logger(__name__)
 
-TOKEN_VARIABLE = "STRETTO_ELASTIC_TOKEN"
-"""A secret that all keepers of a job share; without it only the job's name counts."""
-
-MEETING_S = 900.0
-"""How long keepers wait for each other before training, as torchrun's launchers do."""
-
 _FIRST_AGAIN_S = 0.1
 _LONGEST_AGAIN_S = 1.0
-_CONNECT_S = 1.5
 _PROOF_S = 5.0
 """A connection without a proof is closed after so long."""
-
-_UNACKNOWLEDGED_MS = 1500
-"""A connection whose data is not acknowledged for so long is closed, and made again:
-TCP itself would repeat them ever more rarely for a quarter of an hour."""
-
-_MAC_BYTES = 16
-_DATAGRAM_BYTES = 65_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a keeper is reached."""
-
-    keeper: int
-    """Its number; never used again in a run."""
-
-    ranks: int
-    """How many ranks it starts."""
-
-    host: str
-    port: int
-
-    process: str
-    """Drawn by its process: a keeper that is started again is another."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Book:
-    """What a keeper must know to take part."""
-
-    run: str
-    """Drawn at the meeting, to tell runs of one job apart."""
-
-    keeper: int
-    """The number of the keeper that gets it."""
-
-    places: tuple[Place, ...]
-    """All keepers."""
-
-    ranks_port: int
-    """Where the ranks of the first view meet, on the first keeper's host."""
-
-    view: View | None = None
-    """For a keeper that joins later: the present view."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeetingPoint:
-    """Where and with whom a host's keeper meets the others."""
-
-    host: str
-    """An address of any keeper of the job; of the first one before training."""
-
-    port: int
-
-    nodes: int
-    """How many hosts the job begins with."""
-
-    node: int | None = None
-    """This host's number among them; drawn if it is ``None``."""
-
-    job: str = "none"
-    """The job's name."""
-
-    local: str | None = None
-    """This host's address; by default that from which it reaches the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,54 +91,6 @@ class _Link:
         self.hello: _Hello | None = None
         self.keeper: int | None = None
         """Of a keeper whose proof was accepted, on a connection for ballots."""
-
-
-def key_of(job: str, token: str) -> bytes:
-    """Return the key of the proofs."""
-    return hashlib.sha256(json.dumps(["stretto", job, token]).encode()).digest()
-
-
-def _mac(key: bytes, *parts: str) -> str:
-    return hmac.new(key, json.dumps(parts).encode(), "sha256").hexdigest()
-
-
-def own_address(target: str, port: int) -> str:
-    """Return the address from which this host reaches another.
-
-    Raises:
-        StrettoError: the name is unknown, or there is no route.
-    """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            target, port, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise StrettoError(
-            f"this host can't reach {target}, where the hosts meet: {error.strerror}. "
-            "Check --master-addr and the network."
-        ) from error
-
-
-def is_own(host: str) -> bool:
-    """Return whether an address or a name is this host's."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            host, 0, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind((address[0], 0))
-    except OSError:
-        return False
-    return True
-
-
-def _address(host: str) -> str:
-    """Return the first address of a name that is known."""
-    row = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
-    return str(row[4][0])
 
 
 @final
@@ -256,21 +143,29 @@ class KeeperNetwork:
         self._dialing: set[int] = set()
         self._waiting: list[_Link] = []
         self._channels: set[Channel] = set()
-        self._connecting: set[socket.socket] = set()
-        self._number = 0
-        self._beats: dict[int, int] = {}
         self._warned: set[str] = set()
         if is_own(point.host):
-            here = _address(point.host)
+            here = address_of(point.host)
             self.host = point.local or here
             self.forms = point.node in (None, 0) and self.host == here
         else:
             self.host = point.local or own_address(point.host, point.port)
             self.forms = False
         self._listener = self._listen()
-        self._datagrams = self._open_datagrams()
+        try:
+            self._beats = BeatSocket(
+                loop,
+                self.host,
+                self.port,
+                process=self._process,
+                place_of=self._places.get,
+                on_beat=on_message,
+            )
+        except StrettoError:
+            self._listener.close()
+            raise
+        self._connector = Connector(loop, self.host)
         loop.watch(self._listener.fileno(), read=self._accept)
-        loop.watch(self._datagrams.fileno(), read=self._read_datagrams)
         self._limit = loop.call_in(MEETING_S, self._on_meeting_late)
         if self.forms:
             loop.call_in(0.0, self._form_if_complete)
@@ -286,7 +181,7 @@ class KeeperNetwork:
         ports = [self._point.port, 0]
         if self.forms:
             ports = [self._point.port]
-        elif is_own(self._point.host) and self.host == _address(self._point.host):
+        elif is_own(self._point.host) and self.host == address_of(self._point.host):
             ports = [0]
         while ports:
             port = ports.pop(0)
@@ -310,20 +205,6 @@ class KeeperNetwork:
             return listener
         raise AssertionError
 
-    def _open_datagrams(self) -> socket.socket:
-        found = socket.socket(self._listener.family, socket.SOCK_DGRAM)
-        try:
-            found.bind((self.host, self.port))
-        except OSError as error:
-            found.close()
-            self._listener.close()
-            raise StrettoError(
-                f"this host's keeper can't use UDP at {self.host} port {self.port}: "
-                f"{error.strerror}. Pass another --master-port."
-            ) from error
-        found.settimeout(0.0)
-        return found
-
     @property
     def port(self) -> int:
         """The port of this keeper, for connections and datagrams."""
@@ -332,15 +213,12 @@ class KeeperNetwork:
     def close(self) -> None:
         """Close everything."""
         self._loop.unwatch(self._listener.fileno())
-        self._loop.unwatch(self._datagrams.fileno())
         self._listener.close()
-        self._datagrams.close()
+        self._beats.close()
         self._links = {}
         for channel in list(self._channels):
             channel.close()
-        for made in self._connecting:
-            self._loop.unwatch(made.fileno())
-            made.close()
+        self._connector.close()
 
     # meeting
 
@@ -418,6 +296,7 @@ class KeeperNetwork:
 
     def _formed(self, book: Book) -> None:
         self.book = book
+        self._beats.begin(self._key, run=book.run, keeper=book.keeper)
         self._limit.cancel()
         for place in book.places:
             self._meet(place)
@@ -470,54 +349,20 @@ class KeeperNetwork:
         self, host: str, port: int, link: _Link, on_end: Callable[[], None]
     ) -> None:
         """Connect without blocking; ``on_end`` is called when it fails or has ended."""
-        try:
-            family, kind, _, _, address = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM
-            )[0]
-            made = socket.socket(family, kind)
-        except OSError:
-            on_end()
-            return
-        made.settimeout(0.0)
-        with contextlib.suppress(OSError):  # only one address may reach the others
-            made.bind((self.host, 0))
-        made.connect_ex(address)
-        self._connecting.add(made)
 
-        def give_up() -> None:
-            if made not in self._connecting:
-                return
-            self._connecting.discard(made)
-            self._loop.unwatch(made.fileno())
-            made.close()
-            on_end()
-
-        timer = self._loop.call_in(_CONNECT_S, give_up)
-
-        def connected() -> None:
-            self._loop.unwatch(made.fileno())
-            self._connecting.discard(made)
-            timer.cancel()
-            if made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or self._is_closed:
-                made.close()
+        def made(connection: socket.socket) -> None:
+            if self._is_closed:
+                connection.close()
                 on_end()
-                return
-            self._open(made, link, on_end)
+            else:
+                self._open(connection, link, on_end)
 
-        self._loop.watch(made.fileno(), write=connected)
+        self._connector.connect(host, port, made, on_end)
 
     def _open(
         self, made: socket.socket, link: _Link, on_end: Callable[[], None]
     ) -> None:
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Idle ones are tested, too: the other side may have given up meanwhile.
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (
-            (socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS),
-            (socket.TCP_KEEPIDLE, 1),
-            (socket.TCP_KEEPINTVL, 1),
-        ):
-            made.setsockopt(socket.IPPROTO_TCP, name, value)
+        keep_alive(made)
 
         def closed(channel: Channel) -> None:
             self._channels.discard(channel)
@@ -565,7 +410,7 @@ class KeeperNetwork:
         match message:
             case {"nonce": str(nonce), "hello": str(hello), "proof": str(proof)}:
                 link.theirs = nonce
-                wanted = _mac(self._key, "dial", link.nonce, nonce, hello)
+                wanted = proof_of(self._key, "dial", link.nonce, nonce, hello)
                 if link.is_dialed or not hmac.compare_digest(wanted, proof):
                     self._refuse(link, "its job or its token is another")
                     return
@@ -573,10 +418,10 @@ class KeeperNetwork:
             case {"nonce": str(nonce)} if link.is_dialed:
                 link.theirs = nonce
                 text = _text(self._hello())
-                proof = _mac(self._key, "dial", nonce, link.nonce, text)
+                proof = proof_of(self._key, "dial", nonce, link.nonce, text)
                 channel.send({"nonce": link.nonce, "hello": text, "proof": proof})
             case {"answer": str(answer), "proof": str(proof)} if link.is_dialed:
-                wanted = _mac(self._key, "accept", link.theirs, link.nonce, answer)
+                wanted = proof_of(self._key, "accept", link.theirs, link.nonce, answer)
                 if hmac.compare_digest(wanted, proof):
                     self._on_answer(link, json.loads(answer))
                 else:
@@ -605,7 +450,7 @@ class KeeperNetwork:
         if book is not None:
             others["book"] = msgspec.to_builtins(book)
         text = json.dumps(others)
-        proof = _mac(self._key, "accept", link.nonce, link.theirs, text)
+        proof = proof_of(self._key, "accept", link.nonce, link.theirs, text)
         if link.channel is not None:
             link.channel.send({"answer": text, "proof": proof})
 
@@ -694,7 +539,7 @@ class KeeperNetwork:
     def send(self, keeper: int, message: Message) -> None:
         """Send a message; it is lost if there is no connection."""
         if isinstance(message, Beat):
-            self._send_beat(keeper, message)
+            self._beats.send(keeper, message)
         elif (link := self._links.get(keeper)) is not None and link.channel is not None:
             link.channel.send(keeper_message(message))
 
@@ -710,49 +555,6 @@ class KeeperNetwork:
             self._on_message(keeper, found)
         else:
             self._on_other(keeper, message)
-
-    def _beat_key(self) -> bytes:
-        assert self.book is not None  # noqa: S101  beats begin with the number
-        return hmac.digest(self._key, self.book.run.encode(), "sha256")
-
-    def _send_beat(self, keeper: int, beat: Beat) -> None:
-        place, book = self._places.get(keeper), self.book
-        if place is None or book is None:
-            return
-        self._number += 1
-        row = [book.keeper, keeper, self._process, self._number]
-        body = json.dumps([*row, msgspec.to_builtins(beat)]).encode()
-        mac = hmac.digest(self._beat_key(), body, "sha256")[:_MAC_BYTES]
-        with contextlib.suppress(OSError):  # as a link that is down
-            self._datagrams.sendto(mac + body, (place.host, place.port))
-
-    def _read_datagrams(self) -> None:
-        for _ in range(1000):
-            try:
-                data = self._datagrams.recv(_DATAGRAM_BYTES)
-            except OSError:
-                return
-            if self.book is not None:
-                self._on_datagram(data, self.book)
-
-    def _on_datagram(self, data: bytes, book: Book) -> None:
-        mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
-        wanted = hmac.digest(self._beat_key(), body, "sha256")[:_MAC_BYTES]
-        if not hmac.compare_digest(mac, wanted):
-            return
-        try:
-            keeper, to, process, number, row = msgspec.json.decode(
-                body, type=tuple[int, int, str, int, Beat]
-            )
-        except msgspec.DecodeError:
-            return
-        place = self._places.get(keeper)
-        if place is None or place.process != process or to != book.keeper:
-            return
-        if number <= self._beats.get(keeper, 0):
-            return  # doubled, or late
-        self._beats[keeper] = number
-        self._on_message(keeper, row)
 
     def name(self, keeper: int) -> str:
         """Return a keeper's host for messages."""

@@ -42,7 +42,8 @@ if client.member == 0:
     os.kill(os.getpid(), signal.SIGNAL)
 if 0 in view.ids:
     view = client.next_view(view.generation, timeout_s=60)
-print("view", view.generation, view.ids, view.members[0].address, flush=True)
+text = f"view {view.generation} {view.ids} {view.members[0].address}"
+os.write(1, f"{text}\\n".encode())  # at once: other ranks write there too
 client.left()
 """
 
@@ -87,9 +88,9 @@ def test_a_view_survives_its_line() -> None:
 
 HOST = """
 import sys
-from stretto.members import keeper, peers
+from stretto.members import keeper, meeting
 number, port, nodes, job, rank, local = sys.argv[1:]
-point = peers.MeetingPoint(
+point = meeting.MeetingPoint(
     host="127.0.0.1", port=int(port), nodes=int(nodes),
     node=None if number == "-" else int(number), job=job, local=local,
 )

@@ -13,13 +13,9 @@ from stretto.cluster.loop import Loop
 from stretto.errors import StrettoError
 from stretto.lab.ports import free_port
 from stretto.members.ballots import Beat
-from stretto.members.peers import (
-    TOKEN_VARIABLE,
-    KeeperNetwork,
-    MeetingPoint,
-    key_of,
-    own_address,
-)
+from stretto.members.meeting import MeetingPoint, own_address
+from stretto.members.peers import KeeperNetwork
+from stretto.members.proofs import TOKEN_VARIABLE, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -81,16 +77,16 @@ def test_a_beat_is_accepted_once(keepers: Keepers) -> None:
     first, second = keepers.start(0, 2), keepers.start(1, 2)
     keepers.run(lambda: len(keepers.formed) == 2)
     kept: list[bytes] = []
-    sent = second._datagrams
+    sent = second._beats._socket
 
     class Recorder:
         def sendto(self, data: bytes, to: Any) -> None:
             kept.append(data)
             sent.sendto(data, to)
 
-    second._datagrams = Recorder()  # type: ignore[assignment]
+    second._beats._socket = Recorder()  # type: ignore[assignment]
     second.send(0, BEAT)
-    second._datagrams = sent
+    second._beats._socket = sent
     keepers.run(lambda: keepers.received)
     assert keepers.received == [(1, BEAT)]
     for data in (kept[0], b"x" + kept[0][1:], b"", b"0" * 40):
