@@ -14,6 +14,7 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import stretto
+from stretto import step_counts
+from stretto.background import step_reports
+from stretto.burst import torch_calls
 from stretto.errors import StrettoError
 from stretto.lab.ports import free_port
 from stretto.runtime import DistributedDataParallel
@@ -477,6 +481,14 @@ def rank_falls_back(rank: int, size: int) -> dict[str, Any]:
             default_hooks.allreduce_hook,
         ),
     )
+    # Hooks of stretto for all optimizers, which read nothing of these.
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "steps"
+        step_counts.create(path, size)
+        os.environ[step_counts.VARIABLE] = str(path)
+        step_reports.report_steps()
+    torch_calls._install()
+    run("other jobs", Net())
     return found
 
 
@@ -495,6 +507,7 @@ def test_what_prevents_overlap_is_named_once(ranks: Any) -> None:
     first, second = ranks(rank_falls_back, 2)
     assert first["usual"] == (True, [])
     assert first["declared"] == (True, [])
+    assert first["other jobs"] == (True, [])
     for name, word in words.items():
         pending, lines = first[name]
         assert not pending, name

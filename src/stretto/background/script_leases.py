@@ -40,6 +40,7 @@ from stretto.errors import SpecError
 from stretto.logs import get_logger
 from stretto.process_identity import stat_row
 from stretto.schema.collocation import Collocation
+from stretto.step_hooks import reads_nothing
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -166,6 +167,7 @@ class ScriptLeases:
         if self._is_on:
             self._background.wait(label)
 
+    @reads_nothing
     def _after_step(self, *_: Any) -> None:
         if self._applies():
             self._background.end_task()

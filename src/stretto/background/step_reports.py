@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from stretto.errors import StrettoError
 from stretto.logs import get_logger
 from stretto.step_counts import VARIABLE, StepCounter
+from stretto.step_hooks import reads_nothing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +48,7 @@ def report_steps() -> None:
         _log.warning("steps are not reported to %s: %s", path, exc)
         return
     hook = _Hook(counter.add)
-    register_optimizer_step_post_hook(hook)
+    register_optimizer_step_post_hook(reads_nothing(hook))
     if hasattr(os, "register_at_fork"):  # such as a DataLoader's workers
         os.register_at_fork(after_in_child=hook.disable)
 

@@ -28,6 +28,7 @@ from stretto.burst.checks.joined_calls import CLIP, NORM, SCALER, call_for
 from stretto.burst.hooks import count_registered
 from stretto.errors import SpecError
 from stretto.runtime.torch_compat import without_dynamo
+from stretto.step_hooks import reads_only
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -114,6 +115,10 @@ def _of_optimizer(optimizer: Optimizer) -> list[TorchSeam]:
     return _models_of(p for group in optimizer.param_groups for p in group["params"])
 
 
+def _is_ours(optimizer: Optimizer) -> bool:
+    return bool(_of_optimizer(optimizer))
+
+
 def _install() -> None:
     count_registered()
     register_optimizer_step_pre_hook(_before_step)
@@ -162,6 +167,7 @@ def _decorated(wrapper: Any) -> Any:
 # one after. PyTorch makes the iterator over the own hooks after the global ones ran.
 
 
+@reads_only(_is_ours)
 @without_dynamo
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     models = _of_optimizer(optimizer)
@@ -190,6 +196,7 @@ def _after_use(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         model.after_step()
 
 
+@reads_only(_is_ours)
 @without_dynamo
 def _after_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
     # An optimizer that is copied or saved in between steps has its own hooks only.

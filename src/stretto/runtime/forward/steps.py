@@ -37,6 +37,7 @@ from stretto.runtime.forward.member import BucketMember, Overlap
 from stretto.runtime.forward.pending import member_of, plainly
 from stretto.runtime.forward.undisturbed import has_modes, undisturbed
 from stretto.runtime.torch_compat import without_dynamo
+from stretto.step_hooks import may_read, reads_nothing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -205,6 +206,7 @@ def detach(overlap: Overlap) -> None:
         _handles.clear()
 
 
+@reads_nothing
 def _before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # A compiled step has settled all, and is compiled as if there were no hook.
     if torch.compiler.is_compiling():
@@ -223,6 +225,7 @@ def _has_foreign_hooks(parameter: Any) -> bool:
     )
 
 
+@reads_nothing
 def _after(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
         _after_step(optimizer, args, kwargs)
@@ -342,14 +345,13 @@ def _why_not(optimizer: Any, members: Sequence[BucketMember]) -> str | None:
         return f"the step of {kind.__qualname__} is compiled"
     if optimizer.defaults.get("differentiable"):
         return f"{kind.__qualname__} is differentiable"
-    globally = torch_optimizer._global_optimizer_pre_hooks  # noqa: SLF001
-    globally_after = torch_optimizer._global_optimizer_post_hooks  # noqa: SLF001
-    if (
-        optimizer._optimizer_step_pre_hooks  # noqa: SLF001
-        or optimizer._optimizer_step_post_hooks  # noqa: SLF001
-        or len(globally) > 1
-        or len(globally_after) > 1
-    ):
+    hooks = (
+        *optimizer._optimizer_step_pre_hooks.values(),  # noqa: SLF001
+        *optimizer._optimizer_step_post_hooks.values(),  # noqa: SLF001
+        *torch_optimizer._global_optimizer_pre_hooks.values(),  # noqa: SLF001
+        *torch_optimizer._global_optimizer_post_hooks.values(),  # noqa: SLF001
+    )
+    if may_read(hooks, optimizer):
         return f"{kind.__qualname__} has step hooks, which may read all parameters"
     if getattr(optimizer, "grad_scale", None) is not None or has_modes():
         return ""
