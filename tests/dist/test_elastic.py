@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from support.elastic_replay import replayed
+from stretto.elastic.training import Membership
+from stretto.testing import replay_memberships
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -129,6 +130,10 @@ def test_losses_are_those_of_the_memberships_in_one_process(
             assert loss == pytest.approx(wanted[int(step)][member], abs=1e-6)
 
 
+def test_the_replacement_knows_all_memberships(job: dict[int, Any]) -> None:
+    assert job[3]["history"] == job[1]["history"]
+
+
 def test_past_memberships_leave_no_thread(job: dict[int, Any]) -> None:
     knew_only_the_last = job[3]["threads"]
     assert knew_only_the_last
@@ -151,12 +156,15 @@ def _replayed(history: list[Any], steps: int) -> list[dict[int, float]]:
     data = [
         (torch.randn(16, generator=generator).double(), i % 5) for i in range(SAMPLES)
     ]
-    return replayed(
+    return replay_memberships(
         net,
         optimizer,
         data,
         lambda net, batch: cross_entropy(net(batch[0]), batch[1]),
-        history=[(first, ids) for _, first, ids in history],
+        history=[
+            Membership(generation=generation, first_step=first, ids=tuple(ids))
+            for generation, first, ids in history
+        ],
         steps=steps,
-        batch=BATCH,
+        batch=f"global:{BATCH}",
     )

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+from pathlib import Path
 
 import pytest
 
-from support.elastic_replay import replayed
+from stretto.elastic.training import Membership
+from stretto.testing import replay_memberships
 
 pytestmark = [
     pytest.mark.lab,
@@ -56,13 +59,16 @@ class Job:
         )
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        wanted = replayed(
+        wanted = replay_memberships(
             *module.net_and_optimizer(),
             module.data(),
             module.loss_of,
-            history=end["history"],
+            history=[
+                Membership(generation=0, first_step=first, ids=tuple(ids))
+                for first, ids in end["history"]
+            ],
             steps=end["steps"],
-            batch=module.BATCH,
+            batch=f"global:{module.BATCH}",
         )
         sums = {}
         for member in self.finished:
@@ -131,6 +137,24 @@ def test_two_hosts_lost_at_once_leave_a_majority(job):
 def test_of_two_halves_the_one_with_rank_0_goes_on(job):
     faults = ["disconnect host2 at step 10", "disconnect host3 at step 10"]
     assert job.train(*faults, hosts=4)[-1] == [0, 1]
+
+
+@pytest.mark.faults
+def test_the_example_goes_on_over_two_kills_and_a_lost_link(lab, tmp_path):
+    found = lab.run(
+        *["--hosts", 3, "--timeout", 250, "--logs", tmp_path / "logs"],
+        *["--fault", "kill host1 at step 20", "--fault", "kill member0 at step 60"],
+        *["--fault", "disconnect host2 at step 150 for 6 s"],
+        *["--", "stretto", "run", "--elastic", "1:3", "--nproc-per-node", 1],
+        Path(__file__).parents[2] / "examples" / "elastic.py",
+        timeout=280,
+    )
+    said = found.stderr + "".join(p.read_text() for p in tmp_path.glob("logs/*"))
+    assert found.returncode == 0, said
+    assert "members (0, 1, 2) from step 0, (0, 2) from step 20, (2,) from" in said
+    worst = re.findall(r"losses of member \d+ differ by (\S+)", said)
+    assert worst
+    assert max(map(float, worst)) < 1e-6
 
 
 @pytest.mark.faults

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _EPOCH_SEEDS = 1_000_003
+_SEED_STEP = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,11 @@ def order_of(samples: int, *, epoch: int, seed: int, shuffle: bool) -> list[int]
     generator = torch.Generator()
     generator.manual_seed(seed * _EPOCH_SEEDS + epoch)
     return [int(i) for i in torch.randperm(samples, generator=generator)]
+
+
+def step_seed(seed: int, *, step: int, rank: int) -> int:
+    """Return the seed of torch's generator for a rank in a step."""
+    return ((seed * _SEED_STEP + step) * _SEED_STEP + rank) % (1 << 63)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from stretto._api.ddp import DistributedDataParallel
-from stretto.elastic.batches import BatchSize, ShareSampler, Stamp, order_of
+from stretto.elastic.batches import BatchSize, ShareSampler, Stamp, order_of, step_seed
 from stretto.elastic.digests import ParameterDigests, minority
 from stretto.elastic.hanging import StepProgress
 from stretto.errors import CommTimeout, SpecError, StrettoError
@@ -42,8 +42,6 @@ _MAX_FAILURES = 5
 """Regroupings without a step between them; more are a fault of the program."""
 
 _OURS = ("batch_sampler", "batch_size", "drop_last", "sampler", "shuffle")
-
-_SEED_STEP = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +157,7 @@ class Elastic:
         self._sampler: ShareSampler | None = None
         self._buffers: list[torch.Tensor] = []
         self.history: list[Membership] = []
-        """The memberships so far, with the first step of each."""
+        """The memberships since the job began, with the first step of each."""
 
         self._view: View | None = None
         self._client = MemberClient.of_environment()
@@ -178,6 +176,11 @@ class Elastic:
         elif snapshots is not None and self.size > 1:
             rows = self.model._agreement.gather("resume", self._note())  # noqa: SLF001
             self._level([json.loads(row) for row in rows])
+        if self._client is None:
+            ids = tuple(range(self.size))
+            self.history.append(
+                Membership(generation=0, first_step=self._steps, ids=ids)
+            )
         if self._steps and self.rank == 0:
             _log.warning("training goes on from step %d", self._steps)
         optimizer.register_step_post_hook(self._note_step)
@@ -349,8 +352,7 @@ class Elastic:
         if self._client is not None:
             self._buffers = [b.detach().clone() for b in self.model.module.buffers()]
         self._progress.begin_step()
-        mixed = (self._seed * _SEED_STEP + self._steps) * _SEED_STEP + self.rank
-        torch.manual_seed(mixed % (1 << 63))
+        torch.manual_seed(step_seed(self._seed, step=self._steps, rank=self.rank))
 
     def _end_step(self, error: BaseException | None) -> bool:
         """End the block; return whether its error was one of a lost rank."""
@@ -636,6 +638,10 @@ class Elastic:
     def _receive(self, state: dict[str, Any]) -> None:
         """Take another rank's state, or a snapshot's."""
         self._has_ended_epoch = False
+        self.history = [
+            Membership(generation=generation, first_step=step, ids=tuple(ids))
+            for generation, step, ids in state.get("history", [])
+        ]
         if not self._has_begun:
             self._received = state
             state = copy_of(state)
@@ -665,6 +671,9 @@ class Elastic:
             "model": self.model.module.state_dict(),
             "buffers": dict(self.model.module.named_buffers()),
             "kept": {name: value.state_dict() for name, value in self._kept.items()},
+            "history": [
+                (one.generation, one.first_step, list(one.ids)) for one in self.history
+            ],
             "cursor": (self._steps, self._epoch, self._done, self._samples, self._run),
         }
 

@@ -8,6 +8,7 @@ The library imports none of this package.
   `models` (known models), `programs` (random training programs), and `soak` (a training
   run that plans again and again).
 - `libra_stages` computes LIBRA's stages as printed, an oracle for its planner.
+- `elastic_replay` trains in one process as the members of an elastic job did.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from stretto.lazy_names import lazy_names
 if TYPE_CHECKING:
     from stretto.measure.emulated import EmulatedModel
     from stretto.testing.checks import Check
+    from stretto.testing.elastic_replay import replay_memberships
     from stretto.testing.planner_suite import check_plan, planner_checks
     from stretto.testing.technique_suite import technique_checks
 
@@ -27,6 +29,7 @@ __all__ = [
     "EmulatedModel",
     "check_plan",
     "planner_checks",
+    "replay_memberships",
     "technique_checks",
 ]
 
@@ -35,6 +38,7 @@ _HOMES = {
     "EmulatedModel": "stretto.measure.emulated",
     "check_plan": "stretto.testing.planner_suite",
     "planner_checks": "stretto.testing.planner_suite",
+    "replay_memberships": "stretto.testing.elastic_replay",
     "technique_checks": "stretto.testing.technique_suite",
 }
 
