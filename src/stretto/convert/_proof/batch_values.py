@@ -290,6 +290,11 @@ def first_nonlinear(values: Iterable[Value], node: cst.CSTNode) -> Bad | None:
     return None
 
 
+def is_list_of_samples(value: Value) -> bool:
+    """Return whether a value is a list with a part of each sample."""
+    return isinstance(value, Iter) and value.samples and isinstance(value.item, Item)
+
+
 def first_bad(values: Iterable[Value]) -> Bad | None:
     """Return the first value that cannot be classified among values."""
     for value in values:

@@ -17,6 +17,7 @@ from stretto.convert._proof.batch_values import (
     Fixed,
     Func,
     Item,
+    Iter,
     Lib,
     Linear,
     Made,
@@ -92,6 +93,17 @@ def settle_written(
             run.set(key, name, either(value, NONE, node, why))
 
 
+def settle_changed(run: Run, before: State, node: cst.CSTNode, why: Why) -> None:
+    """Note of variables that changed in a loop that ranks leave in different turns."""
+    for key, names in list(run.state.items()):
+        old = before.get(key)
+        if names is old:
+            continue
+        for name, value in names.items():
+            if old is None or old.get(name) is not value:
+                run.set(key, name, either(value, NONE, node, why))
+
+
 def _run_else(run: Run, orelse: cst.If | cst.Else | None, frame: Frame) -> bool:
     """Run the ``elif`` or ``else`` of an ``if``."""
     if orelse is None:
@@ -156,6 +168,9 @@ def either(one: Value, other: Value, node: cst.CSTNode, why: Why | None) -> Valu
             pairs = zip(one.items, other.items, strict=True)
             return Seq(tuple(either(a, b, node, why) for a, b in pairs))
         both = (one, other)
+        of_step = (Linear, Rows) if why is Why.DECIDED else Linear
+        if any(isinstance(v, Seq | Iter) and _contains(v, of_step) for v in both):
+            return Iter(Bad(why, node))  # of another length on another rank
         if any(isinstance(v, Linear | Item) for v in both):
             return Bad(why, node)
         if why is Why.DECIDED and any(isinstance(v, Rows | Draw) for v in both):
@@ -163,6 +178,15 @@ def either(one: Value, other: Value, node: cst.CSTNode, why: Why | None) -> Valu
         if all(isinstance(v, Fixed | Count) for v in both) and NONE not in both:
             return Bad(why, node) if why is Why.DECIDED else Draw()
     return join(one, other, node)
+
+
+def _contains(value: Value, kinds: type | tuple[type, ...]) -> bool:
+    """Return whether a value is of some classes, or an element of it is."""
+    if isinstance(value, Seq):
+        return any(_contains(v, kinds) for v in value.items)
+    if isinstance(value, Iter):
+        return _contains(value.item, kinds)
+    return isinstance(value, kinds)
 
 
 def afresh(value: Value) -> Value:

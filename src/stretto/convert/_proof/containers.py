@@ -139,13 +139,33 @@ def is_loader(run: Run, made: Made) -> bool:
     return last.endswith("DataLoader") or run.job.is_loader(made.node)
 
 
+def _with_lists(run: Run, value: Value) -> Value:
+    """Return a value with the elements of lists in place of these."""
+    if isinstance(value, Ref) and value.kind == "list":
+        value = run.items_of_ref(value)
+    if isinstance(value, Seq):
+        return Seq(tuple(_with_lists(run, v) for v in value.items))
+    return value
+
+
+def is_read(run: Run, loader: Made) -> bool:
+    """Return whether a loader's ``collate_fn`` is of the script."""
+    collate = loader.option("collate_fn", 6)
+    if isinstance(collate, Made) and collate.name == "functools.partial":
+        collate = collate.args[0] if collate.args else None
+    if isinstance(collate, Ref) and isinstance(collate.kind, cst.ClassDef):
+        return method_of(run, collate.kind, "__call__") is not None
+    return isinstance(collate, Func)
+
+
 def batch_of(run: Run, made: Made) -> Value:
     """Return the batch of a loader, as its ``collate_fn`` makes it."""
     raw = Rows(raw=True, whole=True)
     collate = made.option("collate_fn", 6)
-    if isinstance(collate, Func):
+    if collate is not None and is_read(run, made):
         item = Iter(Item(), samples=True)
         out = run.call(collate, (item,), {}, made.node, run.frames[MODULE])
+        out = _with_lists(run, out)
         if is_of_batch(out) or isinstance(out, Ref):
             return out if first_bad([out]) is None else replace(raw, axis=None)
         return replace(raw, axis=None)

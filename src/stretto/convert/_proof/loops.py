@@ -13,13 +13,19 @@ from stretto.convert._proof.batch_values import (
     Item,
     Iter,
     Linear,
+    Made,
     Rows,
     Seq,
     Why,
     is_of_batch,
 )
-from stretto.convert._proof.branches import decide, merged, settle_written
-from stretto.convert._proof.containers import items_of
+from stretto.convert._proof.branches import (
+    decide,
+    merged,
+    settle_changed,
+    settle_written,
+)
+from stretto.convert._proof.containers import batch_of, is_loader, is_read, items_of
 from stretto.convert._proof.script_run import Loop
 from stretto.convert._proof.targets import bind
 from stretto.convert._tree import found
@@ -48,6 +54,8 @@ def _batches_of(run: Run, node: cst.For, over: Value) -> Value:
     """Return the batches that a training loop takes, as its text says."""
     if isinstance(over, Iter) and is_of_batch(over.item):
         return over
+    if isinstance(over, Made) and is_loader(run, over) and is_read(run, over):
+        return Iter(batch_of(run, over))
     return _batches_by_text(run, node.iter)
 
 
@@ -100,10 +108,11 @@ def _repeat(
     samples: bool,
 ) -> bool:
     """Run a loop's body for its items, or until nothing changes."""
-    loop = Loop(samples=samples)
+    loop = Loop(samples=samples, decisions=len(frame.decided))
     before = dict(run.state)
     run.loops.append(loop)
     once = len(items) > 1
+    trains = id(node) in run.training or _has_losses(run, node)
     for turn in range(max(len(items), 3)):
         if once and turn >= len(items):
             break
@@ -113,17 +122,20 @@ def _repeat(
             bind(run, node.target, items[turn if once else 0], frame)
         falls = run.block(node.body, frame)
         exits = [*loop.continues, *([run.state] if falls else [])]
+        skipped = None if trains else loop.skipped
         loop.continues = []
         if once:
             if not exits:
                 break
-            run.state = merged(exits, node)
+            run.state = merged(exits, node, skipped)
             continue
-        run.state = merged([entry, *exits], node)
+        run.state = merged([entry, merged(exits, node, skipped)] if exits else [entry], node)
         if turn and run.state == entry:
             break
     run.loops.pop()
     run.state = merged([run.state, *loop.breaks], node)
+    if loop.left is not None and not trains:
+        settle_changed(run, before, node, loop.left)
     if samples:
         _settle_sums(run, loop, before, node)
     if node.orelse is not None:

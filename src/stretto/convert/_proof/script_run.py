@@ -24,6 +24,7 @@ from stretto.convert._proof.batch_values import (
     Why,
     first_bad,
     first_rows,
+    is_list_of_samples,
     joined,
     with_elements,
 )
@@ -72,6 +73,12 @@ class Loop:
 
     samples: bool
     """Whether it is over samples."""
+    decisions: int = 0
+    """How many decisions that may differ by rank are around it."""
+    left: Why | None = None
+    """Why ranks may leave it in different turns."""
+    skipped: Why | None = None
+    """Why ranks may skip the rest of different turns."""
     breaks: list[State] = field(default_factory=list)
     continues: list[State] = field(default_factory=list)
     added: set[tuple[int, str]] = field(default_factory=set)
@@ -211,6 +218,8 @@ class Run(ABC):
             return Rows(
                 axis=axis, opaque=node, trusted=self.trusted, copies=rows.copies
             )
+        if any(is_list_of_samples(v) for v in values):
+            return Rows(opaque=node, trusted=self.trusted)
         for value in with_elements(values):
             if isinstance(value, Linear):
                 return Bad(Why.UNREAD, node)

@@ -89,11 +89,17 @@ def _run_simple_statement(run: Run, node: cst.CSTNode, frame: Frame) -> bool:
         return False
     elif isinstance(node, cst.Break):
         if run.loops:
-            run.loops[-1].breaks.append(run.state)
+            loop = run.loops[-1]
+            loop.breaks.append(run.state)
+            if len(frame.decided) > loop.decisions:
+                loop.left = frame.decided[-1]
         return False
     elif isinstance(node, cst.Continue):
         if run.loops:
-            run.loops[-1].continues.append(run.state)
+            loop = run.loops[-1]
+            loop.continues.append(run.state)
+            if len(frame.decided) > loop.decisions:
+                loop.skipped = frame.decided[-1]
         return False
     elif isinstance(node, cst.Global | cst.Nonlocal):
         for item in node.names:
