@@ -25,6 +25,8 @@ from stretto.convert._proof.batch_values import (
     with_elements,
 )
 
+from stretto.convert._proof.fixed_tensors import computed
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -109,10 +111,15 @@ def _folded(op: str, a: Fixed, b: Fixed) -> Fixed:
             return Fixed(value, grad)
     if op == "+" and isinstance(x, str) and isinstance(y, str):
         return Fixed(x + y)
-    return Fixed(grad=grad)
+    return computed([a, b])
 
 
 def _with_item(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
+    places = [isinstance(v, Item) and v.place != "" for v in (a, b)]
+    if any(places):
+        if all(places) or any(isinstance(v, Fixed | Count) for v in (a, b)):
+            return Item(place="moved")
+        return Bad(Why.ACROSS, node)  # places in the batch as numbers
     for one, other in ((a, b), (b, a)):
         if isinstance(one, Item):
             if isinstance(other, Rows):
@@ -263,10 +270,8 @@ def elementwise(values: Iterable[Value], node: cst.CSTNode) -> Value:
     ]
     if (bad := first_bad(given) or first_nonlinear(given, node)) is not None:
         return bad
-    grad = False
     for value in given:
         if isinstance(value, Fixed):
-            grad = grad or value.grad
             continue
         if isinstance(value, Count):
             continue
@@ -275,4 +280,6 @@ def elementwise(values: Iterable[Value], node: cst.CSTNode) -> Value:
             return out
     if isinstance(out, Rows):
         return replace(out, raw=False, whole=False, kind=_kept_kind("?", out))
-    return Fixed(grad=grad) if isinstance(out, Fixed) else out
+    if isinstance(out, Fixed):
+        return computed(v for v in given if isinstance(v, Fixed))
+    return out

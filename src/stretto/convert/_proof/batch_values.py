@@ -52,6 +52,10 @@ class Fixed:
     value: Hashable = UNSET
     grad: bool = False
     """Whether it may depend on parameters."""
+    uniform: bool = False
+    """Whether all elements of a tensor are certainly equal."""
+    shape: tuple[int | None, ...] | None = None
+    """The sizes of a tensor, ``None`` where one is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,9 @@ class Item:
     """A value of one sample, in a loop over samples."""
 
     degree: int = 0
+    place: str = ""
+    """``here`` for the sample's own place in the batch, ``moved`` for a number computed
+    from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +330,8 @@ def join(one: Value, other: Value, node: cst.CSTNode) -> Value:
             return a
         if isinstance(a, Fixed):
             if isinstance(b, Fixed):
-                return Fixed(grad=a.grad or b.grad)
+                shape = a.shape if a.shape == b.shape else None
+                return Fixed(grad=a.grad or b.grad, shape=shape)
             if a.value is None or not isinstance(b, Count | Draw | Alt):
                 return b
             if isinstance(b, Draw):

@@ -43,12 +43,17 @@ def builtin_call(run: Run, name: str, given: Given, frame: Frame) -> Value:
         return _length_of(run, first, node)
     if name in ("range",):
         counted = next((v for v in args if isinstance(v, Count)), None)
-        return Iter(Item(), samples=True) if counted is not None else Iter(Fixed())
+        if counted is None:
+            return Iter(Fixed())
+        all_places = counted.exact and (len(args) == 1 or args == (Fixed(0), counted))
+        return Iter(Item(place="here" if all_places else "moved"), samples=True)
     if name == "enumerate":
         items, samples = items_of(run, first, _loop_of(node, run.tree.parent(node)))
         if len(items) > 1:
             return Seq(tuple(Seq((Fixed(i), v)) for i, v in enumerate(items)))
-        index: Value = Item() if samples else Fixed()
+        moved = len(args) > 1 or "start" in given.options
+        place = Item(place="moved" if moved else "here")
+        index: Value = place if samples else Fixed()
         return Iter(Seq((index, joined(items, node))), samples)
     if name == "zip":
         if "*" in given.options and len(args) == 1:

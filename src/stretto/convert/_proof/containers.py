@@ -109,13 +109,15 @@ def items_of(
         if value.axis == 0 and not whole:
             if value.whole and not isinstance(node, cst.For):
                 return [replace(value, whole=False)], False
-            return [Item(value.degree)], True
+            return [
+                Item(value.degree, place="here" if value.kind == "order" else "")
+            ], True
         ndim = None if value.ndim is None else value.ndim - 1
         return [replace(value, axis=max(value.axis - 1, 0), ndim=ndim)], False
     if isinstance(value, Made) and is_loader(run, value):
         return [batch_of(run, value)], False
     if isinstance(value, Count):
-        return [Item()], True
+        return [Item(place="here")], True
     if isinstance(value, Linear | Item | Bad | Draw):
         return [value], False
     return [Fixed(grad=isinstance(value, Fixed) and value.grad)], False
@@ -139,6 +141,23 @@ def is_loader(run: Run, made: Made) -> bool:
     return last.endswith("DataLoader") or run.job.is_loader(made.node)
 
 
+def _tensors_of(loader: Made) -> Value | None:
+    """Return the batch of a loader of a ``TensorDataset`` whose shapes are known."""
+    data = loader.option("dataset", 0)
+    if not isinstance(data, Made) or not data.name.endswith("TensorDataset"):
+        return None
+    shapes = [v.shape if isinstance(v, Fixed) else None for v in data.args]
+    if not shapes or None in shapes:
+        return None
+    return Seq(
+        tuple(
+            Rows(raw=True, ndim=len(s), single=len(s) > 1 and s[-1] == 1)
+            for s in shapes
+            if s is not None
+        )
+    )
+
+
 def _with_lists(run: Run, value: Value) -> Value:
     """Return a value with the elements of lists in place of these."""
     if isinstance(value, Ref) and value.kind == "list":
@@ -148,11 +167,10 @@ def _with_lists(run: Run, value: Value) -> Value:
     return value
 
 
-def is_read(run: Run, loader: Made) -> bool:
+def _is_read(run: Run, collate: Value) -> bool:
     """Return whether a loader's ``collate_fn`` is of the script."""
-    collate = loader.option("collate_fn", 6)
     if isinstance(collate, Made) and collate.name == "functools.partial":
-        collate = collate.args[0] if collate.args else None
+        collate = collate.args[0] if collate.args else NONE
     if isinstance(collate, Ref) and isinstance(collate.kind, cst.ClassDef):
         return method_of(run, collate.kind, "__call__") is not None
     return isinstance(collate, Func)
@@ -162,16 +180,24 @@ def batch_of(run: Run, made: Made) -> Value:
     """Return the batch of a loader, as its ``collate_fn`` makes it."""
     raw = Rows(raw=True, whole=True)
     collate = made.option("collate_fn", 6)
-    if collate is not None and is_read(run, made):
-        item = Iter(Item(), samples=True)
-        out = run.call(collate, (item,), {}, made.node, run.frames[MODULE])
-        out = _with_lists(run, out)
-        if is_of_batch(out) or isinstance(out, Ref):
-            return out if first_bad([out]) is None else replace(raw, axis=None)
-        return replace(raw, axis=None)
+    unknown = collate is not None and collate != NONE
+    return read_batch(run, made) or (replace(raw, axis=None) if unknown else raw)
+
+
+def read_batch(run: Run, made: Made) -> Value | None:
+    """Return the batch of a loader if its ``collate_fn`` or its tensors are known."""
+    collate = made.option("collate_fn", 6)
     if collate is None or collate == NONE:
-        return raw
-    return replace(raw, axis=None)
+        return _tensors_of(made)
+    if not _is_read(run, collate):
+        return None
+    item = Iter(Item(), samples=True)
+    out = run.call(collate, (item,), {}, made.node, run.frames[MODULE])
+    out = _with_lists(run, out)
+    known = is_of_batch(out) or isinstance(out, Ref)
+    if known and first_bad([out]) is None:
+        return out
+    return Rows(raw=True, whole=True, axis=None)
 
 
 def dict_value(run: Run, ref: Ref, name: object, node: cst.CSTNode) -> Value:

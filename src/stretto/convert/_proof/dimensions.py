@@ -53,6 +53,7 @@ def without_dims(on: Rows, dims: list[int]) -> Rows:
         axis=axis,
         ndim=None if ndim is None else max(ndim - len(dims), 1),
         thin=ndim is None and least <= 1 and axis == 0,
+        single=False,
         raw=False,
         whole=False,
         kind="",
@@ -113,7 +114,7 @@ def _unflattened(on: Rows, given: Given) -> Value:
 def moved_dims(name: str, on: Rows, given: Given) -> Value | None:
     """Return what a function that changes a shape makes of a tensor."""
     rest = list(given.args[1:])
-    plain = replace(on, raw=False, whole=False, thin=False)
+    plain = replace(on, raw=False, whole=False, thin=False, single=False)
     dims = known_ints(Seq(tuple(rest))) if rest else None
     named = known_ints(given.options.get("dim"))
     dims = dims if named is None else named
@@ -134,8 +135,8 @@ def moved_dims(name: str, on: Rows, given: Given) -> Value | None:
     if name in ("squeeze", "squeeze_"):
         if dims is None:
             axis = 0 if on.axis is not None else None
-            if on.ndim == 1:
-                return plain
+            if on.ndim == 1 or (on.ndim == 2 and on.single):
+                return replace(plain, axis=axis, ndim=1)
             return replace(plain, axis=axis, ndim=None, thin=True)
         at = _resolved(dims[0], on.ndim)
         ndim = None if on.ndim is None else on.ndim - 1

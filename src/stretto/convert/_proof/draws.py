@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import libcst as cst
+
 from stretto.convert._proof.batch_values import (
     NONE,
     Count,
@@ -17,6 +19,7 @@ from stretto.convert._proof.batch_values import (
     Shape,
     first_rows,
 )
+from stretto.convert._proof.fixed_tensors import made_shape
 from stretto.convert._proof.given_arguments import known_ints
 
 if TYPE_CHECKING:
@@ -36,7 +39,9 @@ def numpy_drawn(given: Given) -> Value:
     if given.in_step and any(isinstance(s, Count | Shape) for s in sizes):
         given.repeated.add(given.node)
         return Rows()
-    return Fixed()
+    name = given.node.func.attr.value if isinstance(given.node.func, cst.Attribute) else ""
+    asked = given.args if name in ("rand", "randn") else (size,) if size is not None else ()
+    return Fixed(shape=made_shape(asked) if asked and isinstance(size, Seq | Fixed) else None)
 
 
 def drawn(last: str, full: str, given: Given) -> Value:
@@ -50,7 +55,10 @@ def drawn(last: str, full: str, given: Given) -> Value:
     ):
         return replace(rows, raw=False, whole=False)
     if not given.in_step:
-        return Fixed()
+        size = given.options.get("size")
+        sizes = [v for v in given.args if last != "randint" or isinstance(v, Seq)]
+        known = last in ("rand", "randn", "randint")
+        return Fixed(shape=made_shape(sizes if size is None else [size]) if known else None)
     sizes = list(given.args)
     size = given.get("size")
     if size is not None:

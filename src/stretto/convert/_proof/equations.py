@@ -27,8 +27,13 @@ def einsum(given: Given) -> Value:
     text = given.args[0] if given.args else None
     values = list(given.args[1:])
     equation = text.value if isinstance(text, Fixed) else None
-    if not isinstance(equation, str) or "..." in equation or "->" not in equation:
+    if not isinstance(equation, str):
+        return Bad(Why.UNREAD, node) if first_rows(values) else Fixed(grad=True)
+    if "..." in equation:
         return elementwise(values, node)
+    if "->" not in equation:
+        used = equation.replace(",", "").replace(" ", "")
+        equation += "->" + "".join(sorted(c for c in used if used.count(c) == 1))
     left, _, right = equation.replace(" ", "").partition("->")
     letters = set()
     degree = 0

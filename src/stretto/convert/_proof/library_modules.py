@@ -42,6 +42,17 @@ _ROWWISE_PACKAGES = ("torchvision", "timm", "torchaudio", "lpips", "kornia", "to
 """Packages whose networks return a row for each sample."""
 
 
+_SAME_SHAPE = frozenset(
+    [
+        *("Identity", "Dropout", "ReLU", "BatchNorm1d", "Tanh", "Sigmoid", "LayerNorm"),
+        *("GELU", "SiLU", "ELU", "SELU", "CELU", "LeakyReLU", "PReLU", "ReLU6", "Mish"),
+        *("Softplus", "Hardtanh", "Hardswish", "Softsign", "LogSigmoid", "GroupNorm"),
+        *("RMSNorm", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"),
+    ]
+)
+"""Layers whose result has the shape of what they get."""
+
+
 _RECURRENT = ("RNN", "LSTM", "GRU")
 
 
@@ -71,7 +82,8 @@ def module_call(made: Made, given: Given, *, trusted: bool) -> Value:
         is_trusted = trusted or full.startswith(TRUSTED)
         return Rows(opaque=node, trusted=is_trusted)
     if any(isinstance(v, Item) for v in values):
-        return Item()
+        placed = any(isinstance(v, Item) and v.place for v in values)
+        return Bad(Why.ACROSS, node) if placed else Item()
     own = first_rows([made])
     rows = first_rows(given.args[:1]) or first_rows(values)
     if rows is None:
@@ -110,9 +122,10 @@ def _layer_call(made: Made, last: str, rows: Rows, given: Given) -> Value:
     unknown = isinstance(first, Fixed) and first.value is UNSET
     if last in (*_RECURRENT, *_ATTENDING):
         recurrent = last in _RECURRENT
-        known = rows.axis == 0 and rows.ndim != 2
         given_rows = recurrent or first_rows(given.args[:1]) is not None
-        if known and not is_first and not unknown and given_rows:
+        first_axis = rows.axis == 0 and not is_first and not unknown
+        one_sequence = rows.ndim == 2 and rows.axis is not None
+        if (first_axis or one_sequence) and given_rows:
             bad = Bad(Why.ACROSS, node)
             several = recurrent or last == "MultiheadAttention"
             return Seq((bad, bad)) if several else bad
@@ -145,12 +158,13 @@ def _layer_call(made: Made, last: str, rows: Rows, given: Given) -> Value:
         start = known_ints(made.option("start_dim", 0)) or [1]
         return replace(out, axis=0, ndim=1) if start[0] == 0 else replace(out, ndim=2)
     if last == "Embedding":
-        return replace(out, ndim=None if out.ndim is None else out.ndim + 1)
+        ndim = None if out.ndim is None else out.ndim + 1
+        return replace(out, ndim=ndim, single=False)
     if last in ("Bilinear",):
         return elementwise(given.args, node)
     if last == "AdaptiveLogSoftmaxWithLoss":
         return Seq((out, Linear(0)))
-    if last in ("Identity", "Dropout", "ReLU", "BatchNorm1d", "Tanh", "Sigmoid"):
+    if last in _SAME_SHAPE:
         return out
     spatial = ("Conv", "BatchNorm", "Max", "Avg", "AdaptiveMax", "AdaptiveAvg")
     if last.startswith(spatial) and last[-2:] in ("1d", "2d", "3d"):

@@ -25,7 +25,7 @@ from stretto.convert._proof.branches import (
     settle_changed,
     settle_written,
 )
-from stretto.convert._proof.containers import batch_of, is_loader, is_read, items_of
+from stretto.convert._proof.containers import is_loader, items_of, read_batch
 from stretto.convert._proof.script_run import Loop
 from stretto.convert._proof.targets import bind
 from stretto.convert._tree import found
@@ -54,8 +54,10 @@ def _batches_of(run: Run, node: cst.For, over: Value) -> Value:
     """Return the batches that a training loop takes, as its text says."""
     if isinstance(over, Iter) and is_of_batch(over.item):
         return over
-    if isinstance(over, Made) and is_loader(run, over) and is_read(run, over):
-        return Iter(batch_of(run, over))
+    if isinstance(over, Made) and is_loader(run, over):
+        batch = read_batch(run, over)
+        if batch is not None:
+            return Iter(batch)
     return _batches_by_text(run, node.iter)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import libcst as cst
 
 from stretto.convert._proof.arithmetic import combined
-from stretto.convert._proof.batch_values import NONE, Class, Func, Ref
+from stretto.convert._proof.batch_values import NONE, Class, Func, Ref, Shape
 from stretto.convert._proof.branches import run_if, run_match, run_try
 from stretto.convert._proof.class_lookups import decorated
 from stretto.convert._proof.containers import extend, items_in
@@ -73,6 +74,7 @@ def _run_simple_statement(run: Run, node: cst.CSTNode, frame: Frame) -> bool:
         value = run.value(node.value, frame)
         for target in node.targets:
             bind(run, target.target, value, frame)
+            _learn_rank(run, target.target, node.value, value, frame)
             _note_addition(run, target.target, node.value, frame)
     elif isinstance(node, cst.AnnAssign):
         if node.value is not None:
@@ -117,6 +119,27 @@ def _run_simple_statement(run: Run, node: cst.CSTNode, frame: Frame) -> bool:
     elif isinstance(node, cst.Assert):
         run.value(node.test, frame)
     return True
+
+
+def _learn_rank(
+    run: Run,
+    target: cst.BaseExpression,
+    node: cst.BaseExpression,
+    value: Value,
+    frame: Frame,
+) -> None:
+    """Take from ``b, t, c = x.shape`` that ``x`` has three dimensions."""
+    if not isinstance(value, Shape) or not isinstance(target, cst.Tuple | cst.List):
+        return
+    if any(isinstance(e, cst.StarredElement) for e in target.elements):
+        return
+    if isinstance(node, cst.Call):
+        node = node.func
+    if isinstance(node, cst.Attribute) and isinstance(node.value, cst.Name):
+        on = run.value(node.value, frame)
+        if on == value.of and value.of.ndim is None and not value.of.raw:
+            known = replace(value.of, ndim=len(target.elements), thin=False)
+            run.assign(node.value.value, known, frame)
 
 
 def _note_addition(

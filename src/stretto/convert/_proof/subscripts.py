@@ -31,6 +31,7 @@ from stretto.convert._proof.batch_values import (
 from stretto.convert._proof.class_lookups import bound_method, method_of
 from stretto.convert._proof.containers import dict_value
 from stretto.convert._proof.dimensions import size_of
+from stretto.convert._proof.fixed_tensors import part_of
 
 if TYPE_CHECKING:
     from stretto.convert._proof.batch_values import Value
@@ -120,7 +121,25 @@ def _subscript_of(run: Run, on: Value, node: cst.Subscript, frame: Frame) -> Val
             if is_of_batch(on)
             else Fixed()
         )
-    return Fixed(grad=isinstance(on, Fixed) and on.grad)
+    if not isinstance(on, Fixed):
+        return Fixed()
+    return _fixed_part(run, on, _index_parts(run, node, frame), frame)
+
+
+def _fixed_part(
+    run: Run, on: Fixed, parts: list[tuple[cst.BaseSlice, Value]], frame: Frame
+) -> Value:
+    """Return a part of a tensor without samples."""
+    out = part_of(on, parts)
+    if on.uniform:
+        return out
+    for place, (part, _) in enumerate(parts):
+        if isinstance(part, cst.Slice):
+            ends = [e for e in (part.lower, part.upper) if e is not None]
+            if any(isinstance(run.value(e, frame), Count) for e in ends):
+                ndim = None if out.shape is None else len(out.shape)
+                return Rows(axis=place, ndim=ndim, kind="order")
+    return out
 
 
 def _chosen_by(index: Value, node: cst.CSTNode) -> Value | None:
@@ -174,6 +193,13 @@ def _rows_subscript(
         on.opaque is not None and len(node.slice) == 1 and isinstance(inner, cst.Index)
     ) and isinstance(key, Fixed):
         return on
+    return _rows_indexed(run, on, _index_parts(run, node, frame), node, frame)
+
+
+def _index_parts(
+    run: Run, node: cst.Subscript, frame: Frame
+) -> list[tuple[cst.BaseSlice, Value]]:
+    """Return the parts of an index, with their values."""
     parts: list[tuple[cst.BaseSlice, Value]] = []
     for part in node.slice:
         if isinstance(part.slice, cst.Index):
@@ -182,7 +208,7 @@ def _rows_subscript(
             parts += [(part.slice, v) for v in several]
         else:
             parts.append((part.slice, Fixed()))
-    return _rows_indexed(run, on, parts, node, frame)
+    return parts
 
 
 def _rows_indexed(
@@ -232,6 +258,8 @@ def _rows_indexed(
             if not value.even:
                 out = replace(out, even=False)
         elif isinstance(value, Item) and here:
+            if value.place != "here":
+                return Bad(Why.ACROSS, node)
             return Item(on.degree)
         elif here and isinstance(value, Fixed):
             listed = isinstance(part, cst.Index) and isinstance(part.value, cst.List)
@@ -254,6 +282,7 @@ def _rows_indexed(
         axis=max(kept, 0),
         ndim=ndim if not found_rows else None,
         thin=ndim is None and taken > 0 and left <= 1,
+        single=on.single and not taken and not found_rows,
     )
 
 

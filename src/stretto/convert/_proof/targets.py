@@ -109,7 +109,7 @@ def _stored(on: Value, value: Value, index: list[Value], node: cst.CSTNode) -> V
     """Return a tensor after some of its elements were set."""
     parts = [v for v in (on, value, *index) if is_of_batch(v)]
     if not parts:
-        return on
+        return replace(on, uniform=False) if isinstance(on, Fixed) else on
     if any(isinstance(i, Item) for i in index) and not isinstance(on, Rows):
         return Rows()
     if isinstance(value, Linear):

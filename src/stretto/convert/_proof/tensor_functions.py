@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from stretto.convert._proof.arithmetic import combined, elementwise
 from stretto.convert._proof.batch_values import (
+    UNSET,
     Bad,
     Count,
     Draw,
@@ -29,6 +30,7 @@ from stretto.convert._proof.dimensions import (
 )
 from stretto.convert._proof.draws import drawn
 from stretto.convert._proof.equations import einops_function, einsum
+from stretto.convert._proof.fixed_tensors import made_shape
 from stretto.convert._proof.given_arguments import known_ints
 from stretto.convert._proof.known_names import TRUSTED_LOSSES
 from stretto.convert._proof.tensor_joins import joined_along, product
@@ -101,7 +103,9 @@ def tensor_function(full: str, given: Given) -> Value | None:
     if last.endswith("Tensor") and not any(
         is_of_batch(v) for v in with_elements(given.args)
     ):
-        return Fixed()  # of a shape
+        first = given.args[0] if len(given.args) == 1 else None
+        of_data = isinstance(first, Fixed) and first.value is UNSET
+        return first if of_data and isinstance(first, Fixed) else Fixed()
     if last in DRAWS or last in ("bernoulli", "randperm"):
         return drawn(last, full, given)
     if last in ("arange", "range"):
@@ -109,7 +113,7 @@ def tensor_function(full: str, given: Given) -> Value | None:
         plain = len(given.args) == 1 or known_ints(given.args[0]) == [0]
         if counted and not plain:
             return Bad(Why.ACROSS, given.node)
-        return Rows(ndim=1, kind="order") if counted else Fixed()
+        return Rows(ndim=1, kind="order") if counted else Fixed(shape=(None,))
     if last in MAKES:
         filled = given.get("fill_value", 1)
         if last == "full" and isinstance(filled, Linear | Bad | Draw | Count):
@@ -117,7 +121,12 @@ def tensor_function(full: str, given: Given) -> Value | None:
         counts = [v for v in with_elements(given.args) if isinstance(v, Count)]
         if len(counts) > 1 or (counts and last == "eye"):
             return Bad(Why.ACROSS, given.node)
-        return Rows(ndim=1, kind="order") if counts and last == "linspace" else Fixed()
+        if last == "linspace":
+            return Rows(ndim=1, kind="order") if counts else Fixed(shape=(None,))
+        sizes = given.args[:1] if last == "full" else given.args
+        size = given.options.get("size", given.options.get("shape"))
+        shape = made_shape(sizes if size is None else (size,))
+        return Fixed(uniform=last != "eye", shape=shape if last != "eye" else None)
     if last == "einsum":
         return einsum(given)
     if last in (
@@ -182,6 +191,7 @@ def tensor_function(full: str, given: Given) -> Value | None:
             else replace(
                 on,
                 ndim=None if on.ndim is None else on.ndim + 1,
+                single=False,
                 raw=False,
                 whole=False,
             )

@@ -60,7 +60,8 @@ def joined_along(name: str, given: Given) -> Value | None:
         item = parts.item
         if isinstance(item, Item):
             even = not parts.chosen and name == "stack"
-            return Rows(degree=item.degree, even=even)
+            kind = "order" if item.place else ""
+            return Rows(degree=item.degree, even=even, kind=kind)
         values: tuple[Value, ...] = (item,)
         several = True
     elif isinstance(parts, Seq):
@@ -105,7 +106,7 @@ def joined_along(name: str, given: Given) -> Value | None:
             return Bad(Why.UNREAD, node)
         copies = sum(r.copies for r in rows) if not (several and len(rows) == 1) else 0
         return replace(first, copies=copies or 1)
-    return first
+    return replace(first, single=False)
 
 
 def parts_of(name: str, on: Rows, given: Given) -> Value:

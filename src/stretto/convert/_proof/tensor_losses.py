@@ -124,7 +124,8 @@ def loss(
         how = known or "mean"
     if any(isinstance(v, Item) for v in inputs):
         mixed = any(isinstance(v, Rows) for v in inputs)
-        return Bad(Why.ACROSS, node) if mixed else Item()
+        placed = any(isinstance(v, Item) and v.place for v in inputs)
+        return Bad(Why.ACROSS, node) if mixed or placed else Item()
     rows = [v for v in inputs if isinstance(v, Rows)]
     if not rows:
         grad = any(isinstance(v, Fixed) and v.grad for v in inputs)

@@ -29,6 +29,11 @@ from stretto.convert._proof.dimensions import (
     size_of,
     without_dims,
 )
+from stretto.convert._proof.fixed_tensors import (
+    RANK_CHANGING,
+    SIZE_CHANGING,
+    fixed_method,
+)
 from stretto.convert._proof.given_arguments import known_ints
 from stretto.convert._proof.reductions import along_dim, reduced
 from stretto.convert._proof.tensor_joins import joined_along, parts_of, product
@@ -127,9 +132,13 @@ def tensor_method(name: str, given: Given) -> Value | None:
     if name in ("matmul", "mm", "bmm", "mv", "dot") and rest:
         return product(on, rest[0], node)
     if name in ("uniform_", "normal_", "random_", "bernoulli_", "exponential_"):
-        return Rows() if given.in_step else on
-    if name in ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like"):
-        return Fixed()
+        if given.in_step:
+            return Rows()
+        return replace(on, uniform=False) if isinstance(on, Fixed) else on
+    if name in ("new_zeros", "new_ones", "new_full"):
+        return Fixed(uniform=True)
+    if name in ("zeros_like", "ones_like"):
+        return Fixed(uniform=True, shape=on.shape if isinstance(on, Fixed) else None)
     if name in ("repeat", "expand") and any(
         isinstance(v, Count) for v in with_elements(rest)
     ):
@@ -155,8 +164,7 @@ def tensor_method(name: str, given: Given) -> Value | None:
                 else others[0]
             )
         return elementwise([on, *rest], node)
-    grad = isinstance(on, Fixed) and on.grad and name not in ("detach", "item", "data")
-    return Fixed(grad=grad)
+    return fixed_method(name, on, given) if isinstance(on, Fixed) else Fixed()
 
 
 def _linear_method(name: str, on: Linear, given: Given) -> Value:
@@ -291,5 +299,10 @@ def _rows_method(name: str, on: Rows, given: Given) -> Value | None:
     if name in ("requires_grad_", "register_hook", "backward"):
         return plain
     if name in ELEMENTWISE or name in ("log_prob", "rsample", "sample"):
-        return elementwise([on, *rest, *given.options.values()], node)
+        out = elementwise([on, *rest, *given.options.values()], node)
+        if name in RANK_CHANGING and isinstance(out, Rows):
+            return replace(out, ndim=None, single=False)
+        if name in SIZE_CHANGING and isinstance(out, Rows):
+            return replace(out, single=False)
+        return out
     return None

@@ -1,0 +1,191 @@
+"""Tensors that do not depend on the batch: their shapes, and whether they are even."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from stretto.convert._proof.batch_values import NONE, UNSET, Count, Fixed, Seq
+from stretto.convert._proof.given_arguments import known_ints
+from stretto.convert._proof.tensor_names import ELEMENTWISE, LINEAR_SHAPE, REDUCING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from stretto.convert._proof.batch_values import Value
+    from stretto.convert._proof.given_arguments import Given
+
+Sizes = tuple[int | None, ...]
+
+_SAME = frozenset(
+    [
+        *("to", "cuda", "cpu", "float", "double", "half", "bfloat16", "long", "int"),
+        *("bool", "type", "type_as", "clone", "contiguous", "detach", "numpy", "copy"),
+        *("requires_grad_", "pin_memory", "share_memory_", "astype", "from_numpy"),
+        *("tensor", "as_tensor", "array", "asarray", "FloatTensor", "LongTensor"),
+        *("Tensor", "Variable", "float32", "float64", "int64"),
+    ]
+)
+"""Functions whose other arguments do not change the elements of the first."""
+
+RANK_CHANGING = frozenset(
+    [
+        *("embedding", "unfold", "fold", "diag_embed", "stft", "istft", "affine_grid"),
+        *("view_as_complex", "view_as_real", "one_hot", "atleast_1d", "atleast_2d"),
+        *("atleast_3d", "unflatten", "addmv", "checkpoint", "data", "tolist"),
+    ]
+)
+"""Functions of elements whose result has another rank than their arguments."""
+
+SIZE_CHANGING = frozenset(
+    [
+        *("linear", "pad", "interpolate", "upsample", "pixel_shuffle", "rot90"),
+        *("pixel_unshuffle", "rfft", "irfft", "rfft2", "irfft2", "rfftn", "irfftn"),
+        *("grid_sample", "scaled_dot_product_attention", "addbmm", "expand_as"),
+        *("view_as", "reshape_as", "repeat", "movedim", "lp_pool1d", "lp_pool2d"),
+    ]
+)
+"""Functions of elements whose result has other sizes than their arguments."""
+
+_UNEVEN = frozenset(
+    [
+        *("tril", "triu", "tril_", "triu_", "dropout", "alpha_dropout", "bernoulli"),
+        *("normal_", "uniform_", "random_", "rand_like", "randn_like", "randint_like"),
+        *("gumbel_softmax", "pad", "where", "masked_fill", "masked_fill_", "tolist"),
+    ]
+)
+"""Functions that make elements differ that were equal."""
+
+
+def made_shape(sizes: Sequence[Value]) -> Sizes | None:
+    """Return the shape that arguments such as those of ``torch.zeros`` ask for."""
+    if len(sizes) == 1:
+        only = sizes[0]
+        if isinstance(only, Seq):
+            return made_shape((*only.items, NONE))[:-1] if only.items else ()
+        number = known_ints(only)
+        return None if number is None else (number[0],)
+    out: list[int | None] = []
+    for size in sizes:
+        if not isinstance(size, Fixed | Count):
+            return None
+        number = known_ints(size)
+        out.append(number[0] if number is not None else None)
+    return tuple(out)
+
+
+def computed(values: Iterable[Fixed]) -> Fixed:
+    """Return what a function of the elements of its arguments makes of them."""
+    shape: Sizes | None = ()
+    grad, uniform = False, True
+    for value in values:
+        number = isinstance(value.value, int | float)
+        grad = grad or value.grad
+        uniform = uniform and (value.uniform or number)
+        if not number and shape is not None:
+            shape = None if value.shape is None else _broadcast(shape, value.shape)
+    return Fixed(grad=grad, uniform=uniform, shape=shape or None)
+
+
+def _broadcast(one: Sizes, other: Sizes) -> Sizes:
+    longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
+    ahead = len(longer) - len(shorter)
+    ends = zip(longer[ahead:], shorter, strict=True)
+    return (*longer[:ahead], *(b if a == 1 else a if b == 1 else a or b for a, b in ends))
+
+
+def fixed_method(name: str, on: Fixed, given: Given) -> Fixed:
+    """Return what a method of a tensor without samples makes of it."""
+    grad = on.grad and name not in ("detach", "item", "data")
+    rest = given.args[1:]
+    same = replace(on, value=UNSET, grad=grad, uniform=on.uniform and name not in _UNEVEN)
+    if name in _SAME:
+        return same
+    shape = _moved(name, on.shape, given)
+    if shape is not None or name in LINEAR_SHAPE:
+        return replace(same, shape=shape)
+    if name in ELEMENTWISE - RANK_CHANGING - SIZE_CHANGING:
+        others = [v for v in (*rest, *given.options.values()) if isinstance(v, Fixed)]
+        out = computed([same, *others])
+        return replace(out, grad=grad, uniform=out.uniform and name not in _UNEVEN)
+    if name in REDUCING and on.shape is not None:
+        return Fixed(grad=grad, shape=_reduced(on.shape, given))
+    return Fixed(grad=grad)
+
+
+def _moved(name: str, shape: Sizes | None, given: Given) -> Sizes | None:
+    """Return the shape after a function that changes only the shape."""
+    rest = given.args[1:]
+    if name in ("view", "reshape"):
+        made = made_shape(rest)
+        return None if made is None else tuple(None if s == -1 else s for s in made)
+    if shape is None:
+        return None
+    dims = known_ints(given.options.get("dim", Seq(tuple(rest))))
+    count = len(shape)
+    if name in ("unsqueeze", "unsqueeze_", "expand_dims"):
+        if dims is None or len(dims) != 1:
+            return None
+        at = dims[0] % (count + 1)
+        return (*shape[:at], 1, *shape[at:])
+    if name in ("t", "T") or (name in ("transpose", "swapaxes") and count == 2):
+        return shape[::-1]
+    if name in ("squeeze", "squeeze_") and dims is not None and len(dims) == 1:
+        at = dims[0] % count if count else 0
+        gone = bool(count) and shape[at] == 1
+        return (*shape[:at], *shape[at + 1 :]) if gone else None
+    return None
+
+
+def _reduced(shape: Sizes, given: Given) -> Sizes | None:
+    """Return the shape after a function that combines dimensions."""
+    dim = given.get("dim", 1) or given.get("axis")
+    dims = known_ints(dim) if dim is not None else None
+    if dims is None or not shape:
+        return None
+    keep = given.get("keepdim", 2) or given.get("keepdims")
+    gone = {d % len(shape) for d in dims}
+    if isinstance(keep, Fixed) and keep.value is True:
+        return tuple(1 if i in gone else s for i, s in enumerate(shape))
+    return tuple(s for i, s in enumerate(shape) if i not in gone) or None
+
+
+def part_of(
+    on: Fixed, parts: Sequence[tuple[cst.BaseSlice, Value]]
+) -> Fixed:
+    """Return a part of a tensor without samples, by the parts of an index."""
+    out = Fixed(grad=on.grad, uniform=on.uniform)
+    if on.shape is None:
+        return out
+    left, shape = list(on.shape), list[int | None]()
+    for part, value in parts:
+        if value == NONE and isinstance(part, cst.Index):
+            shape.append(1)
+        elif not left:
+            return out
+        elif isinstance(part, cst.Slice):
+            shape.append(_sliced(left.pop(0), part))
+        elif isinstance(value, Fixed) and isinstance(value.value, int):
+            left.pop(0)
+        else:
+            return out
+    return replace(out, shape=(*shape, *left) or None)
+
+
+def _sliced(size: int | None, part: cst.Slice) -> int | None:
+    """Return the size of a slice of a dimension."""
+    if part.lower is None and part.upper is None and part.step is None:
+        return size
+    if part.step is not None:
+        return None
+    lower = 0 if part.lower is None else _number(part.lower)
+    upper = size if part.upper is None else _number(part.upper)
+    if lower is None or upper is None or lower < 0 or upper < lower:
+        return None
+    return upper - lower if size is None or upper <= size else None
+
+
+def _number(node: cst.BaseExpression) -> int | None:
+    return int(node.value) if isinstance(node, cst.Integer) else None
