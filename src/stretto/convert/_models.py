@@ -104,6 +104,21 @@ _SETTING_UP = frozenset(
     ]
 )
 
+_REPLACING = frozenset(
+    [
+        "torch.nn.utils.spectral_norm",
+        "torch.nn.utils.weight_norm",
+        "torch.nn.utils.remove_spectral_norm",
+        "torch.nn.utils.remove_weight_norm",
+        "torch.nn.utils.parametrizations.spectral_norm",
+        "torch.nn.utils.parametrizations.weight_norm",
+        "torch.nn.utils.parametrizations.orthogonal",
+        "torch.nn.utils.parametrize.register_parametrization",
+        "torch.nn.utils.parametrize.remove_parametrizations",
+    ]
+)
+"""Calls that replace parameters of the module that they are given."""
+
 _FUNCTIONAL = (
     "torch.func.functional_call",
     "torch.nn.utils.stateless.functional_call",
@@ -112,6 +127,8 @@ _FUNCTIONAL = (
     "higher.innerloop_ctx",
 )
 """Calls that compute a model with parameters other than its own."""
+
+_NAMES = (cst.Name, cst.Attribute)
 
 Span = tuple[int, int]
 """The first line of a part of a scope, and the line after its last."""
@@ -229,6 +246,7 @@ class Models:
             same = self._tree.function(call) is scope
             if same and on is not None and f"{dotted(on)}.".startswith(f"{path}."):
                 marked.append(self._tree.statement(call))
+        marked += self._replacements(path, scope)
         marked += [
             self._tree.statement(o.call)
             for o in self._work.job.optimizers
@@ -240,6 +258,39 @@ class Models:
             if self._tree.function(s) is scope
             and span[0] <= self._tree.line(s) < span[1]
         ]
+
+    def _replacements(self, path: str, scope: Scope) -> list[cst.CSTNode]:
+        """Return the statements of a scope that replace parameters of a model."""
+        out: list[cst.CSTNode] = []
+        for call in self._tree.calls:
+            if self._tree.function(call) is not scope:
+                continue
+            replaces = self._tree.called(call) in _REPLACING or any(
+                self._tree.called(inner) in _REPLACING
+                for function in self._flow.local(call)
+                for inner in found(function.body, cst.Call)
+            )
+            if not replaces:
+                continue
+            given = [part for a in call.args[:1] for part in found(a, _NAMES)]
+            given += [
+                part
+                for loop in self._tree.loops(call)
+                if isinstance(loop, cst.For)
+                for part in found(loop.iter, _NAMES)
+            ]
+            if any(f"{dotted(part)}.".startswith(f"{path}.") for part in given):
+                out.append(self._tree.statement(call))
+        for line in found(self._tree.module, cst.Assign):
+            new = isinstance(line.value, cst.Call) and (
+                self._tree.called(line.value).startswith("torch.nn.")
+                or self._tree.called(line.value) in self._tree.classes
+            )
+            if new and self._tree.function(line) is scope:
+                targets = [dotted(t.target) or "" for t in line.targets]
+                if any(t.startswith(f"{path}.") for t in targets):
+                    out.append(self._tree.statement(line))
+        return out
 
     def _spans(self, model: Origin) -> list[Span]:
         """Return the lines in which each model of a name is set up, up to its training.

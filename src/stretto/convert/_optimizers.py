@@ -40,6 +40,8 @@ _OPTIMIZERS = frozenset(
 _STEPPING = ("step", "first_step", "second_step")
 """Methods that change an optimizer's parameters; the last two are those of SAM."""
 
+_PARAMETERS = ("parameters", "named_parameters")
+
 _OF_MODULES = (
     "train",
     "eval",
@@ -185,7 +187,17 @@ class SteppedObjects:
 
     def is_optimizer(self, call: cst.Call) -> bool:
         """Return whether a call's result is used as only an optimizer is."""
-        return id(call) in self._stepped and id(call) in self._cleared
+        if id(call) not in self._stepped:
+            return False
+        return id(call) in self._cleared or self._gets_parameters(call)
+
+    def _gets_parameters(self, call: cst.Call) -> bool:
+        """Return whether a call gets the parameters of a module, as ``parameters()``."""
+        return any(
+            self._tree.method_called(inner, *_PARAMETERS) is not None
+            for given in call.args
+            for inner in found(given, cst.Call)
+        )
 
     def given(self, call: cst.Call) -> list[cst.BaseExpression]:
         """Return a call's arguments, without those that are optimizers themselves."""
