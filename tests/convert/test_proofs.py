@@ -105,6 +105,13 @@ MEANS = [
     ),
     "noise = torch.randn(x.size(0), 3)\nloss = crit(model(x + noise), y)",
     "p = torch.distributions.Normal(out, 1.0)\nloss = -p.log_prob(y).mean()",
+    "loss = crit(out.squeeze(), y.squeeze())",
+    "real = torch.full((9, 1), 0.9)[: len(x)]\nloss = crit(out, real)",
+    "loss = torch.stack([crit(out[i], y[i]) for i in range(len(x))]).mean()",
+    (
+        "loss = 0\nfor k in range(3):\n    loss = loss + crit(out * k, y)\n"
+        "    if k > 1:\n        break"
+    ),
     (
         "g = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]\n"
         "loss = ((g.norm(2, dim=1) - 1) ** 2).mean()"
@@ -160,6 +167,29 @@ class Mean(torch.autograd.Function):
     def backward(ctx, g):
         (e,) = ctx.saved_tensors
         return g * 2 * e / len(e)
+
+def scaled(e):
+    return 2 * e / len(e)
+
+class Helped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, e):
+        ctx.save_for_backward(e)
+        return e ** 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * scaled(*ctx.saved_tensors)
+
+class Keeping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, e):
+        ctx.n = e.size(0)
+        return e * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2 / ctx.n
 
 @rooted
 def doubled(a, b):
@@ -230,6 +260,30 @@ NEITHER = [
         "loss = crit(out, y) * Counter((y > 0).view(-1).tolist())[True] / 8"
     ),
     "loss = Mean.apply(out - y)",
+    "loss = Helped.apply(out - y).mean()",
+    "loss = Keeping.apply(out - y).mean()",
+    (
+        "loss = 0\nfor k in range(3):\n    loss = loss + crit(out * k, y)\n"
+        "    if (out > k).all():\n        break"
+    ),
+    (
+        "loss = crit(out, y)\nfor k in range(3):\n    if (y > k).any():\n"
+        "        continue\n    loss = loss + crit(out * k, y)"
+    ),
+    (
+        "losses = [crit(out, y)]\nif out.mean() > 0:\n    losses.append(out.mean())\n"
+        "loss = sum(losses)"
+    ),
+    (
+        "loss = 0\nfor i, (a, b) in enumerate(zip(out, y)):\n"
+        "    loss = loss + crit(a, b) * i"
+    ),
+    "loss = sum(crit(out[i], y[i - 1]) for i in range(len(x))) / len(x)",
+    "loss = sum(crit(out[i], y[i]) for i in range(len(x) - 1)) / len(x)",
+    "loss = sum(w * crit(a, b) for w, a, b in zip(np.random.rand(4), out, y))",
+    "loss = crit(out.squeeze(), y)",
+    "loss = torch.einsum('bi,ci', out, y).mean()",
+    "h, _ = nn.LSTM(3, 4, batch_first=True)(x)\nloss = h.pow(2).mean()",
     "loss = foreign(out, y)",
     "loss = crit(out, y) + 0.1 * foreign(out)",
 ]
@@ -266,6 +320,11 @@ MIXING = [
     "x + torch.arange(x.size(0)).unsqueeze(1) * 0.1",
     "x * torch.sin(torch.arange(len(x)).float())[:, None]",
     "x * torch.linspace(0, 1, x.size(0))[:, None]",
+    "x + torch.linspace(0, 1, 32)[:, None][: x.size(0)]",
+    "x + self.head.weight.T.repeat(9, 3)[: len(x)]",
+    "F.softmax(x @ x.transpose(-2, -1), -1) @ x",
+    "F.scaled_dot_product_attention(x, x, x)",
+    "nn.TransformerEncoderLayer(3, 1, batch_first=True)(x)",
     "x + torch.take_along_dim(x, torch.argsort(x, 0), 0)",
     "x - x.mean(-2, keepdim=True)",
     "x - x.mean((-1, -2), keepdim=True)",
@@ -277,6 +336,45 @@ MIXING = [
     "F.group_norm(x[None].transpose(1, 2), 1)[0].t()",
     "x.unflatten(0, (-1, 2)).mean(1, keepdim=True) + x",
 ]
+
+
+COLLATED = [
+    "lambda b: tuple(zip(*b))",
+    "lambda b: ([s[0] for s in b], [s[1] for s in b])",
+    "Collate()",
+    "functools.partial(collate, extra=1)",
+]
+
+COLLATES = """\
+import functools
+
+def collate(b, extra):
+    xs, ys = zip(*b)
+    return xs, ys
+
+class Collate:
+    def __call__(self, b):
+        return list(zip(*b))
+
+loader = DataLoader(data, batch_size=4, collate_fn=FUNCTION)
+"""
+
+
+@pytest.mark.parametrize("function", COLLATED)
+@pytest.mark.parametrize("join", ["cat", "stack"])
+def test_joined_parts_of_a_list_of_samples_are_listed(function, join):
+    loss = f"x, y = torch.{join}(x), torch.{join}(y)\nloss = crit(model(x), y)"
+    before = COLLATES.replace("FUNCTION", function)
+    assert bool(doubts(script(loss, before=before))) is (join == "cat")
+
+
+def test_attention_over_a_dimension_that_a_shape_shows_is_not_listed():
+    mixing = "b, t, d = x.shape\n        x = F.softmax(x @ x.transpose(-2, -1), -1) @ x"
+    net = NET.replace(
+        "return self", f"x = x * 1\n        {mixing}\n        return self"
+    )
+    before = "from elsewhere import Data\nloader = DataLoader(Data(), batch_size=4)\n"
+    assert doubts(script("loss = crit(out, y)", net=net, before=before)) == []
 
 
 def test_a_forward_that_tests_the_number_of_samples_is_listed():

@@ -475,3 +475,41 @@ def test_an_optimizer_that_a_loop_steps_is_known_by_its_use(optimizers: str) -> 
     )
     lines = {x for x in found if "= DistributedDataParallel" in x}
     assert lines == {f"{n} = DistributedDataParallel({n})" for n in "ab"}
+
+
+@pytest.mark.parametrize(
+    "replacing",
+    [
+        "nn.utils.parametrizations.spectral_norm(net.body)",
+        "nn.utils.parametrize.register_parametrization(net.body, 'weight', Net())",
+        "for part in net.modules():\n    nn.utils.weight_norm(part)",
+        "normed(net)",
+        "net.head = nn.Linear(4, 1)",
+    ],
+)
+def test_a_model_is_wrapped_once_its_parameters_are_replaced(replacing: str) -> None:
+    """They were replaced in the wrapped model, and the second step failed."""
+    found = wrapped(
+        "def normed(m):\n    nn.utils.weight_norm(m.body)\n\n\n"
+        f"net = Net()\nopt = optim.Adam(net.parameters())\n{replacing}\nfit(net, opt)\n"
+    )
+    assert (
+        found.index("net = DistributedDataParallel(net)")
+        == found.index("fit(net, opt)") - 1
+    )
+
+
+def test_an_optimizer_of_models_without_names_that_is_never_cleared_is_refused() -> (
+    None
+):
+    """Only the named model was wrapped, and each rank trained its own of the others."""
+    text = refused(
+        f"{HEAD}c = Net()\noc = optim.Adam(c.parameters())\n"
+        "opts = [made(n) for n in [Net(), Net()]]\n"
+        "for (x,) in loader:\n"
+        "    c(x).mean().backward()\n"
+        "    oc.step()\n"
+        "    for opt in opts:\n"
+        "        opt.step()\n"
+    )
+    assert "makes an optimizer" in text

@@ -192,7 +192,7 @@ class SteppedObjects:
         return id(call) in self._cleared or self._gets_parameters(call)
 
     def _gets_parameters(self, call: cst.Call) -> bool:
-        """Return whether a call gets the parameters of a module, as ``parameters()``."""
+        """Return whether a call gets what ``parameters()`` of a module returns."""
         return any(
             self._tree.method_called(inner, *_PARAMETERS) is not None
             for given in call.args

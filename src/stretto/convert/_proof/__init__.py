@@ -3,7 +3,8 @@
 A value says how a number depends on the samples of a batch. `proofs`, which `_script`
 calls, has the `interpreter` run the script on such values and reports its losses.
 
-- Values: `batch_values` has their classes, `arithmetic` what operators make of two.
+- Values: `batch_values` has their classes, `arithmetic` what operators make of two,
+  `fixed_tensors` the shapes of those without samples.
 - Torch: `tensor_functions` and `tensor_methods` give the result of a call, by the names
   in `tensor_names` and with the rules of `dimensions` (shapes), `reductions`,
   `tensor_joins` (several tensors), `equations` (einsum and einops), `tensor_losses` and
@@ -11,7 +12,7 @@ calls, has the `interpreter` run the script on such values and reports its losse
   their arguments from `given_arguments`.
 - The script: `script_run` holds the variables of one run. The `interpreter` goes from
   `statements` to `branches`, `loops` and `targets`, and from `expressions` to
-  `subscripts`, `attributes` and `calls`.
+  `subscripts`, `attributes` and `calls`. `ranks` takes dimensions from `x.size(1)`.
 - Calls: `calls` evaluates arguments and notes losses. The `interpreter` chooses among
   `function_calls`, `objects` (of the script's classes), `library_calls` and
   `method_calls`; `library_calls` calls `builtin_calls`. `class_lookups` finds

@@ -24,7 +24,6 @@ from stretto.convert._proof.batch_values import (
     joined,
     with_elements,
 )
-
 from stretto.convert._proof.fixed_tensors import computed
 
 if TYPE_CHECKING:
@@ -209,6 +208,7 @@ def rows_with_rows(op: str, a: Rows, b: Rows, node: cst.CSTNode) -> Value:
     return Rows(
         axis=axis,
         ndim=ndim,
+        least=max(a.least, b.least),
         degree=degree,
         even=a.even and b.even,
         shifted=shifted,

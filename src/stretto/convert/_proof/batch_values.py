@@ -65,6 +65,8 @@ class Rows:
     axis: int | None = 0
     """Where the samples are; ``None`` is unknown."""
     ndim: int | None = None
+    least: int = 1
+    """The smallest number of dimensions that it may have, if ``ndim`` is unknown."""
     degree: int = 0
     """The power of the number of samples by which it is multiplied."""
     even: bool = True
@@ -85,6 +87,8 @@ class Rows:
     """Whether the samples may be its only dimension."""
     single: bool = False
     """Whether its last dimension has one element."""
+    turned: bool = False
+    """Whether the samples are its last dimension, if it is a matrix."""
     kind: str = ""
     """``bool`` for a condition, ``order`` for indices that reorder samples."""
 
@@ -391,6 +395,7 @@ def _join_rows(one: Rows, other: Rows, node: cst.CSTNode) -> Value:
         one,
         axis=one.axis if one.axis == other.axis else None,
         ndim=one.ndim if one.ndim == other.ndim else None,
+        least=min(one.least, other.least),
         even=one.even and other.even,
         shifted=one.shifted or other.shifted,
         raw=one.raw or other.raw,
@@ -399,6 +404,7 @@ def _join_rows(one: Rows, other: Rows, node: cst.CSTNode) -> Value:
         trusted=one.trusted or other.trusted,
         copies=max(one.copies, other.copies),
         thin=one.thin or other.thin,
+        turned=one.turned or other.turned,
         kind=one.kind if one.kind == other.kind else "",
     )
 

@@ -11,6 +11,7 @@ from stretto.convert._proof.arithmetic import combined, elementwise
 from stretto.convert._proof.attributes import attribute_of
 from stretto.convert._proof.batch_values import (
     NONE,
+    UNSET,
     Bad,
     Count,
     Fixed,
@@ -71,7 +72,12 @@ def builtin_call(run: Run, name: str, given: Given, frame: Frame) -> Value:
             rows = zip(*(items for items, _ in parts), strict=True)
             return Seq(tuple(Seq(r) for r in rows))
         samples = any(s for _, s in parts)
-        return Iter(Seq(tuple(joined(items, node) for items, _ in parts)), samples)
+        each = [joined(items, node) for items, _ in parts]
+        if samples:
+            owns = [own for _, own in parts]
+            pairs = zip(each, owns, strict=True)
+            each = [v if own else _beside_samples(v) for v, own in pairs]
+        return Iter(Seq(tuple(each)), samples)
     if name == "sum":
         return _sum_of(run, first, args, node)
     if name in ("max", "min"):
@@ -153,6 +159,13 @@ def builtin_call(run: Run, name: str, given: Given, frame: Frame) -> Value:
     if name in ("any", "all"):
         return first if is_of_batch(first) else Fixed()
     return Fixed()
+
+
+def _beside_samples(value: Value) -> Value:
+    """Return an element that stands at a sample's place in another list."""
+    if isinstance(value, Fixed) and value.value is UNSET and not value.uniform:
+        return Item(place="moved")
+    return value
 
 
 def _length_of(run: Run, value: Value, node: cst.CSTNode) -> Value:

@@ -47,11 +47,12 @@ def without_dims(on: Rows, dims: list[int]) -> Rows:
         axis -= sum(1 for d in dims if 0 <= d < on.axis) if on.axis else 0
         if ndim is not None and on.axis:
             axis -= sum(1 for d in dims if d < 0 and d + ndim < on.axis)
-    least = max(2, *(d + 1 for d in dims), 0) - len(dims)
+    least = max(2, *(d + 1 for d in dims), on.least) - len(dims)
     return replace(
         on,
         axis=axis,
         ndim=None if ndim is None else max(ndim - len(dims), 1),
+        least=max(least, 1),
         thin=ndim is None and least <= 1 and axis == 0,
         single=False,
         raw=False,
@@ -114,7 +115,7 @@ def _unflattened(on: Rows, given: Given) -> Value:
 def moved_dims(name: str, on: Rows, given: Given) -> Value | None:
     """Return what a function that changes a shape makes of a tensor."""
     rest = list(given.args[1:])
-    plain = replace(on, raw=False, whole=False, thin=False, single=False)
+    plain = replace(on, raw=False, whole=False, thin=False, single=False, least=1)
     dims = known_ints(Seq(tuple(rest))) if rest else None
     named = known_ints(given.options.get("dim"))
     dims = dims if named is None else named
@@ -152,11 +153,14 @@ def moved_dims(name: str, on: Rows, given: Given) -> Value | None:
         if at is not None and at < 0:
             at = None if ndim is None else at + ndim
         if at is not None and on.axis is not None and at <= on.axis:
-            return replace(plain, axis=on.axis + 1, ndim=ndim)
-        return replace(plain, ndim=ndim)
+            return replace(plain, axis=on.axis + 1, ndim=ndim, least=on.least + 1)
+        return replace(plain, ndim=ndim, least=on.least + 1)
     if name in ("transpose", "swapaxes", "transpose_", "swapdims"):
+        plain = replace(plain, least=max(on.least, *(d + 1 for d in dims or [0])))
         if dims is None or len(dims) != 2 or on.axis is None:
             return replace(plain, axis=None if dims is None else on.axis)
+        if on.ndim is None and on.axis == 0 and sorted(dims) == [-2, -1]:
+            return replace(plain, turned=not on.turned)
         a, b = (_resolved(d, on.ndim) for d in dims)
         if on.axis == a:
             return replace(plain, axis=b)
@@ -211,7 +215,7 @@ def mixes_in_space(name: str, on: Rows) -> bool:
         return False
     if plain.startswith("scaleddotproduct"):
         at = None if on.ndim is None else on.ndim - on.axis
-        return at in (1, 2) or (at is None and on.axis > 0)
+        return at in (1, 2) or (at is None and (on.axis > 0 or on.least < 3))
     if plain.startswith(("conv", "groupnorm", "instancenorm")):
         return on.axis > 0
     if "pool" in plain or plain.startswith(("upsample", "interpolate")):

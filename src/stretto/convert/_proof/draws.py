@@ -39,9 +39,15 @@ def numpy_drawn(given: Given) -> Value:
     if given.in_step and any(isinstance(s, Count | Shape) for s in sizes):
         given.repeated.add(given.node)
         return Rows()
-    name = given.node.func.attr.value if isinstance(given.node.func, cst.Attribute) else ""
-    asked = given.args if name in ("rand", "randn") else (size,) if size is not None else ()
-    return Fixed(shape=made_shape(asked) if asked and isinstance(size, Seq | Fixed) else None)
+    name = (
+        given.node.func.attr.value if isinstance(given.node.func, cst.Attribute) else ""
+    )
+    asked = (
+        given.args if name in ("rand", "randn") else (size,) if size is not None else ()
+    )
+    return Fixed(
+        shape=made_shape(asked) if asked and isinstance(size, Seq | Fixed) else None
+    )
 
 
 def drawn(last: str, full: str, given: Given) -> Value:
@@ -58,7 +64,9 @@ def drawn(last: str, full: str, given: Given) -> Value:
         size = given.options.get("size")
         sizes = [v for v in given.args if last != "randint" or isinstance(v, Seq)]
         known = last in ("rand", "randn", "randint")
-        return Fixed(shape=made_shape(sizes if size is None else [size]) if known else None)
+        return Fixed(
+            shape=made_shape(sizes if size is None else [size]) if known else None
+        )
     sizes = list(given.args)
     size = given.get("size")
     if size is not None:

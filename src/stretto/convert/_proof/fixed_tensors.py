@@ -64,9 +64,13 @@ def made_shape(sizes: Sequence[Value]) -> Sizes | None:
     if len(sizes) == 1:
         only = sizes[0]
         if isinstance(only, Seq):
-            return made_shape((*only.items, NONE))[:-1] if only.items else ()
+            return _sizes(only.items)
         number = known_ints(only)
         return None if number is None else (number[0],)
+    return _sizes(sizes)
+
+
+def _sizes(sizes: Sequence[Value]) -> Sizes | None:
     out: list[int | None] = []
     for size in sizes:
         if not isinstance(size, Fixed | Count):
@@ -93,14 +97,19 @@ def _broadcast(one: Sizes, other: Sizes) -> Sizes:
     longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
     ahead = len(longer) - len(shorter)
     ends = zip(longer[ahead:], shorter, strict=True)
-    return (*longer[:ahead], *(b if a == 1 else a if b == 1 else a or b for a, b in ends))
+    return (
+        *longer[:ahead],
+        *(b if a == 1 else a if b == 1 else a or b for a, b in ends),
+    )
 
 
 def fixed_method(name: str, on: Fixed, given: Given) -> Fixed:
     """Return what a method of a tensor without samples makes of it."""
     grad = on.grad and name not in ("detach", "item", "data")
     rest = given.args[1:]
-    same = replace(on, value=UNSET, grad=grad, uniform=on.uniform and name not in _UNEVEN)
+    same = replace(
+        on, value=UNSET, grad=grad, uniform=on.uniform and name not in _UNEVEN
+    )
     if name in _SAME:
         return same
     shape = _moved(name, on.shape, given)
@@ -152,9 +161,7 @@ def _reduced(shape: Sizes, given: Given) -> Sizes | None:
     return tuple(s for i, s in enumerate(shape) if i not in gone) or None
 
 
-def part_of(
-    on: Fixed, parts: Sequence[tuple[cst.BaseSlice, Value]]
-) -> Fixed:
+def part_of(on: Fixed, parts: Sequence[tuple[cst.BaseSlice, Value]]) -> Fixed:
     """Return a part of a tensor without samples, by the parts of an index."""
     out = Fixed(grad=on.grad, uniform=on.uniform)
     if on.shape is None:

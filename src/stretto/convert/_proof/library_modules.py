@@ -159,7 +159,7 @@ def _layer_call(made: Made, last: str, rows: Rows, given: Given) -> Value:
         return replace(out, axis=0, ndim=1) if start[0] == 0 else replace(out, ndim=2)
     if last == "Embedding":
         ndim = None if out.ndim is None else out.ndim + 1
-        return replace(out, ndim=ndim, single=False)
+        return replace(out, ndim=ndim, least=out.least + 1, single=False)
     if last in ("Bilinear",):
         return elementwise(given.args, node)
     if last == "AdaptiveLogSoftmaxWithLoss":

@@ -131,7 +131,9 @@ def _repeat(
                 break
             run.state = merged(exits, node, skipped)
             continue
-        run.state = merged([entry, merged(exits, node, skipped)] if exits else [entry], node)
+        run.state = merged(
+            [entry, merged(exits, node, skipped)] if exits else [entry], node
+        )
         if turn and run.state == entry:
             break
     run.loops.pop()

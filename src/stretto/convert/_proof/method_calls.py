@@ -38,11 +38,12 @@ from stretto.convert._proof.containers import batch_of, container_method, is_loa
 from stretto.convert._proof.given_arguments import as_call
 from stretto.convert._proof.known_names import PASSING, TENSOR_NAMES, TRUSTED
 from stretto.convert._proof.objects import object_method
+from stretto.convert._proof.own_gradients import counts_samples
 from stretto.convert._proof.script_run import MODULE
 from stretto.convert._proof.targets import bind_again
 from stretto.convert._proof.tensor_functions import tensor_function
 from stretto.convert._proof.tensor_methods import tensor_method
-from stretto.convert._tree import dotted, found
+from stretto.convert._tree import dotted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,7 +83,11 @@ def method_call(
         if func == Fixed() and name == "apply":
             method = method_of(run, on.node, "forward")
             back = method_of(run, on.node, "backward")
-            if back is not None and _counts_samples(back[0]) and is_of_batch(Seq(args)):
+            if (
+                back is not None
+                and is_of_batch(Seq(args))
+                and counts_samples(run.tree, method and method[0], back[0])
+            ):
                 return Bad(Why.UNREAD, node)
             if method is not None:
                 return run.call(
@@ -152,50 +157,6 @@ def method_call(
     if isinstance(on, Rows) and not on.raw and on.opaque is None:
         return Bad(Why.UNREAD, node)
     return run.unread(node, whole.all)
-
-
-_COUNTING = frozenset(
-    [
-        "mean",
-        "std",
-        "var",
-        "norm",
-        "max",
-        "min",
-        "amax",
-        "amin",
-        "median",
-        "softmax",
-        "numel",
-        "nelement",
-    ]
-)
-"""Methods that depend on all samples, or on their number."""
-
-
-def _counts_samples(backward: cst.FunctionDef) -> bool:
-    """Return whether a backward may depend on all samples, or on their number."""
-    for call in found(backward.body, cst.Call):
-        name = (dotted(call.func) or "").rpartition(".")[2]
-        if isinstance(call.func, cst.Attribute):
-            name = call.func.attr.value
-        numbers = [a.value for a in call.args]
-        first = any(isinstance(n, cst.Integer) and n.value == "0" for n in numbers)
-        if name in _COUNTING or name == "len" or (name == "size" and first):
-            return True
-        if name == "sum" and not numbers:
-            return True
-    for part in found(backward.body, cst.Subscript):
-        inner = part.slice[0].slice
-        if (
-            isinstance(part.value, cst.Attribute)
-            and part.value.attr.value == "shape"
-            and isinstance(inner, cst.Index)
-            and isinstance(inner.value, cst.Integer)
-            and inner.value.value == "0"
-        ):
-            return True
-    return False
 
 
 def _made_method(run: Run, on: Made, name: str, given: Given, frame: Frame) -> Value:

@@ -106,6 +106,7 @@ class Run(ABC):
         active: The functions that are being called.
         written: Variables set since a decision that may differ by rank, for each.
         generators: Whether a function yields, by its ``id``.
+        sizes: The sizes that code asks for, by its ``id``, with their dimensions.
         nesting: Whether a function contains others, by its ``id``.
     """
 
@@ -121,6 +122,7 @@ class Run(ABC):
         self.active: list[cst.CSTNode] = []
         self.written: list[set[tuple[int, str]]] = []
         self.generators: dict[int, bool] = {}
+        self.sizes: dict[int, list[tuple[cst.BaseExpression, int]]] = {}
         self.nesting: dict[int, bool] = {}
         self.backwards = {id(c) for c in work.job.backwards}
         self.training = {id(t.node) for t in work.job.training}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -14,6 +13,7 @@ from stretto.convert._proof.class_lookups import decorated
 from stretto.convert._proof.containers import extend, items_in
 from stretto.convert._proof.expressions import OPERATORS
 from stretto.convert._proof.loops import run_for, run_while
+from stretto.convert._proof.ranks import learn_least_rank, learn_rank
 from stretto.convert._proof.script_run import MODULE
 from stretto.convert._proof.targets import bind
 from stretto.convert._tree import dotted
@@ -71,10 +71,14 @@ def _run_simple_statement(run: Run, node: cst.CSTNode, frame: Frame) -> bool:
     if isinstance(node, cst.Expr):
         run.value(node.value, frame)
     elif isinstance(node, cst.Assign):
+        learn_least_rank(run, node.value, frame)
         value = run.value(node.value, frame)
         for target in node.targets:
             bind(run, target.target, value, frame)
-            _learn_rank(run, target.target, node.value, value, frame)
+            if isinstance(target.target, cst.Tuple | cst.List) and isinstance(
+                value, Shape
+            ):
+                learn_rank(run, node.value, len(target.target.elements), frame)
             _note_addition(run, target.target, node.value, frame)
     elif isinstance(node, cst.AnnAssign):
         if node.value is not None:
@@ -119,27 +123,6 @@ def _run_simple_statement(run: Run, node: cst.CSTNode, frame: Frame) -> bool:
     elif isinstance(node, cst.Assert):
         run.value(node.test, frame)
     return True
-
-
-def _learn_rank(
-    run: Run,
-    target: cst.BaseExpression,
-    node: cst.BaseExpression,
-    value: Value,
-    frame: Frame,
-) -> None:
-    """Take from ``b, t, c = x.shape`` that ``x`` has three dimensions."""
-    if not isinstance(value, Shape) or not isinstance(target, cst.Tuple | cst.List):
-        return
-    if any(isinstance(e, cst.StarredElement) for e in target.elements):
-        return
-    if isinstance(node, cst.Call):
-        node = node.func
-    if isinstance(node, cst.Attribute) and isinstance(node.value, cst.Name):
-        on = run.value(node.value, frame)
-        if on == value.of and value.of.ndim is None and not value.of.raw:
-            known = replace(value.of, ndim=len(target.elements), thin=False)
-            run.assign(node.value.value, known, frame)
 
 
 def _note_addition(

@@ -221,7 +221,7 @@ def _rows_indexed(
     """Return a tensor of samples after each part of an index."""
     axis, ndim = on.axis, on.ndim
     place = new = taken = 0
-    out = replace(on, raw=False, whole=False, thin=False)
+    out = replace(on, raw=False, whole=False, thin=False, least=1)
     found_rows = False
     kept: int | None = None
     for part, value in parts:

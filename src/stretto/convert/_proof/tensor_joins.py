@@ -94,7 +94,7 @@ def joined_along(name: str, given: Given) -> Value | None:
     if name == "stack":
         ndim = None if first.ndim is None else first.ndim + 1
         if at < 0:
-            return replace(first, ndim=ndim)
+            return replace(first, ndim=ndim, least=first.least + 1)
         moved = first.axis is not None and at <= first.axis
         axis = first.axis + 1 if moved and first.axis is not None else first.axis
         return replace(first, axis=axis, ndim=ndim)
@@ -154,6 +154,9 @@ def product(a: Value, b: Value, node: cst.CSTNode, *, dot: bool = False) -> Valu
         flat = a.ndim == 2 or b.ndim == 2 or a.ndim == 1 or b.ndim == 1
         if (a.ndim == 1 and b.ndim == 1) or dot:
             return Linear(a.degree + b.degree + 1)
+        flat_too = a.ndim is None and max(a.least, b.least) < 3
+        if a.turned is not b.turned and a.axis == b.axis == 0 and flat_too:
+            return Bad(Why.UNREAD, node)  # maybe each sample with each other
         if a.axis is not None and b.axis is not None and (flat or a.axis != b.axis):
             if a.ndim == 2 and b.ndim == 2 and a.axis == 1 and b.axis == 0:
                 return Linear(a.degree + b.degree + 1)

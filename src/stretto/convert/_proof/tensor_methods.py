@@ -301,7 +301,7 @@ def _rows_method(name: str, on: Rows, given: Given) -> Value | None:
     if name in ELEMENTWISE or name in ("log_prob", "rsample", "sample"):
         out = elementwise([on, *rest, *given.options.values()], node)
         if name in RANK_CHANGING and isinstance(out, Rows):
-            return replace(out, ndim=None, single=False)
+            return replace(out, ndim=None, least=1, single=False)
         if name in SIZE_CHANGING and isinstance(out, Rows):
             return replace(out, single=False)
         return out
