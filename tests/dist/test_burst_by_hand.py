@@ -427,9 +427,9 @@ def _train_in_parts(side: Side, model: Any) -> None:
 
 def _doubled(side: Side, place: str, layer: int = 2) -> None:
     """A hook that doubles something on the second rank, which runs layer 2."""
-    model = apart(side, deep())
+    module = deep()
     if side.rank == 1:
-        part = model.module[layer]
+        part: Any = module[layer]
         if place == "parameter":
             part.weight.register_hook(lambda grad: grad * 2)
         elif place == "in place":
@@ -439,9 +439,10 @@ def _doubled(side: Side, place: str, layer: int = 2) -> None:
         elif place == "forward":
             part.register_forward_hook(lambda _m, _i, o: o * 2)
         elif place == "model":
-            model.module.register_forward_hook(lambda _m, _i, o: o * 2)
+            module.register_forward_hook(lambda _m, _i, o: o * 2)
         else:
             part.register_full_backward_hook(lambda _m, i, _o: (i[0] * 2,))
+    model = apart(side, module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(side, model, optimizer, 1 if place == "after" else 3)
     model.full_state_dict()
@@ -489,17 +490,27 @@ def backward_hook_of_another_ranks_layer(side: Side) -> None:
 
 def hook_of_all_modules_on_one_rank(side: Side) -> None:
     """The second rank doubles what a layer returns that only the first one runs."""
-    model = apart(side, nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     handle = None
     if side.rank == 1:
         handle = register_module_forward_hook(
             lambda m, _i, o: o * 2 if isinstance(m, nn.Tanh) else None
         )
     try:
+        model = apart(side, module)
         train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
     finally:
         if handle is not None:
             handle.remove()
+
+
+def later_hook_that_mixes_samples(side: Side) -> None:
+    """All ranks register a hook on a layer of PyTorch's own, after building."""
+    model: Any = deep()
+    plan = side.plan(model, [(0, 2)])
+    model = BurstParallel(model, plan, example_inputs=(torch.zeros(2, 6),))
+    model.module[2].register_full_backward_hook(lambda _m, i, _o: (i[0] / i[0].norm(),))
+    train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
 
 
 def hook_after_a_backward_in_no_sync(side: Side) -> None:
@@ -689,6 +700,7 @@ REFUSED = {
     forward_hook_of_another_ranks_layer: ON_ONE_RANK,
     backward_hook_of_another_ranks_layer: ON_ONE_RANK,
     hook_of_all_modules_on_one_rank: "of all modules is on rank 1 and missing on rank",
+    later_hook_that_mixes_samples: "of module '2' was registered after the burst model",
     hook_after_a_backward_in_no_sync: "register hooks on parameters before the forward",
     hook_before_a_backward_in_no_sync: "register hooks on parameters before the",
     buffer_changed_on_one_rank: "ranks 0, 1 hold different values of buffer 'shift'",

@@ -6,7 +6,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any, final
 
-from stretto.burst.graph import capture
+from stretto.burst.graph import capture, check_hooks
 from stretto.burst.schedule import execution_plan_of, later_widths
 from stretto.burst.tracing.cached_values import FirstValues
 from stretto.burst.tracing.reads import Ambient
@@ -108,6 +108,7 @@ class Captures:
         """
         with training(self._module), self._stale_guard.opened():
             graph = capture(self._module, *self._example)
+            check_hooks(self._module, *self._example)
             return graph.joined([entry.layer for entry in plan.layers])
 
     def follow(self, graph: LayerGraph, widths: dict[str, RankRange]) -> None:
@@ -196,6 +197,8 @@ class Captures:
                 ambient=ambient,
                 verify=not ambient.autocast,
             )
+            if not ambient.autocast:
+                check_hooks(self._module, *self._example, ambient=ambient)
         # There may be fewer layers: some run in training only.
         same = set(self._layers) == {node.name for node in graph.nodes}
         if not (self._module.training or same):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from stretto.burst.tracing import grouping, operations, proof
 from stretto.burst.tracing.layers import layers_of
@@ -14,8 +16,6 @@ from stretto.burst.tracing.reads import Ambient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-    from torch import nn
 
     from stretto.burst.tracing.layers import LayerGraph
 
@@ -56,6 +56,39 @@ def capture(
         if verify:
             proof.require_equal(graph, module, example_inputs, kwargs)
     return graph
+
+
+def check_hooks(
+    module: nn.Module,
+    example_inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    ambient: Ambient | None = None,
+) -> None:
+    """Check that a whole module's own forward hooks keep samples apart.
+
+    They belong to no layer: each rank calls them with its samples.
+
+    Raises:
+        SpecError: they don't, or change state that they read.
+    """
+    held = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())  # noqa: SLF001
+    if held:
+        capture(_with_hooks(module), example_inputs, kwargs, ambient=ambient)
+
+
+def _with_hooks(module: nn.Module) -> nn.Module:
+    """Return a module whose only layer is another one, called with its hooks."""
+    whole = type(type(module).__name__, (nn.Module,), {})()
+    whole.add_module("model", module)
+    whole.training = module.training
+
+    @functools.wraps(module.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)
+
+    whole.__dict__["forward"] = forward
+    return whole
 
 
 @contextlib.contextmanager

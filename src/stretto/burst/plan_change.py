@@ -196,6 +196,7 @@ class PlanChange:
             assert backward.sync is not None  # noqa: S101
             backward.sync.require_nothing_kept("apply_plan was called")
             graph = captures.capture_for(plan)
+            self._parts.hooks.note_checked(self._parts.module)
             widths = rank_ranges_of(plan, graph, self._parts.ranks.size)
         except StrettoError as exc:
             trouble = exc

@@ -69,6 +69,7 @@ class PlanFollower:
         try:
             self._require_own_parameters()
             graph = parts.captures.capture_for(self.plan)
+            parts.hooks.note_checked(parts.module)
             widths = rank_ranges_of(self.plan, graph, parts.ranks.size)
             if parts.settings.verify:
                 require_comparable(parts.module, graph, parts.settings.batch_norm)
@@ -247,6 +248,8 @@ class PlanFollower:
         graph = parts.captures.current()
         if graph is None:
             graph = parts.captures.add(self._forget)
+            if graph.ambient.grad and not graph.ambient.autocast:
+                parts.hooks.note_checked(parts.module)
             widths = parts.captures.widths_in(graph)
             parts.forward.prepare(graph, widths, parts.settings.batch_norm)
             self._use_shadows()

@@ -18,13 +18,14 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
-from torch.utils import _pytree as pytree
 
+from stretto.burst.checks.later_hooks import LaterHook, ObservedHook
 from stretto.burst.checks.numbers import number_of_words
 from stretto.burst.hooks import (
     gradient_hooks,
@@ -86,6 +87,11 @@ class HookUse:
         self._had_forward = self._had_backward = False
         """Whether one has ended since ranks had different hooks."""
         self._last = (0, 0)
+        self._checked: set[tuple[str, str, int]] = set()
+        """Hooks of modules that a capture has checked: place, kind, number."""
+        self._later: dict[tuple[str, str, int], LaterHook] = {}
+        """Other hooks, see Note [Later hooks] in `later_hooks`."""
+        self._has_later = False
         self._accepted: set[tuple[tuple[int, ...], ...]] = set()
 
     def watch(
@@ -182,7 +188,8 @@ class HookUse:
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
         """Observe the hooks of modules, and of a backward of this forward."""
-        if not self._differ:
+        self._look_at_root()
+        if not (self._differ or self._has_later):
             yield
             return
         replaced = []
@@ -190,7 +197,11 @@ class HookUse:
             kept = dict(hooks)
             replaced.append((hooks, kept))
             for number, hook in kept.items():
-                hooks[number] = _Observed(hook, _key(where, kind, hook), self._note)
+                key = _key(where, kind, hook)
+                later = self._later_hook((where, kind, number), key, hook)
+                if self._differ or later is not None:
+                    note = partial(self._note_call, key, hook)
+                    hooks[number] = ObservedHook(hook, kind, note, later)
         try:
             yield
         finally:
@@ -198,6 +209,44 @@ class HookUse:
                 hooks.update(
                     {number: kept[number] for number in hooks if number in kept}
                 )
+
+    def note_checked(self, module: nn.Module) -> None:
+        """Record that a capture has checked the hooks that a module now has."""
+        self._later.clear()
+        everywhere = ((k, n) for k, held in _GLOBAL.items() for n in held)
+        self._checked = {("all modules", k, n) for k, n in everywhere}
+        for name, part in module.named_modules():
+            held = vars(part)
+            where = _where(name)
+            self._checked.update((where, k, n) for k in _KINDS for n in held[k])
+
+    def _look_at_root(self) -> None:
+        """Notice hooks of the whole model, which run before the ranks' exchange."""
+        root = next(iter(self._modules), None)
+        known = next(iter(self._hooked), None)
+        if root is not known and root and any(root[1][kind] for kind in _KINDS):
+            self._hooked.insert(0, root)
+            self._has_later |= self._any_later()
+
+    def _any_later(self) -> bool:
+        return any(
+            (where, kind, number) not in self._checked
+            for where, kind, hooks, _ in self._module_hooks()
+            for number in hooks
+        )
+
+    def _later_hook(
+        self, place: tuple[str, str, int], key: str, hook: Any
+    ) -> LaterHook | None:
+        """Return a hook that no capture has checked; None for one that was."""
+        if place in self._checked or _is_strettos(hook):
+            return None
+        if place not in self._later:
+            self._later[place] = LaterHook(hook, key)
+        return self._later[place]
+
+    def _note_call(self, key: str, hook: Any, kind: type, is_changed: bool) -> None:  # noqa: FBT001
+        self._note(key, hook, kind, is_changed)
 
     def with_forward_hooks(self) -> list[tuple[str, nn.Module]]:
         """Return the modules that had forward hooks at the exchange, with names."""
@@ -224,8 +273,7 @@ class HookUse:
         for name, held, part in self._hooked:
             for kind in _KINDS:
                 if held[kind]:
-                    where = f"module {name!r}" if name else "the whole model"
-                    yield where, kind, held[kind], part
+                    yield _where(name), kind, held[kind], part
 
     def _unknown(self) -> set[str]:
         """Return hooks that, as far as this rank knows, may change something."""
@@ -268,6 +316,7 @@ class HookUse:
             for row in self._modules
             if row[1][one] or row[1][two] or row[1][three] or row[1][four]
         ]
+        self._has_later = self._any_later()
         now = _number(self._on_parameters()), _number(self._on_modules())
         if now != self._last:
             self._last = now
@@ -354,34 +403,6 @@ def _of_several(name: str | None) -> StrettoError:
     )
 
 
-@final
-class _Observed:
-    """Calls a module's hook, and reports if it changes something."""
-
-    def __init__(
-        self, hook: Any, key: str, note: Callable[[str, Any, Any, bool], None]
-    ) -> None:
-        self._hook = hook
-        self._key = key
-        self._note = note
-
-    def __call__(self, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        before = _versions_in(args)
-        found = self._hook(part, *args, **kwargs)
-        is_given = found is None or any(found is arg for arg in args)
-        is_changed = not is_given or _versions_in(args) != before
-        self._note(self._key, self._hook, type(part), is_changed)
-        return found
-
-
-def _versions_in(values: Any) -> list[int]:
-    return [
-        0 if leaf.is_inference() else leaf._version  # noqa: SLF001
-        for leaf in pytree.tree_leaves(values)
-        if isinstance(leaf, Tensor)
-    ]
-
-
 def _parts(layer: nn.Module) -> list[nn.Module | nn.Parameter]:
     return [*layer.modules(), *layer.parameters()]
 
@@ -409,6 +430,10 @@ def _name_of(hook: Any) -> str:
     if (code := getattr(hook, "__code__", None)) is not None:
         name = f"{name} (line {code.co_firstlineno})"
     return name
+
+
+def _where(name: str) -> str:
+    return f"module {name!r}" if name else "the whole model"
 
 
 def _key(where: str, kind: str, hook: Any) -> str:
