@@ -20,7 +20,8 @@ from stretto.burst.dropout import Draws, DropoutDraw, dropouts_of, one_by_one
 from stretto.burst.norm import NormSync
 from stretto.burst.timings import FORWARD
 from stretto.burst.tracing.layers import INPUT, norm_calls
-from stretto.burst.tracing.torch_modules import BatchNorm, Dropout
+from stretto.burst.tracing.one_row import PlainRows
+from stretto.burst.tracing.torch_modules import BatchNorm, Dropout, InstanceNorm
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class Forward:
             made: dict[str, NormSync] = {}
             called = norm_calls(node)
             for name, part in node.module.named_modules():
+                if isinstance(part, InstanceNorm) and "forward" not in vars(part):
+                    stands[part] = PlainRows(part)
                 if not isinstance(part, BatchNorm) or name not in called:
                     continue  # see Note [Norms of tables]
                 if group is not None and batch_norm == "sync":

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from stretto.burst.graph import capture
-from stretto.burst.tracing.one_row import normalized
+from stretto.burst.tracing.one_row import PlainRows, normalized
 
 
 class Tokens(nn.Module):
@@ -52,5 +52,34 @@ def test_one_row_has_the_gradient_of_more(is_odd):
         given = (odd if is_odd else x[:count]).detach().requires_grad_()
         back = odd.contiguous() if is_odd else odd
         normalized(norm, given).backward(back)
+        found.append(given.grad[:1])
+    assert torch.allclose(*found)
+
+
+def test_an_instance_norm_before_a_permuted_image_is_captured():
+    torch.manual_seed(0)
+
+    class Permuted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.last = nn.Linear(3, 24), nn.LayerNorm(2)
+            self.norm = nn.InstanceNorm2d(2, affine=True)
+
+        def forward(self, x):
+            image = self.norm(self.embed(x).view(-1, 2, 3, 4))
+            return self.last(image.permute(0, 2, 3, 1)).flatten(1)
+
+    capture(Permuted().double(), (torch.randn(6, 3, dtype=torch.float64),))
+
+
+def test_an_instance_norm_of_one_row_has_the_gradient_of_more():
+    torch.manual_seed(0)
+    norm = nn.InstanceNorm2d(4, affine=True).double()
+    image = torch.randn(2, 4, 3, 3, dtype=torch.float64)
+    back = torch.randn_like(image).contiguous(memory_format=torch.channels_last)
+    found = []
+    for count in (1, 2):
+        given = image[:count].clone().requires_grad_()
+        PlainRows(norm)(given).backward(back[:count])
         found.append(given.grad[:1])
     assert torch.allclose(*found)

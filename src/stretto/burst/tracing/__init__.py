@@ -49,7 +49,7 @@ Layers:
 - `layers`: `LayerGraph` and `LayerNode`.
 - `proof`: compute the layers: they equal the model and keep rows apart, see `capture`.
 - `layer_runs`: run layers alone (for `proof`).
-- `one_row`: batch norms on a rank with one row (for `layer_runs` too).
+- `one_row`: norms on a rank with one row (for `layer_runs`, and the executor).
 - `trial`: random rows, perturbed parameters and constant draws (for `proof`).
 - `other_values`: run operations with values that a layer rarely has (for `proof`).
 """

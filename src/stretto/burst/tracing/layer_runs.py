@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from stretto.burst.tracing.one_row import normalized
-from stretto.burst.tracing.torch_modules import BatchNorm
+from stretto.burst.tracing.one_row import PlainRows, normalized
+from stretto.burst.tracing.torch_modules import BatchNorm, InstanceNorm
 from stretto.burst.tracing.trial import ConstantDraws
 
 if TYPE_CHECKING:
@@ -162,11 +162,16 @@ def fresh_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fixed_norms(parts: Any) -> Iterator[None]:
-    """Let batch norms use their running statistics, or none."""
-    norms: list[Any] = [part for _, part in parts if isinstance(part, BatchNorm)]
+    """Let batch norms use their running statistics, or none; see `one_row` too."""
+    norms: dict[Any, Any] = {}
+    for _, part in parts:
+        if isinstance(part, BatchNorm):
+            norms[part] = _Fixed(part)
+        elif isinstance(part, InstanceNorm) and "forward" not in vars(part):
+            norms[part] = PlainRows(part)
     try:
-        for norm in norms:
-            norm.__dict__["forward"] = _Fixed(norm)
+        for norm, stand in norms.items():
+            norm.__dict__["forward"] = stand
         yield
     finally:
         for norm in norms:

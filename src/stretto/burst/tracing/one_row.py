@@ -1,13 +1,14 @@
-"""Batch norms of a single row, whose gradients PyTorch may compute wrongly on CPUs.
+"""Norms of a single row, whose gradients PyTorch may compute wrongly on CPUs.
 
 A tensor with one row may be contiguous in a memory format and not have its strides.
-PyTorch's backward of a batch norm then takes values in another order, see "Known issues
+PyTorch's backward of a norm then takes values in another order, see "Known issues
 outside stretto". One process has more rows where a rank has one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,13 +22,25 @@ def plain_row(x: Tensor) -> Tensor:
 
 
 def normalized(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return a batch norm's output, with the gradient that any number of rows gives."""
+    """Return a norm's output, with the gradient that any number of rows gives."""
     if not _is_one_row(x):
         return norm(x)
     out = norm(x.contiguous())
     if out.requires_grad:
         out.register_hook(plain_row)
     return out
+
+
+@final
+class PlainRows:
+    """Replaces the forward of a norm, for the gradient that more rows give."""
+
+    def __init__(self, norm: Any) -> None:
+        self._forward = partial(type(norm).forward, norm)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the norm's output."""
+        return normalized(self._forward, x)
 
 
 def _is_one_row(x: Tensor) -> bool:

@@ -6,3 +6,4 @@ from torch import nn
 
 Dropout = nn.modules.dropout._DropoutNd  # noqa: SLF001
 BatchNorm = nn.modules.batchnorm._BatchNorm  # noqa: SLF001
+InstanceNorm = nn.modules.instancenorm._InstanceNorm  # noqa: SLF001
