@@ -428,6 +428,8 @@ def _train_in_parts(side: Side, model: Any) -> None:
 def _doubled(side: Side, place: str, layer: int = 2) -> None:
     """A hook that doubles something on the second rank, which runs layer 2."""
     module = deep()
+    is_later = layer == 0  # no call of it finds that no capture has checked it
+    model = apart(side, module) if is_later else None
     if side.rank == 1:
         part: Any = module[layer]
         if place == "parameter":
@@ -442,7 +444,8 @@ def _doubled(side: Side, place: str, layer: int = 2) -> None:
             module.register_forward_hook(lambda _m, _i, o: o * 2)
         else:
             part.register_full_backward_hook(lambda _m, i, _o: (i[0] * 2,))
-    model = apart(side, module)
+    if model is None:
+        model = apart(side, module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(side, model, optimizer, 1 if place == "after" else 3)
     model.full_state_dict()
