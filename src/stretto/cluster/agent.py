@@ -214,12 +214,11 @@ class Agent:
 
     def _use(self, fence: Fence, command: UseDevices) -> None:
         part = self._parts.get(fence)
-        if part is None or part.end is not None or part.wanted == command.devices:
+        if part is None or part.channel is None or part.wanted == command.devices:
             return
         part.wanted = command.devices
-        if part.channel is not None:
-            names = [self._devices[index] for index in command.devices]
-            part.channel.send({"do": "use", "devices": names})
+        names = [self._devices[index] for index in command.devices]
+        part.channel.send({"do": "use", "devices": names})
 
     # supervisors
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _MAX_BACKOFF_S = 3600.0
 
+_MAX_DOUBLINGS = 64
+"""Of a backoff; after thousands of failures, the factor would be no float."""
+
 _ENDED = {FAILED: "failed", STOPPED: "was stopped"}
 
 
@@ -108,7 +111,8 @@ def _end_of(record: Record, attempt: Attempt, now_s: float) -> Event:
         return _requeue(record, attempt, attempt.stopping, now_s)
     rules = view.spec.restart
     if view.failures < rules.attempts:
-        wait_s = min(rules.backoff_s * 2**view.failures, _MAX_BACKOFF_S)
+        doubled = 2 ** min(view.failures, _MAX_DOUBLINGS)
+        wait_s = min(rules.backoff_s * doubled, _MAX_BACKOFF_S)
         found = _requeue(record, attempt, _failure(part), now_s + wait_s)
         more = {"failures": view.failures + 1}
         return replace(found, at_s=now_s, data={**found.data, **more})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -13,8 +14,8 @@ from stretto.schema import codec
 from stretto.schema.job import DIRECT, Job
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
-
 
 _MAX_BYTES = 4 << 20
 """The channels to the coordinator take longer lines."""
@@ -33,8 +34,9 @@ def read_job(path: Path) -> Job:
         )
     body = _body(data)
     if isinstance(body.get("directory"), str) and body["directory"]:
-        body["directory"] = str((path.parent / body["directory"]).resolve())
-        data = json.dumps(body).encode()
+        with contextlib.suppress(ValueError):  # the codec says what is wrong
+            body["directory"] = str(_resolved(path.parent / body["directory"]))
+            data = json.dumps(body, ensure_ascii=False).encode()
     job = codec.decode(data, Job, source=str(path))
     check_files(job, source=str(path))
     return job
@@ -55,7 +57,7 @@ def check_files(job: Job, *, source: str) -> None:
         SpecError: one is missing.
     """
     folder = Path(job.directory)
-    if not folder.is_dir():
+    if not _has(folder.is_dir):
         raise SpecError(f"{source}: $.directory: no such folder: {folder}")
     program = job.command[0]
     if job.launch == DIRECT:
@@ -69,10 +71,25 @@ def check_files(job: Job, *, source: str) -> None:
     elif program == "-m":
         if len(job.command) == 1:
             raise SpecError(f"{source}: $.command: names no module after -m")
-    elif not (folder / program).is_file():
+    elif not _has((folder / program).is_file):
         raise SpecError(f"{source}: $.command[0]: no such script: {folder / program}")
     if job.burst is not None:
         _check_burst(job, folder, source)
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):  # a circle of links
+        return path.absolute()
+
+
+def _has(look: Callable[[], bool]) -> bool:
+    """Return what a look at a path says; a path that no file can have has none."""
+    try:
+        return look()
+    except (OSError, ValueError):
+        return False
 
 
 def _check_burst(job: Job, folder: Path, source: str) -> None:
@@ -81,5 +98,5 @@ def _check_burst(job: Job, folder: Path, source: str) -> None:
     factory = job.burst.factory.partition(":")[0]
     named = {"factory": factory, "profile": job.burst.profile}
     for key, name in named.items():
-        if name is not None and not (folder / name).is_file():
+        if name is not None and not _has((folder / name).is_file):
             raise SpecError(f"{source}: $.burst.{key}: no such file: {folder / name}")

@@ -21,7 +21,7 @@ ATTEMPT_VARIABLE = "STRETTO_CLUSTER_ATTEMPT"
 """Marks every process of an attempt: the folder of the attempt, which is unique."""
 
 PART_FILE, END_FILE, LOCK_FILE = "part.json", "end.json", "supervisor.lock"
-SOCKET_FILE, STEPS_FILE, CRASH_FILE = "supervisor.sock", "steps", "crash"
+SOCKET_FILE, STEPS_FILE = "supervisor.sock", "steps"
 REQUESTS_FOLDER = "requests"
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

@@ -108,8 +108,7 @@ class RankProcess:
                     lost = f"\n[{self._lost_bytes} bytes could not be written]\n"
                     self._log.write(lost.encode())
                     self._lost_bytes = 0
-                self._log.write(piece)
-                return
+                piece = piece[self._log.write(piece) :]
         self._lost_bytes += len(piece)
 
     def failure(self) -> str:
@@ -118,13 +117,20 @@ class RankProcess:
         how = (
             f"failed with exit status {code}"
             if code > 0
-            else f"was killed by {signal.Signals(-code).name}"
+            else f"was killed by {_signal_name(-code)}"
         )
         lines = self._tail.decode(errors="replace").splitlines()[-_TAIL_LINES:]
         wrote = "; it wrote nothing"
         if lines:
             wrote = "; its last lines:" + "".join(f"\n  | {line}" for line in lines)
         return f"rank {self.number} {how}{wrote}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have no name
+        return f"signal {number}"
 
 
 def _before_exec() -> None:

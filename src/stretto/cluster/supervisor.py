@@ -217,8 +217,7 @@ class Supervisor:
         if rank.leaves:
             self._ranks.remove(rank)
             self._use_wanted()
-            return
-        if rank.code and not self._why:
+        elif rank.code and not self._why:
             self._why, self._failed_rank = rank.failure(), rank.number
             if rank.code == -signal.SIGKILL:
                 self._why += self._memory_hint()
@@ -271,7 +270,7 @@ class Supervisor:
     def _use(self, _channel: Channel, message: dict[str, Any]) -> None:
         """Run on other devices: single processes come and go, a gang starts again."""
         names = tuple(message["devices"])
-        if self._end is not None or self._why:
+        if self._has_ended or self._why:
             return
         if names == self._part.devices and self._wanted is None:
             self._emit("using", devices=list(names))
@@ -293,6 +292,8 @@ class Supervisor:
         if self._wanted is None or any(rank.leaves for rank in self._ranks):
             return
         names, self._wanted = self._wanted, None
+        if self._why:  # the attempt ends meanwhile
+            return
         before = self._part
         size = before.world_size - len(before.devices) + len(names)
         self._part = dataclasses.replace(before, devices=names, world_size=size)

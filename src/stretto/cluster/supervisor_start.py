@@ -15,8 +15,10 @@ from typing import Any
 
 from stretto.cluster import processes
 from stretto.cluster.channel import listening
-from stretto.cluster.part_spec import CRASH_FILE, END_FILE, LOCK_FILE, SOCKET_FILE
+from stretto.cluster.part_spec import END_FILE, LOCK_FILE, SOCKET_FILE, write_json
 from stretto.cluster.supervisor import Supervisor
+
+_TRACE_LINES = 20
 
 
 def start(folder: Path, *, forks: bool) -> int | None:
@@ -73,11 +75,24 @@ def _run_forked(folder: Path, lock: int, listener: socket.socket) -> None:
         Supervisor(folder, listener).run()
         status = 0
     except BaseException:  # noqa: BLE001 - nothing may return into the agent
-        with contextlib.suppress(OSError):
-            (folder / CRASH_FILE).write_text(traceback.format_exc())
+        _write_crash(folder, traceback.format_exc())
     finally:
         processes.kill_children()
         os._exit(status)
+
+
+def _write_crash(folder: Path, trace: str) -> None:
+    """Write how the attempt ended, unless it had ended before its supervisor failed."""
+    if read_end(folder) is not None:
+        return
+    lines = "".join(f"\n  | {line}" for line in trace.splitlines()[-_TRACE_LINES:])
+    end = {
+        "code": 1,
+        "why": f"the supervisor of the attempt failed:{lines}",
+        "signaled": False,
+    }
+    with contextlib.suppress(OSError):
+        write_json(folder / END_FILE, end)
 
 
 def main(folder: str, lock: str, listener: str) -> int:

@@ -184,6 +184,11 @@ def test_a_job_that_can_never_fit_is_exit_code_3(run: Run, tmp_path: Path) -> No
     [
         ({"gpus": {"minimum": -1, "maximum": 1}}, "$.gpus.minimum"),
         ({"directory": "nowhere"}, "$.directory: no such folder: "),
+        ({"directory": "a" * 300}, "$.directory: no such folder: "),
+        ({"directory": "a\0b"}, "$.directory: must not contain the character NUL"),
+        ({"directory": "\ud800"}, "surrogate"),
+        ({"directory": "loop"}, "$.directory: no such folder: "),
+        ({"launch": "torchrun", "command": ["a" * 300]}, "no such script: "),
         ({"command": ["no-such-program"]}, "'no-such-program' is missing or cannot"),
         ({"launch": "stretto run", "command": ["no.py"]}, "no such script: "),
         ({"launch": "torchrun", "command": ["-m"]}, "names no module after -m"),
@@ -197,6 +202,7 @@ def test_a_job_that_can_never_fit_is_exit_code_3(run: Run, tmp_path: Path) -> No
 def test_a_broken_job_file_is_exit_code_2_and_names_the_place(
     run: Run, tmp_path: Path, fields: dict[str, Any], expected: str
 ) -> None:
+    (tmp_path / "loop").symlink_to("loop")
     code, _, err = run("submit", job_file(tmp_path, **fields))
     assert (code, expected in err) == (2, True), err
 

@@ -99,6 +99,16 @@ def test_a_failed_job_starts_again_after_a_backoff_until_none_is_left(world):
     assert "after 1 restarts" in record.why
 
 
+def test_thousands_of_failures_are_no_end_of_the_coordinator(world):
+    job = world.submit(attempts=5000)
+    world.advance(6.0, 6)
+    world.ledger.state.records[job].view.failures = 2000
+    host, supervisor = world.live()[0]
+    host.end((supervisor.job, supervisor.attempt), 1)
+    world.advance(2.0, 2)
+    assert world.ledger.job(job).failures == 2001
+
+
 def test_ranks_start_although_those_of_the_first_host_have_ended(world):
     # The first host chooses where ranks meet, and a coordinator that was killed has
     # forgotten it.

@@ -193,6 +193,18 @@ def test_a_missing_program_is_a_failure_with_its_name(folder: Path) -> None:
     assert "no-such-program: No such file or directory" in end["why"]
 
 
+def test_a_signal_without_a_name_is_a_failure_with_its_number(folder: Path) -> None:
+    end = started(folder, part_spec_of(folder, *shell("kill -40 $$"))).event("ended")
+    assert (end["code"], "rank 0 was killed by signal 40" in end["why"]) == (168, True)
+
+
+def test_a_supervisor_that_fails_leaves_the_reason(folder: Path) -> None:
+    agent = started(folder, part_spec_of(folder, "sleep", "600"))
+    agent.send(do="stop", signal="NONE", grace_s=1.0)
+    end = awaited_end(folder)
+    assert (end["code"], "SIGNONE" in end["why"]) == (1, True)
+
+
 def test_a_missing_folder_is_a_failure_with_its_name(folder: Path) -> None:
     part = part_spec_of(folder, "/bin/true", directory="/no/such/folder")
     assert "/no/such/folder" in started(folder, part).event("ended")["why"]
@@ -366,6 +378,22 @@ def test_a_gang_starts_again_on_its_new_devices(folder: Path) -> None:
     assert agent.event("using")["devices"] == ["cpu:0", "cpu:2"]
     await_file(folder / "rank0-of-2")
     await_file(folder / "rank1-of-2")
+
+
+def test_a_gang_that_is_stopped_while_it_changes_devices_does_not_start_again(
+    folder: Path,
+) -> None:
+    leave = "while [ ! -e go ]; do sleep 0.02; done; exit 1"
+    command = shell(f"trap '{leave}' TERM; touch runs; while :; do sleep 0.02; done")
+    part = part_spec_of(folder, *command, gang="claims", role="background")
+    agent = started(folder, part)
+    await_file(folder / "runs")
+    agent.send(do="use", devices=["cpu:0", "cpu:2"])
+    agent.send(do="stop", grace_s=2 * LIMIT_S)
+    agent.send(do="attach")  # its answer shows that the two others were read
+    assert "attached" in agent.lines.readline().decode()
+    (folder / "go").touch()
+    assert agent.event("ended")["why"] == "on request"
 
 
 def test_steps_are_reported_with_their_rate(folder: Path) -> None:
