@@ -14,6 +14,7 @@ import click
 
 from stretto.cli._cluster_options import as_json, in_folder, put
 from stretto.cluster import engine_local
+from stretto.cluster.folders import local_path
 from stretto.cluster.job_files import read_job
 from stretto.errors import SpecError
 from stretto.schema import codec
@@ -183,7 +184,7 @@ def logs_command(
     """Print what a rank of a job wrote; with --json one object per line."""
     found = engine_local.ask(folders, {"do": "show", "job": job})
     job, number = found["job"], attempt or found["attempt"]
-    all_logs = Path(found["logs"]).parent
+    all_logs = local_path(found["logs"]).parent
     log = _Log(all_logs / f"attempt{number}", rank, number, is_json=is_json)
     while True:
         is_later = found["attempt"] > number

@@ -124,7 +124,7 @@ def start_keeper(folders: Folders) -> None:
     if not has_keeper:
         return
     processes.start_detached(
-        [sys.executable, "-P", "-m", __name__, str(folders.root)], folders.keeper_log
+        [*processes.PYTHON, "-m", __name__, str(folders.root)], folders.keeper_log
     )
 
 

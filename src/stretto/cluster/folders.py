@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ FOLDER_VARIABLE = "STRETTO_CLUSTER_DIR"
 """Names the folder."""
 
 _MIN_MARGIN_S = 5.0
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 @final
@@ -189,6 +191,19 @@ class Folders:
         """Return the folder of the ranks' logs."""
         return self.shared / "logs" / job / f"attempt{attempt}"
 
+    def last_job_number(self) -> int:
+        """Return the largest number of a job that has left files here; 0 without one.
+
+        A store that was moved away leaves them, and no other job may find them.
+        """
+        names = [
+            entry.name
+            for kind in ("logs", "files", "plans")
+            for entry in _entries(self.shared / kind)
+        ]
+        ends = [name.rpartition("-")[2] for name in names]
+        return max((int(end) for end in ends if _NUMBER.fullmatch(end)), default=0)
+
     def create(self) -> None:
         """Create the folder.
 
@@ -247,6 +262,13 @@ class Folders:
         return settings
 
 
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
 def _unwritable(path: Path, error: OSError) -> ClusterError:
     return ClusterError(
         f"{path}: cannot be written: {error.strerror}: free disk space, or give "
@@ -266,6 +288,11 @@ def settings_of(plain: Mapping[str, Any]) -> Settings:
     return Settings(
         hosts=hosts, ray=None if ray is None else RaySettings(**ray), **found
     )
+
+
+def local_path(path: str) -> Path:
+    """Return a path of JSON, which is UTF-8, as this process's locale names it."""
+    return Path(os.fsdecode(path.encode(errors="surrogateescape")))
 
 
 def default_root() -> Path:

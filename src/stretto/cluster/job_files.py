@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stretto.cluster.folders import local_path
 from stretto.cluster.part_spec import base_environment
 from stretto.errors import SpecError
 from stretto.schema import codec
@@ -15,6 +15,7 @@ from stretto.schema.job import DIRECT, Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
     from typing import Any
 
 _MAX_BYTES = 4 << 20
@@ -34,9 +35,15 @@ def read_job(path: Path) -> Job:
         )
     body = _body(data)
     if isinstance(body.get("directory"), str) and body["directory"]:
-        with contextlib.suppress(ValueError):  # the codec says what is wrong
-            body["directory"] = str(_resolved(path.parent / body["directory"]))
+        try:
+            body["directory"] = _absolute(path.parent, body["directory"])
             data = json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeDecodeError as exc:
+            raise SpecError(
+                f"{path}: $.directory: its path is not UTF-8: rename a folder"
+            ) from exc
+        except ValueError:
+            pass  # the codec says what is wrong
     job = codec.decode(data, Job, source=str(path))
     check_files(job, source=str(path))
     return job
@@ -56,10 +63,10 @@ def check_files(job: Job, *, source: str) -> None:
     Raises:
         SpecError: one is missing.
     """
-    folder = Path(job.directory)
+    folder = local_path(job.directory)
     if not _has(folder.is_dir):
         raise SpecError(f"{source}: $.directory: no such folder: {folder}")
-    program = job.command[0]
+    program = os.fsdecode(job.command[0].encode())
     if job.launch == DIRECT:
         search = job.environment.get("PATH", base_environment()["PATH"])
         where = str(folder / program) if "/" in program else program
@@ -77,11 +84,19 @@ def check_files(job: Job, *, source: str) -> None:
         _check_burst(job, folder, source)
 
 
-def _resolved(path: Path) -> Path:
+def _absolute(base: Path, directory: str) -> str:
+    """Return the absolute path of a folder that a job file names, as text of UTF-8.
+
+    Raises:
+        UnicodeDecodeError: it is not UTF-8.
+        ValueError: it has characters that no path can have.
+    """
+    path = base / local_path(directory)
     try:
-        return path.resolve()
+        path = path.resolve()
     except (OSError, RuntimeError):  # a circle of links
-        return path.absolute()
+        path = path.absolute()
+    return os.fsencode(path).decode()
 
 
 def _has(look: Callable[[], bool]) -> bool:
@@ -98,5 +113,5 @@ def _check_burst(job: Job, folder: Path, source: str) -> None:
     factory = job.burst.factory.partition(":")[0]
     named = {"factory": factory, "profile": job.burst.profile}
     for key, name in named.items():
-        if name is not None and not _has((folder / name).is_file):
+        if name is not None and not _has((folder / local_path(name)).is_file):
             raise SpecError(f"{source}: $.burst.{key}: no such file: {folder / name}")

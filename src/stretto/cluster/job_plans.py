@@ -163,6 +163,7 @@ def save_request(folders: Folders, job: str, spec: Job) -> None:
     """Write what the process needs to know."""
     folder = folders.plans(job)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (folder / "speeds.json").unlink(missing_ok=True)
     codec.save(folder / "job.json", spec)
 
 

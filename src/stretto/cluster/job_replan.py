@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto import zoo
+from stretto.cluster import processes
 from stretto.cluster.job_plans import NETWORK
 from stretto.cluster.part_spec import write_json
 from stretto.cluster.replanning import PlanPrediction
@@ -77,7 +78,7 @@ def ask(folder: Path, question: Mapping[str, Any]) -> list[str]:
     """
     (folder / ANSWER).unlink(missing_ok=True)
     write_json(folder / QUESTION, question)
-    return [sys.executable, "-P", "-m", __name__, str(folder)]
+    return [*processes.PYTHON, "-m", __name__, str(folder)]
 
 
 def read_answer(folder: Path) -> PlanPrediction | str:

@@ -108,6 +108,8 @@ class Ledger:
         self.state = State()
         self.gone: frozenset[str] = frozenset()
         """Hosts that were known once and will not return, as the engine says."""
+        self.first_number = 1
+        """Of the first job, if there is none yet."""
         self.refused_decision = ""
         """The last decision of the policy that broke a rule; empty if none did."""
         self._policy = policy
@@ -132,7 +134,8 @@ class Ledger:
         """
         self._check_fits(spec)
         after = tuple(self.job(name).id for name in spec.after)
-        number = len(self.state.records) + 1
+        last = next(reversed(self.state.records.values()), None)
+        number = self.first_number if last is None else last.view.number + 1
         spec = replace(spec, user=user) if user else spec
         data: dict[str, Any] = {"spec": spec, "number": number}
         if request:

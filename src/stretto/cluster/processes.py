@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,10 @@ from stretto.background.priority import own_cgroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+PYTHON = (sys.executable, "-P", "-X", "utf8")
+"""Starts Python for a process of the cluster: paths in JSON are UTF-8, whatever the
+locale is of who started it."""
 
 _PROC = Path("/proc")
 

@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING, final
 
@@ -59,7 +58,7 @@ class Role:
                 children when it ends.
         """
         self.lock, self.log = lock, log
-        command = (sys.executable, "-P", "-m", module, *arguments)
+        command = (*processes.PYTHON, "-m", module, *arguments)
         self._command = (*_IN_BACKGROUND, *command) if detaches else command
         self._environment = environment
         self._first_pause_s = _DETACHED_PAUSE_S if detaches else _FIRST_PAUSE_S

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from stretto.cluster import job_plans, queries
+from stretto.cluster import job_plans, processes, queries
 from stretto.cluster.channel import Channel, Listener, listening
 from stretto.cluster.commands import Command, MakePlan, StartPart
 from stretto.cluster.coordinator import Clock, Coordinator
@@ -95,6 +95,7 @@ class Server:
         self.coordinator = Coordinator(self.ledger, self.store, self.clock)
         known = frozenset(self.ledger.cluster.hosts)
         self.ledger.gone = known - folders.hosts(settings).keys()
+        self.ledger.first_number = 1 + folders.last_job_number()
         self._loop = Loop()
         self._agents: dict[str, Channel] = {}
         self._sent: dict[str, set[Any]] = {}
@@ -224,7 +225,7 @@ class Server:
             try:
                 job_plans.save_request(self.folders, command.job, command.spec)
                 self._planning[command.job] = subprocess.Popen(
-                    [sys.executable, "-P", "-m", module, *words],
+                    [*processes.PYTHON, "-m", module, *words],
                     stdin=subprocess.DEVNULL,
                     process_group=0,
                 )

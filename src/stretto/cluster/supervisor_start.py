@@ -49,7 +49,7 @@ def start(folder: Path, *, forks: bool) -> int | None:
                 _run_forked(folder, lock, listener)
             return pid
         inherited = [lock, listener.fileno()]
-        command = [sys.executable, "-P", "-m", __name__, str(folder)]
+        command = [*processes.PYTHON, "-m", __name__, str(folder)]
         process = subprocess.Popen(
             [*command, *map(str, inherited)],
             stdin=subprocess.DEVNULL,

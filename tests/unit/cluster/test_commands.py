@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from stretto.cli import main
 from stretto.cli._cluster_jobs import _Log
-from stretto.cluster import engine_local
+from stretto.cluster import engine_local, processes
 from stretto.cluster.folders import Folders
+from stretto.cluster.job_files import read_job
+from stretto.errors import SpecError
 from support.clusters import WAITS, await_file, await_that
 
 if TYPE_CHECKING:
@@ -205,6 +210,33 @@ def test_a_broken_job_file_is_exit_code_2_and_names_the_place(
     (tmp_path / "loop").symlink_to("loop")
     code, _, err = run("submit", job_file(tmp_path, **fields))
     assert (code, expected in err) == (2, True), err
+
+
+def test_a_path_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"bad\xff")
+    folder.mkdir()
+    with pytest.raises(SpecError, match="its path is not UTF-8"):
+        read_job(job_file(folder))
+
+
+def test_paths_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    (tmp_path / "ünï").mkdir()
+    path = job_file(tmp_path / "ünï")
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from stretto.cluster.job_files import read_job\n"
+        "print(ascii(read_job(Path(sys.argv[1])).directory), sys.flags.utf8_mode)"
+    )
+    strict = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for python, mode in ([sys.executable], 0), (processes.PYTHON, 1):
+        found = subprocess.run(
+            [*python, "-c", code, path],
+            env=os.environ | strict,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout
+        assert found == f"{str(path.parent)!a} {mode}\n"
 
 
 def test_nothing_is_submitted_if_one_of_several_files_is_broken(

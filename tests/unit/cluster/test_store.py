@@ -12,7 +12,7 @@ import pytest
 from stretto.cluster import server, wire
 from stretto.cluster import store as stores
 from stretto.cluster.coordinator import Clock
-from stretto.cluster.folders import Folders
+from stretto.cluster.folders import Folders, Settings
 from stretto.cluster.ledger import Ledger
 from stretto.cluster.part_spec import base_environment, rank_commands
 from stretto.cluster.policies import registry
@@ -162,6 +162,16 @@ def test_a_store_of_another_version_is_refused(tmp_path):
     first.close()
     with pytest.raises(ClusterError, match="version 99"):
         Store(tmp_path)
+
+
+def test_after_a_store_was_moved_away_no_job_gets_an_earlier_ones_files(tmp_path):
+    folders = Folders(tmp_path)
+    folders.save_settings(Settings(hosts={"host0": ("cpu:0",)}, policy="fifo"))
+    folders.files("test-7").mkdir(parents=True)
+    first = server.Server(folders)
+    made = [first.coordinator.submit(job(tmp_path, "true")) for _ in range(2)]
+    first.store.close()
+    assert made == ["test-8", "test-9"]
 
 
 def test_a_file_that_is_no_database_is_refused(tmp_path):
