@@ -119,11 +119,20 @@ class RankProcess:
             if code > 0
             else f"was killed by {_signal_name(-code)}"
         )
-        lines = self._tail.decode(errors="replace").splitlines()[-_TAIL_LINES:]
+        lines = _printable(self._tail).splitlines()[-_TAIL_LINES:]
         wrote = "; it wrote nothing"
         if lines:
             wrote = "; its last lines:" + "".join(f"\n  | {line}" for line in lines)
         return f"rank {self.number} {how}{wrote}"
+
+
+def _printable(text: bytes) -> str:
+    """Return output without what would control the terminal of who reads it."""
+    found = text.decode(errors="replace")
+    return "".join(
+        c if c.isprintable() or c in "\t\n\r" else "\N{REPLACEMENT CHARACTER}"
+        for c in found
+    )
 
 
 def _signal_name(number: int) -> str:

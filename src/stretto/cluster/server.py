@@ -116,20 +116,33 @@ class Server:
                 signal.SIGCHLD: self._on_planned,
             }
         )
-        listener = Listener(
+        self._listener = self._listen()
+        self._tick_soon()
+        # Agents do so, too, but only if they do not find this coordinator.
+        self._loop.every(_KEEPER_S, self._start_keeper)
+        self._loop.every(_KEEPER_S, self._keep_socket)
+        self._loop.run()
+        self._listener.close()
+        with contextlib.suppress(OSError):
+            self.folders.socket.unlink()  # while no other coordinator can have its own
+        self.store.close()
+
+    def _listen(self) -> Listener:
+        return Listener(
             self._loop,
             listening(self.folders.socket),
             self._on_message,
             self._on_close,
         )
-        self._tick_soon()
-        # Agents do so, too, but only if they do not find this coordinator.
-        self._loop.every(_KEEPER_S, self._start_keeper)
-        self._loop.run()
-        listener.close()
+
+    def _keep_socket(self) -> None:
+        """Listen again if something has removed the socket's file."""
+        if self.folders.socket.exists():
+            return
         with contextlib.suppress(OSError):
-            self.folders.socket.unlink()  # while no other coordinator can have its own
-        self.store.close()
+            found = self._listen()
+            self._listener.close()
+            self._listener = found
 
     def _start_keeper(self) -> None:
         with contextlib.suppress(OSError):

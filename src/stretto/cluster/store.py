@@ -93,7 +93,14 @@ class Store:
 
         Raises:
             StoreUnavailable: the disk is full, or the file is locked or damaged.
+            ClusterError: the lock's file was removed: another coordinator may have the
+                store now.
         """
+        if not self._has_lock():
+            raise ClusterError(
+                f"{self._folder / LOCK}: was removed, so another coordinator may have "
+                "the store"
+            )
         rows = changed_rows(state, events)
         try:
             with self._database:
@@ -109,6 +116,13 @@ class Store:
                 f"{self._folder / DATABASE}: cannot be written: {exc}. Running jobs go "
                 "on; free disk space, or end what locks the file"
             ) from exc
+
+    def _has_lock(self) -> bool:
+        """Return whether the locked file is still the one that others would lock."""
+        try:
+            return os.path.samestat((self._folder / LOCK).stat(), os.fstat(self._lock))
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Release the lock."""

@@ -223,6 +223,11 @@ def test_a_second_coordinator_is_refused(shared: Cluster) -> None:
     assert "another coordinator has it" in done.stderr
 
 
+def test_a_removed_socket_is_made_again(shared: Cluster) -> None:
+    shared.folders.socket.unlink()
+    assert shared.ask("status")["hosts"]
+
+
 def test_a_second_cluster_in_one_folder_is_refused(shared: Cluster) -> None:
     with pytest.raises(ClusterError, match="a cluster runs in"):
         engine_local.start(shared.folders, shared.settings)

@@ -123,6 +123,17 @@ def test_a_second_coordinator_is_refused_by_name(store):
         Store(store._folder)
 
 
+def test_a_coordinator_whose_lock_was_removed_writes_nothing_more(tmp_path):
+    first = Store(tmp_path)
+    world = World(registry.get("fifo"), (2,), first)
+    (tmp_path / stores.LOCK).unlink()
+    second = Store(tmp_path)
+    with pytest.raises(ClusterError, match="another coordinator may have"):
+        world.submit(minimum=1)
+    first.close()
+    second.close()
+
+
 def test_files_are_the_users_alone(store):
     for path in store._folder.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path

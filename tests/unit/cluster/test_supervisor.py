@@ -198,6 +198,12 @@ def test_a_signal_without_a_name_is_a_failure_with_its_number(folder: Path) -> N
     assert (end["code"], "rank 0 was killed by signal 40" in end["why"]) == (168, True)
 
 
+def test_a_failures_last_lines_control_no_terminal(folder: Path) -> None:
+    command = shell("printf 'a\\033[31m\\377b\\n'; exit 1")
+    end = started(folder, part_spec_of(folder, *command)).event("ended")
+    assert end["why"].endswith("| a\ufffd[31m\ufffdb")
+
+
 def test_a_supervisor_that_fails_leaves_the_reason(folder: Path) -> None:
     agent = started(folder, part_spec_of(folder, "sleep", "600"))
     agent.send(do="stop", signal="NONE", grace_s=1.0)
