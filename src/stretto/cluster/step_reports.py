@@ -42,6 +42,8 @@ class StepReports:
         A rank that makes none for long is reported once, by ``idle_s``.
         """
         count = self._counts.read(self._rank)
+        if count.steps < self._steps:  # the rank started again on other devices
+            self._steps, self._is_late = 0, False
         if count.steps > max(1, self._steps):
             # The first step is longer than others; its length is not known anyway.
             since_s = self._last_s if self._steps else count.first_s

@@ -144,18 +144,18 @@ class Supervisor:
         note = processes.reset_priority()
         for folder in (part.boards, part.files, part.logs):
             Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._steps = StepReports(
-            self._folder / STEPS_FILE,
-            part.world_size,
-            part.first_rank,
-            part.batch,
-        )
+        self._steps = self._new_steps()
         if part.replan is not None and not part.first_rank:
             requests = self._folder / REQUESTS_FOLDER
             changed = functools.partial(self._emit, "replanned")
             with contextlib.suppress(OSError):  # the job runs by its plan without it
                 self._plan_changes = PlanChanges(requests, part.replan, changed)
         return note
+
+    def _new_steps(self) -> StepReports:
+        part, path = self._part, self._folder / STEPS_FILE
+        path.unlink(missing_ok=True)
+        return StepReports(path, part.world_size, part.first_rank, part.batch)
 
     def _start_ranks(self, commands: Sequence[RankCommand]) -> None:
         part = self._part
@@ -301,6 +301,8 @@ class Supervisor:
         running = {rank.device for rank in self._ranks if rank.runs}
         try:
             self._part.save(self._folder)
+            if self._part.gang != INDEPENDENT:  # all of its ranks start again
+                self._steps = self._new_steps()
             commands = rank_commands(self._part, self._folder, numbers)
             self._start_ranks([c for c in commands if c.device not in running])
         except OSError as error:

@@ -19,6 +19,8 @@ from stretto.cluster import memory_use, processes, supervisor_start
 from stretto.cluster.channel import connected, encoded
 from stretto.cluster.loop import now_s
 from stretto.cluster.part_spec import ATTEMPT_VARIABLE, LOCK_FILE, SOCKET_FILE, PartSpec
+from stretto.cluster.step_reports import StepReports
+from stretto.step_counts import StepCounter
 from support.clusters import part_spec_of
 
 if TYPE_CHECKING:
@@ -416,6 +418,14 @@ def test_steps_are_reported_with_their_rate(folder: Path) -> None:
     assert step["step"] == 20
     assert step["step_s"] >= 0.005
     assert step["samples_per_s"] == pytest.approx(32 / step["step_s"])
+
+
+def test_steps_of_a_rank_that_started_again_are_reported(tmp_path: Path) -> None:
+    reports = StepReports(tmp_path / "steps", 1, 0, None)
+    StepCounter(tmp_path / "steps", 0).set(7)
+    assert (reports.next() or {})["step"] == 7
+    StepCounter(tmp_path / "steps", 0).set(3)
+    assert (reports.next() or {})["step"] == 3
 
 
 def test_a_rank_that_uses_too_much_memory_ends_the_attempt_and_says_so(
