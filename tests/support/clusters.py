@@ -87,7 +87,8 @@ class Cluster:
     def supervisor(self, job: str) -> int:
         """Return the process of the supervisor that a job's last attempt has."""
         self.await_state(job, "running")
-        return [r["data"]["pid"] for r in self.rows(job) if r["kind"] == "started"][-1]
+        pids = [r["data"]["pid"] for r in self.rows(job) if r["kind"] == "started"]
+        return int(pids[-1])
 
     def await_state(self, job: str, *states: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -185,19 +186,17 @@ def job(
     """Return a job that runs a shell script in a folder on each of its devices."""
     minimum, maximum = devices if isinstance(devices, tuple) else (devices, devices)
     rules = RestartRules(attempts=attempts, backoff_s=0.1, grace_s=grace_s)
-    return Job(
-        **{
-            "name": "test",
-            "role": "foreground",
-            "command": ("/bin/sh", "-c", script),
-            "launch": "direct",
-            "directory": str(folder),
-            "gpus": GpuRange(minimum=minimum, maximum=maximum),
-            "restart": rules,
-            "background": BackgroundRules(allow=True),
-        }
-        | fields
-    )
+    usual: dict[str, Any] = {
+        "name": "test",
+        "role": "foreground",
+        "command": ("/bin/sh", "-c", script),
+        "launch": "direct",
+        "directory": str(folder),
+        "gpus": GpuRange(minimum=minimum, maximum=maximum),
+        "restart": rules,
+        "background": BackgroundRules(allow=True),
+    }
+    return Job(**usual | fields)
 
 
 WAITS = "while [ ! -e go ]; do sleep 0.02; done"
