@@ -208,6 +208,14 @@ class Ledger:
                 + (f" with {size} bytes of memory" if size else "")
                 + f", the cluster has {of}: ask for fewer, or add hosts"
             )
+        devices = sum(len(host.memory_bytes) for host in hosts)
+        limit = self._policy.limit(spec.role, devices)
+        if need > limit:
+            raise Infeasible(
+                f"job {spec.name!r} needs {count_text(need)}, policy "
+                f"{self._policy.name} gives {spec.role}s {limit} of {devices}: ask for "
+                "fewer, or start the cluster with another policy"
+            )
 
     # What agents report.
 

@@ -39,6 +39,17 @@ def test_a_job_of_a_silent_host_starts_elsewhere_after_the_fence_only(world):
     assert (job, 2) in second.supervisors
 
 
+def test_a_gang_that_loses_a_host_stops_on_the_others_and_frees_them_at_once(world):
+    job = world.submit(minimum=4)
+    world.advance(2.0, 2)
+    first, second = world.hosts
+    second.fail("cut", 1e9)
+    world.advance(LIMITS.silent_s + 4.0, 10)
+    assert not any(s.lives for s in first.supervisors.values())
+    assert world.ledger.cluster.free.num_free() == 2
+    assert world.ledger.job(job).attempt == 1  # until the fence of the other host
+
+
 def test_a_job_survives_the_death_of_an_agent(world):
     job = world.submit(minimum=2)
     world.advance(2.0, 2)
@@ -182,6 +193,12 @@ def test_a_job_that_never_fits_is_refused_and_recorded(world):
     with pytest.raises(Infeasible, match="needs 5 devices, the cluster has 4"):
         world.submit(minimum=5)
     assert world.store.kept[-1].kind == ev.REFUSED
+
+
+def test_a_job_that_never_fits_its_part_of_a_partition_is_refused():
+    world = World(registry.get("partition"), (2, 2))
+    with pytest.raises(Infeasible, match="policy partition gives foregrounds 2 of 4"):
+        world.submit(minimum=3)
 
 
 def test_a_job_without_a_profile_is_profiled_on_one_device(world):

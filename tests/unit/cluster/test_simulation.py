@@ -134,6 +134,13 @@ def test_fifo_lets_small_jobs_pass_a_gang_only_until_it_has_waited():
     assert ends(kept)[:2] == [10, 20]
 
 
+@pytest.mark.parametrize("policy", registry.NAMES)
+@pytest.mark.parametrize("role", [FOREGROUND, BACKGROUND])
+def test_no_device_is_kept_for_a_job_that_needs_more_than_there_are(policy, role):
+    found = run([job(0, 10, role, gpus=5), job(1, 10, role)], policy, 4, patience_s=0.0)
+    assert ends(found) == [None, 11]
+
+
 def test_fifo_stops_backgrounds_that_started_last_for_a_foreground():
     jobs = [
         job(0, 100, BACKGROUND),

@@ -75,6 +75,18 @@ class AbstractPolicy(abc.ABC):
 
     name: ClassVar[str]
 
+    def limit(self, role: str, devices: int) -> int:
+        """Return how many devices of a cluster jobs of a role may have.
+
+        A job that needs more is refused, because it would wait forever.
+
+        Args:
+            role: the jobs'.
+            devices: how many the cluster has.
+        """
+        del role
+        return devices
+
     @abc.abstractmethod
     def decide(
         self, now_s: float, cluster: ClusterView, jobs: JobsView

@@ -18,6 +18,7 @@ from stretto.cluster.policies.exclusive import (
     at_least_zero,
     first_besides,
     in_turn,
+    keeps_devices,
 )
 from stretto.cluster.policies.offers import NEVER_USED, Offers
 from stretto.cluster.policies.sized import SETTLE_S, best, growth
@@ -79,7 +80,7 @@ class DeepPoolPolicy(AbstractPolicy):
         if out:
             return out  # backgrounds follow when these are in the views
         first = first_besides(FOREGROUND, jobs, [])
-        if first is not None and self._keeps(first, now_s):
+        if first is not None and self._keeps(first, now_s, cluster):
             return out
         if jobs.first(BACKGROUND) is not None:
             free = free.copy() if free is cluster.free else free
@@ -95,8 +96,9 @@ class DeepPoolPolicy(AbstractPolicy):
         """Return when the next foreground may get more devices."""
         return growth(BURST, self._settle_s, now_s, cluster, jobs)[1]
 
-    def _keeps(self, first: JobView, now_s: float) -> bool:
-        return now_s - first.ready_s >= self._patience_s
+    def _keeps(self, first: JobView, now_s: float, cluster: ClusterView) -> bool:
+        limit = cluster.free.num_usable
+        return keeps_devices(first, now_s, self._patience_s, limit)
 
     # Foregrounds.
 
@@ -109,7 +111,7 @@ class DeepPoolPolicy(AbstractPolicy):
             FOREGROUND,
             jobs,
             lambda: free.num_free(NO_FOREGROUND),
-            lambda job: self._keeps(job, now_s),
+            lambda job: self._keeps(job, now_s, cluster),
         ):
             row = best(job, BURST, free.num_free(NO_FOREGROUND))
             gpus = min(job.maximum, free.num_free(NO_FOREGROUND))
@@ -162,7 +164,7 @@ class DeepPoolPolicy(AbstractPolicy):
             BACKGROUND,
             jobs,
             lambda: places.num_left,
-            lambda job: self._keeps(job, now_s),
+            lambda job: self._keeps(job, now_s, cluster),
         ):
             devices = places.for_job(job, job.minimum)
             if devices is not None:
@@ -188,7 +190,8 @@ class DeepPoolPolicy(AbstractPolicy):
     ) -> str:
         """Return what is missing, or for which job free devices are kept."""
         first = jobs.first(FOREGROUND) or jobs.first(job.role)
-        if first is not None and first is not job and self._keeps(first, now_s):
+        keeps = first is not None and self._keeps(first, now_s, cluster)
+        if first is not None and first is not job and keeps:
             return f"free devices are kept for {first.id}, which waits longer"
         among = NO_FOREGROUND if job.role == FOREGROUND else EMPTY
         free = cluster.free.num_free(among)

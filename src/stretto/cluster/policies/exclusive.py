@@ -29,7 +29,8 @@ class ExclusivePolicy(AbstractPolicy):
     Jobs start in the order of priority, then submission. If the first does not fit,
     later ones that fit may pass it. How long jobs will run is not known, so this could
     go on forever. When the first has waited for ``patience_s``, devices that become
-    free are kept for it, and no job passes it anymore.
+    free are kept for it, and no job passes it anymore, unless it needs more devices
+    than the open hosts have.
 
     # Note [Backgrounds give way]
     A background has a device alone while no foreground needs it. If a foreground does
@@ -67,7 +68,7 @@ class ExclusivePolicy(AbstractPolicy):
             if first is not None:
                 can_start, stops = giving_way(first, cluster, free, jobs)
                 out += stops
-                if can_start or self.keeps(first, now_s):
+                if can_start or self.keeps(first, now_s, free.num_usable):
                     return out
         minimum = jobs.smallest_waiting(BACKGROUND)
         if minimum is not None and free.num_free() >= minimum:
@@ -75,9 +76,9 @@ class ExclusivePolicy(AbstractPolicy):
             out += self.starts(BACKGROUND, now_s, free, jobs)
         return out
 
-    def keeps(self, first: JobView, now_s: float) -> bool:
+    def keeps(self, first: JobView, now_s: float, limit: int) -> bool:
         """Return whether free devices are kept for a job that waits."""
-        return now_s - first.ready_s >= self.patience_s
+        return keeps_devices(first, now_s, self.patience_s, limit)
 
     def starts(
         self, role: str, now_s: float, free: DeviceMap, jobs: JobsView
@@ -85,7 +86,10 @@ class ExclusivePolicy(AbstractPolicy):
         """Return which jobs of a role start; their devices are taken from ``free``."""
         out: list[Decision] = []
         for job in in_turn(
-            role, jobs, free.num_free, lambda job: self.keeps(job, now_s)
+            role,
+            jobs,
+            free.num_free,
+            lambda job: self.keeps(job, now_s, free.num_usable),
         ):
             gpus, method, batch = self.size(job, free.num_free())
             devices = free.pick(gpus, memory_bytes=job.memory_bytes)
@@ -99,9 +103,22 @@ class ExclusivePolicy(AbstractPolicy):
     ) -> str:
         """Return what is missing, or for which job free devices are kept."""
         first = jobs.first(FOREGROUND) or jobs.first(job.role)
-        if first is not None and first is not job and self.keeps(first, now_s):
+        limit = cluster.free.num_usable
+        if first is not None and first is not job and self.keeps(first, now_s, limit):
             return f"free devices are kept for {first.id}, which waits longer"
         return super().why_waiting(job, now_s, cluster, jobs)
+
+
+def keeps_devices(first: JobView, now_s: float, patience_s: float, limit: int) -> bool:
+    """Return whether free devices are kept for a job that waits.
+
+    Args:
+        first: the job.
+        now_s: the time.
+        patience_s: how long others may pass it.
+        limit: how many devices it could get; if it needs more, none are kept.
+    """
+    return first.minimum <= limit and now_s - first.ready_s >= patience_s
 
 
 def in_turn(

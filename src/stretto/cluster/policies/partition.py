@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, ClassVar, final
 
 from stretto.cluster.devices import EMPTY, NO_FOREGROUND, count_text
 from stretto.cluster.policies.base import AbstractPolicy, Decision, Start
-from stretto.cluster.policies.exclusive import PATIENCE_S, at_least_zero, in_turn
+from stretto.cluster.policies.exclusive import (
+    PATIENCE_S,
+    at_least_zero,
+    in_turn,
+    keeps_devices,
+)
 from stretto.errors import SpecError
 from stretto.schema.job import BACKGROUND, FOREGROUND
 
@@ -38,11 +43,15 @@ class PartitionPolicy(AbstractPolicy):
         self._ratio = foreground_ratio
         self._patience_s = at_least_zero("patience_s", patience_s)
 
+    def limit(self, role: str, devices: int) -> int:
+        """Return how many devices a role has."""
+        foreground = round(devices * self._ratio)
+        return foreground if role == FOREGROUND else devices - foreground
+
     def parts(self, cluster: ClusterView) -> dict[str, int]:
-        """Return how many devices each role has."""
+        """Return how many of the open hosts' devices each role has."""
         usable = cluster.free.num_usable
-        foreground = round(usable * self._ratio)
-        return {FOREGROUND: foreground, BACKGROUND: usable - foreground}
+        return {role: self.limit(role, usable) for role in (FOREGROUND, BACKGROUND)}
 
     def decide(
         self, now_s: float, cluster: ClusterView, jobs: JobsView
@@ -60,20 +69,26 @@ class PartitionPolicy(AbstractPolicy):
             minimum = jobs.smallest_waiting(role)
             if minimum is not None and left >= minimum:
                 free = free.copy() if free is cluster.free else free
-                out += self._starts(role, left, free, now_s, jobs)
+                out += self._starts(role, left, part, free, now_s, jobs)
         return out
 
     def _starts(
-        self, role: str, left: int, free: DeviceMap, now_s: float, jobs: JobsView
+        self,
+        role: str,
+        left: int,
+        part: int,
+        free: DeviceMap,
+        now_s: float,
+        jobs: JobsView,
     ) -> list[Decision]:
-        """Return which jobs of a role start on at most ``left`` devices."""
+        """Return which jobs of a role start on at most ``left`` of its part."""
         out: list[Decision] = []
         others = free.num_free() - left
         for job in in_turn(
             role,
             jobs,
             lambda: free.num_free() - others,
-            lambda job: self._keeps(job, now_s),
+            lambda job: self._keeps(job, now_s, part),
         ):
             gpus = min(job.maximum, free.num_free() - others)
             devices = free.pick(gpus, memory_bytes=job.memory_bytes)
@@ -82,8 +97,8 @@ class PartitionPolicy(AbstractPolicy):
                 out.append(Start(job.id, devices))
         return out
 
-    def _keeps(self, first: JobView, now_s: float) -> bool:
-        return now_s - first.ready_s >= self._patience_s
+    def _keeps(self, first: JobView, now_s: float, part: int) -> bool:
+        return keeps_devices(first, now_s, self._patience_s, part)
 
     def why_waiting(
         self, job: JobView, now_s: float, cluster: ClusterView, jobs: JobsView
@@ -93,6 +108,7 @@ class PartitionPolicy(AbstractPolicy):
         if part < job.minimum:
             return f"needs {count_text(job.minimum)}, {job.role}s have {part}"
         first = jobs.first(job.role)
-        if first is not None and first is not job and self._keeps(first, now_s):
+        keeps = first is not None and self._keeps(first, now_s, part)
+        if first is not None and first is not job and keeps:
             return f"free devices are kept for {first.id}, which waits longer"
         return super().why_waiting(job, now_s, cluster, jobs)
