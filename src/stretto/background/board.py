@@ -166,11 +166,20 @@ def _folder_path() -> Path:
     if named:
         return Path(named).absolute()
     private = os.environ.get("XDG_RUNTIME_DIR")
-    if private and os.access(private, os.W_OK):
+    if private and _is_own(private):
         return Path(private) / "stretto"
     memory = Path("/dev/shm")
     base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
     return base / f"stretto-{os.geteuid()}"
+
+
+def _is_own(folder: str) -> bool:
+    """Return whether a folder is this user's to write to; `su` keeps another's."""
+    try:
+        found = Path(folder).stat()
+    except OSError:
+        return False
+    return found.st_uid == os.geteuid() and os.access(folder, os.W_OK)
 
 
 def physical_name(device: str, visible: str) -> str:
@@ -204,6 +213,17 @@ def file_of(device: str, ending: str) -> Path:
             f"got {device!r}"
         )
     return runtime_folder() / f"{device.replace(':', '@')}.{ending}"
+
+
+def require_own_file(descriptor: int, path: Path) -> None:
+    """Refuse what is not a file of this user, whose owner could truncate it.
+
+    Raises:
+        BackgroundError: it is another user's, or no file.
+    """
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise BackgroundError(f"{path} is not a file of this user: remove it")
 
 
 @contextlib.contextmanager
@@ -636,9 +656,8 @@ def _is_ready(descriptor: int, path: Path) -> bool:
     Raises:
         BackgroundError: it is another file, or a board that is used.
     """
+    require_own_file(descriptor, path)
     found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        raise BackgroundError(f"{path} is not a file of this user: remove it")
     if found.st_size == 0:
         _format(descriptor, path)
         return True

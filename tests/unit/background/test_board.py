@@ -128,6 +128,14 @@ def test_a_folder_of_another_user_is_refused(folder, monkeypatch):
         Board("cpu")
 
 
+def test_a_runtime_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.delenv("STRETTO_RUNTIME_DIR")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # as `su` leaves it
+    assert board_module._folder_path() == tmp_path / "stretto"
+    monkeypatch.setattr(board_module.os, "geteuid", lambda: 12345)
+    assert board_module._folder_path().name == "stretto-12345"
+
+
 @pytest.mark.parametrize("name", ["", "../cpu", "cpu:", "a b", "cpu:0:1", "cpu/0"])
 def test_names_that_are_no_devices_are_refused(name):
     with pytest.raises(SpecError, match="device is named"):

@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 
+from stretto.background.board import file_of
 from stretto.background.devices import exclusive as exclusive_module
 from stretto.background.devices import open_device
 from stretto.background.devices.cuda import CudaDevice, GraphPieces, pieces
@@ -116,6 +117,20 @@ def test_the_device_of_a_process_that_has_ended_is_served_on(queues):
     while not queue.start_task("a", waits=False, depth=1):
         assert time.perf_counter() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "another user's"])
+def test_a_queue_that_is_no_file_of_this_user_is_refused(queues, kind):
+    path = file_of("exclusive:a", "queue")
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif os.geteuid():
+        pytest.skip("only root may give a file away")
+    else:  # its owner could truncate it, which would end who has it mapped
+        path.touch()
+        os.chown(path, 12345, -1)
+    with pytest.raises(BackgroundError, match="queue is not a file of this user"):
+        queues()
 
 
 def test_a_full_queue_never_stops_the_foreground(queues, monkeypatch):

@@ -30,6 +30,7 @@ from stretto.background.board import (
     is_running,
     lock_within,
     own_start,
+    require_own_file,
 )
 from stretto.background.devices.base import AbstractDevice, EndedTask
 from stretto.background.priority import Isolation
@@ -80,6 +81,7 @@ class ExclusiveDevice(AbstractDevice):
         self._pid, self._started = os.getpid(), own_start()
         self._tickets: deque[int] = deque()  # of this process, the oldest first
         try:
+            require_own_file(self._descriptor, self._path)
             with as_background_error(self._path), self._locked(_OPEN_S) as is_locked:
                 self._words = self._mapped(is_locked=is_locked)
         except BaseException:
