@@ -226,12 +226,10 @@ def own_cgroup(proc: Path = _PROC, pid: int | str = "self") -> Path:
         OSError: no such cgroup is mounted.
     """
     paths = {"": "/"}
-    for line in (proc / f"{pid}/cgroup").read_text().splitlines():
+    for line in _lines(proc / f"{pid}/cgroup"):
         _, names, path = line.split(":", 2)
         paths |= dict.fromkeys(names.split(","), path)
-    mounts = [
-        line.split(" ")[1:4] for line in (proc / "self/mounts").read_text().splitlines()
-    ]
+    mounts = [line.split(" ")[1:4] for line in _lines(proc / "self/mounts")]
     for kind, controller in (("cgroup", "cpu"), ("cgroup2", "")):
         for where, mounted, options in mounts:
             if mounted == kind and (not controller or "cpu" in options.split(",")):
@@ -239,6 +237,12 @@ def own_cgroup(proc: Path = _PROC, pid: int | str = "self") -> Path:
                 # In a container the path may be that of the host.
                 return found if found.is_dir() else Path(where)
     raise OSError("no cgroup with processors is mounted")
+
+
+def _lines(file: Path) -> list[str]:
+    """Return a file's lines; the names in them may be bytes of any encoding."""
+    text = os.fsdecode(file.read_bytes())
+    return [line for line in text.split("\n") if line]
 
 
 def _levels(own: Path) -> Iterator[Path]:

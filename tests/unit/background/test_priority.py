@@ -319,6 +319,15 @@ def test_the_own_cgroup_is_found_in_both_versions(tmp_path, cgroups, mounts, exp
     assert priority.own_cgroup(tmp_path) == root / expected
 
 
+def test_the_own_cgroup_is_found_whatever_bytes_other_mounts_have(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    mounts = b"d /m\xfc\x85 ext4 rw 0 0\ncgroup2 %b cgroup2 rw 0 0\n" % bytes(root)
+    write(tmp_path / "self", cgroup="0::/\n", mounts="")
+    (tmp_path / "self" / "mounts").write_bytes(mounts)
+    assert priority.own_cgroup(tmp_path) == root
+
+
 def test_without_cgroups_there_is_an_error_that_says_so(tmp_path):
     write(tmp_path / "self", cgroup="0::/\n", mounts="proc /proc proc rw 0 0\n")
     with pytest.raises(OSError, match="no cgroup"):
