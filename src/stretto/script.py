@@ -14,6 +14,7 @@ import io
 import logging
 import os
 import pkgutil
+import signal
 import sys
 import threading
 import traceback
@@ -217,13 +218,13 @@ def _end_on_error(run: Callable[[], None]) -> None:
         run()
     except StrettoError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever the script raised
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - whatever it raised
         error.__traceback__ = _of_program(error)
         sys.excepthook(type(error), error, error.__traceback__)
-        _leave(1)
+        _leave(1, is_interrupt=isinstance(error, KeyboardInterrupt))
 
 
-def _of_program(error: Exception) -> TracebackType | None:
+def _of_program(error: BaseException) -> TracebackType | None:
     """Return an error's traceback as plain Python shows it: without our frames."""
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
@@ -237,8 +238,11 @@ def _is_ours(file: str) -> bool:
     return Path(file).is_relative_to(_PACKAGE)
 
 
-def _leave(status: int) -> NoReturn:
+def _leave(status: int, *, is_interrupt: bool = False) -> NoReturn:
     """End the process with an error's exit status, after what Python does at its end.
+
+    An interrupt (Ctrl-C) ends it by its signal, as it ends Python, so that a shell ends
+    its loop or script too.
 
     Threads of the program may still save a checkpoint, so this waits for all that are
     not daemons and for executors, as the interpreter does. stretto's own threads are
@@ -256,6 +260,9 @@ def _leave(status: int) -> NoReturn:
             end()
         except BaseException:  # noqa: BLE001 - an interrupt, too, ends only this wait
             traceback.print_exc()
+    if is_interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(status)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -278,6 +279,16 @@ def test_an_error_of_a_script_ends_it_as_plain_python(program, words):
         assert done.stdout == expected.stdout
         assert expected.stderr in re.sub(r"(?m)^\[rank0\]: ?", "", done.stderr)
         assert (folder / "log").read_text() == "not flushed yet"
+
+
+def test_an_interrupt_ends_a_script_by_its_signal_as_plain_python(program):
+    folder = program(
+        "import atexit\natexit.register(print, 1)\nraise KeyboardInterrupt"
+    )
+    expected = plain_python("train.py", folder=folder)
+    done = as_rank_0("train.py", folder=folder)
+    assert done.returncode == expected.returncode == -signal.SIGINT
+    assert (done.stdout, done.stderr) == (expected.stdout, expected.stderr)
 
 
 def test_an_error_in_a_script_s_text_is_shown_as_by_plain_python(program):
