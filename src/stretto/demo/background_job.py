@@ -22,11 +22,15 @@ from torch import nn
 
 from stretto.background.board import Board
 from stretto.background.lease import Background
+from stretto.errors import BackgroundError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 BATCH = 32
+_START_S = 120.0
+"""How long a job may take to start; a busy machine needs a minute."""
+
 _IDLE_S = 0.5
 _LEASE_S = 0.2
 
@@ -50,14 +54,34 @@ class BackgroundJob:
             text=True,
             start_new_session=True,
         )
-        assert self._process.stdout is not None  # noqa: S101
-        self.isolation = self._process.stdout.readline().strip()
+        self.isolation = self._started()
         """How its processor time is kept behind the foreground's."""
         self.pid = self._process.pid
         self.statistics: dict[str, Any] = {}
         """Its last `BackgroundStatistics`, after `close`; empty if it was killed."""
 
         self._board = Board(device)
+
+    def _started(self) -> str:
+        """Return its first line, once it has claimed the device.
+
+        Raises:
+            BackgroundError: it has ended, or has not answered in time.
+        """
+        answer = self._process.stdout
+        assert answer is not None  # noqa: S101
+        answers = select.select([answer], [], [], _START_S)[0]
+        if answers and (line := answer.readline().strip()):
+            return line
+        if not answers:
+            self._process.kill()
+        self._process.communicate()
+        raise BackgroundError(
+            f"a background job ended with status {self._process.returncode} before it "
+            "had its device; see its own message above"
+            if answers
+            else f"a background job has not started within {_START_S:g} s"
+        )
 
     def _ask(self, word: str) -> None:
         assert self._process.stdin is not None  # noqa: S101

@@ -31,7 +31,7 @@ from stretto.demo.settings import DemoSettings
 from stretto.demo.worker import SAME_START, Task, Trainee, say
 from stretto.runtime import DistributedDataParallel
 
-CYCLES, QUICK_CYCLES = 4, 2
+CYCLES, QUICK_CYCLES = 3, 2
 _CYCLES_S = 200.0
 """How long cycles may take together; a busy machine measures fewer."""
 _QUICK_STEPS = 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from stretto.demo import background_job
 from stretto.demo.background import (
     ALONE,
     BACKGROUND,
@@ -15,6 +16,7 @@ from stretto.demo.background import (
     arrangements,
 )
 from stretto.demo.background_worker import fits
+from stretto.errors import BackgroundError
 from stretto.report.background import arrangements_table, save_background, totals_svg
 
 
@@ -93,3 +95,19 @@ def test_a_note_says_which_cycles_say_nothing_of_the_background(cycles, words):
     outcome = BackgroundOutcome(cycles=cycles, isolation="none", final_loss=1.0)
     note = _unmeasured_note(outcome)
     assert note is None if words is None else words in note
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [("exit 3", "with status 3"), ("exec sleep 30", "within 0.2 s")],
+)
+def test_a_background_job_that_does_not_start_is_an_error(
+    tmp_path, monkeypatch, script, reason
+):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(background_job.sys, "executable", str(python))
+    monkeypatch.setattr(background_job, "_START_S", 0.2 if "sleep" in script else 30.0)
+    with pytest.raises(BackgroundError, match=reason):
+        background_job.BackgroundJob("cpu:demo")
