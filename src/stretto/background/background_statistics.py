@@ -27,6 +27,9 @@ class BackgroundStatistics:
     loss: float
     """The foreground's loss, by paired steps; 0 before it is known."""
 
+    loss_error: float | None
+    """Two standard errors of the loss, as a share; ``None`` before it is known."""
+
     foregrounds: int
     """How many foregrounds it has been beside."""
 

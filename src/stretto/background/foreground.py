@@ -265,12 +265,13 @@ class Foreground:
         if self._reported != lease:
             self._reported = lease
             _log.warning(
-                "the background of %s, process %d, is in one lease for %.1f s; its "
-                "tasks usually take %.3g s",
+                "the background of %s, process %d, is in one lease for %.1f s; %s",
                 self._device.name,
                 pid,
                 held_s,
-                status.usual_s,
+                f"its tasks usually take {status.usual_s:.3g} s"
+                if status.usual_s
+                else "no task of it has ended yet",
             )
         limit_s = self._stop_after_s
         keeps = computes or blocked_since_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import time
 from collections import deque
@@ -151,6 +152,7 @@ class Background:
         self._children_before_s: float | None = None
         self._warned_of_children = False
         self._status = BackgroundStatus(is_preempted=is_preempted)
+        self._loss_error = math.inf
         self._begin_s, self._look_at_s = perf_counter(), 0.0
         self._closings = 0
         self._unfit_steps = 0
@@ -358,6 +360,7 @@ class Background:
                     perf_counter(), limits, *self._controller.last_block
                 )
             self._status.loss = self._controller.loss
+            self._loss_error = self._controller.loss_error
         if self._controller.closings > self._closings:
             if not self._closings:
                 _log.warning(
@@ -419,6 +422,7 @@ class Background:
             waited_s=self._status.waited_s,
             elapsed_s=perf_counter() - self._begin_s,
             loss=self._status.loss,
+            loss_error=self._loss_error if math.isfinite(self._loss_error) else None,
             foregrounds=self._foregrounds,
             beside_s=self._view.used_s,
             steps_s=self._view.steps_s,

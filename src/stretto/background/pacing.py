@@ -285,6 +285,9 @@ class Controller:
         self.loss = 0.0
         """Loss of the last blocks since the last change of limits."""
 
+        self.loss_error = math.inf
+        """Two standard errors of it; infinite before the first block has ended."""
+
         self.closings = 0
         """How often the background has been closed because of its loss."""
 
@@ -347,7 +350,7 @@ class Controller:
         gate.margin, gate.is_closed = self._first.margin, False
         gate.late_ratio = self._first.late_ratio
         gate.banned.clear()
-        self.loss, self.closings = 0.0, 0
+        self.loss, self.loss_error, self.closings = 0.0, math.inf, 0
         self._paired.reset()
         self._bans.clear()
         self._begin()
@@ -361,7 +364,7 @@ class Controller:
         base_s = statistics.fmean(c.record.duration_s for c in block.controls)
         self.last_block = (paired.compare(1).loss, base_s)
         shown = paired.compare(min(paired.blocks, _SHOWN_BLOCKS), _SURE)
-        self.loss = shown.loss
+        self.loss, self.loss_error = shown.loss, shown.high - shown.loss
         if (count := self._harmful_blocks()) is not None:
             self._tighten(paired.last_blocks(count))
             return

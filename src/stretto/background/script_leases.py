@@ -22,6 +22,7 @@ import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stretto.autograd_engine import graph_task_id
 from stretto.background.board import runtime_folder
+from stretto.background.child_processes import child_processes
 from stretto.background.lease import Background
 from stretto.background.named_device import device_name
 from stretto.errors import SpecError
@@ -45,9 +47,11 @@ from stretto.step_hooks import reads_nothing
 if TYPE_CHECKING:
     from types import FrameType
 
+    from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
     from stretto.background.background_statistics import BackgroundStatistics
+    from stretto.background.priority import Isolation
 
 _log = get_logger(__name__)
 
@@ -71,7 +75,14 @@ _CHILDREN_S = 0.1
 """Processor time of child processes from which the last line names it."""
 
 _WITHOUT_S = 1.0
-"""Processor time of a script that took no lease from which a warning names it."""
+"""Processor time of a script that took no lease, with the processes that it has
+started, from which a warning names it."""
+
+_LEASELESS_STEPS = 3
+"""Successive steps of optimizers without a lease before a warning."""
+
+_UNCERTAIN = 1.0
+"""Error of the foreground's loss from which the last line gives none."""
 
 MICRO_BATCH, LAYER = "micro-batch", "layer"
 SEGMENTS = (MICRO_BATCH, LAYER)
@@ -102,6 +113,9 @@ class ScriptLeases:
         self._top: nn.Module | None = None
         self._top_frame: FrameType | None = None
         self._layer = 0
+        self._waits = 0
+        self._waits_before: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._leaseless = 0
         self._handles: list[RemovableHandle] = [
             register_module_forward_pre_hook(self._before_forward),
             register_module_forward_hook(self._after_forward, always_call=True),
@@ -143,6 +157,7 @@ class ScriptLeases:
             self._top, self._layer = module, 0
             self._top_frame = _caller()
             self._look_for_ranks()
+            self._waits += 1
             self._background.wait(_label(module))
         elif self._by_layer and _is_layer(module):
             self._layer += 1
@@ -168,9 +183,30 @@ class ScriptLeases:
             self._background.wait(label)
 
     @reads_nothing
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._applies():
             self._background.end_task()
+            self._look_for_leases(optimizer)
+
+    def _look_for_leases(self, optimizer: Optimizer) -> None:
+        """Warn of an optimizer that steps without a lease since its last step."""
+        before = self._waits_before.get(optimizer)
+        self._waits_before[optimizer] = self._waits
+        if before != self._waits:
+            self._leaseless = 0
+            return
+        self._leaseless += 1
+        isolation = self._background.isolation
+        if self._leaseless != _LEASELESS_STEPS or _works(isolation):
+            return
+        _log.warning(
+            "this background trains without leases of %s, whatever the foreground "
+            "does: they are taken for forwards of torch.nn modules, which compiled "
+            "code hides. Use torch.compile(model) instead of model.compile() or a "
+            "compiled function, or take leases with `with background.lease():` of a "
+            "stretto.Background",
+            self._background.device_name,
+        )
 
     def _look_for_ranks(self) -> None:
         if self._has_looked or not dist.is_available() or not dist.is_initialized():
@@ -201,6 +237,11 @@ def _has_ended(frame: FrameType | None) -> bool:
     except RuntimeError:  # it is being executed
         return False
     return True
+
+
+def _works(isolation: Isolation | None) -> bool:
+    """Return whether the foreground comes first without leases, too."""
+    return isolation is not None and isolation.works
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -298,6 +339,19 @@ def _save_pair(background: Background, path: Path) -> None:
         )
 
 
+def _known_loss(found: BackgroundStatistics) -> str:
+    if found.loss_error is None:
+        return "not measured, in so few steps"
+    if found.loss_error > _UNCERTAIN:
+        return f"{100 * found.loss:.1f} % (uncertain, from few steps)"
+    return f"{100 * found.loss:.1f} % (within {100 * found.loss_error:.1f} points)"
+
+
+def _used_s() -> float:
+    """Return the processor time of this process and of those that it has started."""
+    return time.process_time() + child_processes().used_s
+
+
 @final
 class _Ending:
     """What is saved and logged when the script ends."""
@@ -307,7 +361,7 @@ class _Ending:
     ) -> None:
         self._leases, self._background, self._path = leases, background, path
         self._owner, self._folder = os.getpid(), runtime_folder()
-        self._used_s = time.process_time()
+        self._used_s = _used_s()
 
     def run(self) -> None:
         """Save the pair, close the background and log its last line."""
@@ -334,9 +388,9 @@ class _Ending:
         beside = f"no foreground was seen in {self._folder}"
         if found.foregrounds:
             beside = (
-                f"loss of the foreground {100 * found.loss:.1f} %, by its own "
-                f"measurement; it waited {100 * found.idle_ratio:.0f} % of its steps, "
-                f"and tasks ran for {100 * found.used_ratio:.0f} % of that time"
+                f"loss of the foreground {_known_loss(found)}; it waited "
+                f"{100 * found.idle_ratio:.0f} % of its steps, and tasks ran for "
+                f"{100 * found.used_ratio:.0f} % of that time"
             )
         if found.children_s >= _CHILDREN_S:
             beside += (
@@ -347,11 +401,10 @@ class _Ending:
 
     def _warn_of_no_lease(self, found: BackgroundStatistics) -> None:
         """Warn of a script that computed, but never waited for the device."""
-        isolation = self._background.isolation
-        used_s = time.process_time() - self._used_s
+        used_s = _used_s() - self._used_s
         if found.tasks or found.waited_s or used_s < _WITHOUT_S:
             return
-        if isolation is None or not isolation.works:
+        if not _works(self._background.isolation):
             _log.warning(
                 "this script took no lease of %s, and computed for %.3g s of processor "
                 "time whatever a foreground did: leases are taken for forwards of "

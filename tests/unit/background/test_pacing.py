@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
 
@@ -181,6 +182,15 @@ def test_the_46_percent_case_needs_at_most_30_steps_with_noise():
                 StepRecord(duration_s=(1 + now) * rng.gauss(1.0, 0.02), had_task=had)
             )
         assert statistics.fmean(steps[30:]) <= 0.05 + 0.02, seed
+
+
+def test_the_loss_has_an_error_once_a_block_has_ended():
+    controller = Controller(Gate(policy=OUTSTANDING), max_loss=0.05)
+    assert controller.loss_error == math.inf
+    noisy(random.Random(0), lambda gate: 0.01, 160, controller)
+    assert abs(controller.loss - 0.01) <= controller.loss_error < 0.03
+    controller.reset()
+    assert controller.loss_error == math.inf
 
 
 def test_noise_alone_does_not_end_a_harmless_background():

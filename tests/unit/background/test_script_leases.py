@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from stretto.background import script_leases
+from stretto.background.child_processes import ChildProcesses
 from stretto.background.lease import Background
 from stretto.background.script_leases import ScriptLeases
 from stretto.cli.run import command
@@ -193,6 +195,19 @@ def test_another_thread_computes_without_leases_and_is_reported_once(
     assert caplog.text.count("thread 'worker' without leases") == 1
 
 
+@pytest.mark.parametrize("takes", [True, False])
+def test_an_optimizer_that_steps_without_leases_is_reported_once(leases, caplog, takes):
+    leases("micro-batch")
+    model, optimizer = model_and_optimizer()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(8):
+        if takes:
+            model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()  # ends the lease
+        other.step()
+    assert caplog.text.count("trains without leases of cpu:6") == int(not takes)
+
+
 def test_unknown_segments_are_refused(background):
     with pytest.raises(SpecError, match="micro-batch or layer"):
         ScriptLeases(background, segments="epoch")
@@ -245,6 +260,34 @@ def test_a_script_that_takes_no_lease_is_told(tmp_path, monkeypatch, caplog):
         ending = script_leases._Ending(leases, made, None)
         ending.run()
     assert "this script took no lease of exclusive:job" in caplog.text
+
+
+def test_a_script_whose_processes_compute_without_a_lease_is_told(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("STRETTO_RUNTIME_DIR", str(tmp_path / "run"))
+    used_s = iter((3.0, 5.5))
+    monkeypatch.setattr(
+        script_leases,
+        "child_processes",
+        lambda: ChildProcesses(pids=(), used_s=next(used_s)),
+    )
+    with Background("exclusive:job", isolates=False) as made:
+        script_leases._Ending(ScriptLeases(made), made, None).run()
+    assert "this script took no lease of exclusive:job" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "text"),
+    [
+        (0.0, None, "not measured, in so few steps"),
+        (0.753, 4.0, "75.3 % (uncertain, from few steps)"),
+        (0.012, 0.004, "1.2 % (within 0.4 points)"),
+    ],
+)
+def test_the_last_line_says_how_well_the_loss_is_known(background, loss, error, text):
+    found = replace(background.statistics, loss=loss, loss_error=error)
+    assert script_leases._known_loss(found) == text
 
 
 def test_a_process_that_a_background_starts_takes_no_leases(
