@@ -139,13 +139,15 @@ def _torchrun_options() -> dict[str, argparse.Action]:
 @click.option(
     "--foreground",
     metavar="DEVICE",
-    help="Let a background use this device while a rank waits: cpu, cuda:{local_rank}, "
-    "exclusive:NAME. {rank} and {local_rank} are filled in.",
+    help="Let a background use this device while a rank waits: cpu:{local_rank}, "
+    "cuda:{local_rank} or exclusive:NAME, as the background names it. {rank} and "
+    "{local_rank} are filled in.",
 )
 @click.option(
     "--background",
     metavar="DEVICE",
-    help="Run SCRIPT in one process, and only while this device's foreground waits.",
+    help="Run SCRIPT in one process, in the idle time of this device's foreground; "
+    "without a foreground all the time.",
 )
 @click.option(
     "--segments",
