@@ -155,7 +155,7 @@ def test_a_look_opens_more_lanes_only_where_they_help(ranks):
 
 def blind(rank: int, size: int) -> Any:
     options = TuneOptions(
-        steps=60,
+        steps=120,
         lost_ratio=1e6,
         patience=None,
         model=False,
