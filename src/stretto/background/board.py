@@ -174,7 +174,10 @@ def _folder_path() -> Path:
 
 
 def _is_own(folder: str) -> bool:
-    """Return whether a folder is this user's to write to; `su` keeps another's."""
+    """Return whether a folder is this user's to write to.
+
+    Programs that change the user keep the other user's variables.
+    """
     try:
         found = Path(folder).stat()
     except OSError:
