@@ -49,8 +49,8 @@ def replay_memberships(
         on_epoch: called after each epoch, for instance a scheduler's ``step``.
 
     Returns:
-        By step, the mean loss of each member's own samples, by its id. A member that
-        had no sample in a step is not there.
+        By step, the mean loss of each member's own samples, by its id; without members
+        that had no sample in the step.
 
     Raises:
         SpecError: ``batch`` is invalid.

@@ -144,7 +144,7 @@ class _Look:
         self._copies = copies
 
     def is_written(self) -> bool:
-        """Return whether values have changed, as far as there are copies."""
+        """Return whether values that were copied have changed."""
         pairs = zip(self._copies, self.given, strict=False)
         return not all(_is_equal(copy, tensor.detach()) for copy, tensor in pairs)
 

@@ -31,7 +31,7 @@ _COUNTING = frozenset(
 """Methods that depend on all samples, or on their number."""
 
 _READ = ("torch", "numpy", "math", "typing")
-"""Packages whose functions are told by their names."""
+"""Packages whose functions are known by their names."""
 
 
 def counts_samples(
