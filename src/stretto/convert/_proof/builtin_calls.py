@@ -162,7 +162,7 @@ def builtin_call(run: Run, name: str, given: Given, frame: Frame) -> Value:
 
 
 def _beside_samples(value: Value) -> Value:
-    """Return an element at a sample's place in another list."""
+    """Return an element of another list, at the place of a sample."""
     if isinstance(value, Fixed) and value.value is UNSET and not value.uniform:
         return Item(place="moved")
     return value
