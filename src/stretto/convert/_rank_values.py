@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from stretto.convert._edit import Work
     from stretto.convert._loaders import Loaders
     from stretto.convert._rank_value_notes import Reductions
-    from stretto.convert._replicas import RankValues
+    from stretto.convert._replica_notes import RankValues
 
 _SHOWING = frozenset(
     [
