@@ -106,6 +106,7 @@ MEANS = [
     "noise = torch.randn(x.size(0), 3)\nloss = crit(model(x + noise), y)",
     "p = torch.distributions.Normal(out, 1.0)\nloss = -p.log_prob(y).mean()",
     "loss = crit(out.squeeze(), y.squeeze())",
+    "i = torch.argsort(x[:, 0])\nloss = crit(model(x[i]), y[i])",
     "real = torch.full((9, 1), 0.9)[: len(x)]\nloss = crit(out, real)",
     "loss = torch.stack([crit(out[i], y[i]) for i in range(len(x))]).mean()",
     (
@@ -325,6 +326,7 @@ MIXING = [
     "F.softmax(x @ x.transpose(-2, -1), -1) @ x",
     "F.scaled_dot_product_attention(x, x, x)",
     "nn.TransformerEncoderLayer(3, 1, batch_first=True)(x)",
+    "x + x[torch.argsort(x[:, 0])]",
     "x + torch.take_along_dim(x, torch.argsort(x, 0), 0)",
     "x - x.mean(-2, keepdim=True)",
     "x - x.mean((-1, -2), keepdim=True)",

@@ -189,6 +189,8 @@ def rows_with_rows(op: str, a: Rows, b: Rows, node: cst.CSTNode) -> Value:
         axis = max(a.axis, b.axis)
     if (a.kind == "order") is not (b.kind == "order"):
         return Bad(Why.ACROSS, node)  # places in the batch as numbers
+    if a.sorted is not b.sorted:
+        return Bad(Why.ACROSS, node)  # each sample with another
     if (a.single and b.thin) or (b.single and a.thin):
         return Bad(Why.UNREAD, node)  # maybe each sample with each other
     shifted = a.shifted or b.shifted
@@ -215,6 +217,7 @@ def rows_with_rows(op: str, a: Rows, b: Rows, node: cst.CSTNode) -> Value:
         opaque=opaque,
         trusted=a.trusted or b.trusted,
         copies=max(a.copies, b.copies),
+        sorted=a.sorted,
         thin=ndim is None and (a.thin or b.thin),
         kind=a.kind if a.kind == b.kind else "",
     )

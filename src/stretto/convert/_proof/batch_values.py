@@ -87,6 +87,8 @@ class Rows:
     """Whether the samples may be its only dimension."""
     single: bool = False
     """Whether its last dimension has one element."""
+    sorted: bool = False
+    """Whether values of the batch decide on the order of its samples."""
     turned: bool = False
     """Whether the samples are its last dimension, if it is a matrix."""
     kind: str = ""
@@ -404,6 +406,7 @@ def _join_rows(one: Rows, other: Rows, node: cst.CSTNode) -> Value:
         trusted=one.trusted or other.trusted,
         copies=max(one.copies, other.copies),
         thin=one.thin or other.thin,
+        sorted=one.sorted or other.sorted,
         turned=one.turned or other.turned,
         kind=one.kind if one.kind == other.kind else "",
     )

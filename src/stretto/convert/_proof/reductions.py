@@ -141,11 +141,11 @@ def along_dim(name: str, on: Rows, given: Given) -> Value:
     pair = name in ("sort", "topk", "kthvalue")
     if any(is_sample_dim(d, on) for d in dims):
         bad = Bad(Why.ACROSS, node)
-        order = replace(on, kind="order", raw=False, whole=False)
+        order = replace(on, kind="order", raw=False, whole=False, sorted=True)
         if name == "argsort":
             return order
         if name == "sort":
-            return Seq((on if on.raw else bad, order))
+            return Seq((replace(on, sorted=True) if on.raw else bad, order))
         return Seq((bad, bad)) if pair else bad
     if any(may_be_sample_dim(d, on) for d in dims):
         bad = Bad(Why.UNREAD, node)

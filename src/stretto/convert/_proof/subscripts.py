@@ -255,6 +255,8 @@ def _rows_indexed(
                     out = replace(out, even=False)
                     kept = 0
             found_rows = True
+            if here and value.kind == "order" and value.sorted:
+                out = replace(out, sorted=not out.sorted)
             if not value.even:
                 out = replace(out, even=False)
         elif isinstance(value, Item) and here:

@@ -132,6 +132,8 @@ def loss(
         return Draw() if any(isinstance(v, Draw) for v in inputs) else Fixed(grad=grad)
     together: Value = rows[0]
     if name in _REMOVING:
+        if any(r.sorted is not rows[0].sorted for r in rows):
+            return Bad(Why.ACROSS, node)
         together = replace(rows[0], kind="")
     else:
         for other in rows[1:]:
