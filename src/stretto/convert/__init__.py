@@ -10,15 +10,18 @@ imports torch. It needs LibCST, which the extra ``stretto[convert]`` installs.
 - `_script` orders the stages, `_result` holds choices and results. `_reading`,
   `_notebook` and `_split` read files; `_memory` runs a converted script.
 - `_tree` answers queries on the syntax, `_flow` where values come from, `_calls` which
-  functions are called, `_branches` which branches are taken, `_job` what takes part in
-  training, `_graph_names` where gradients flow, `_views` what sees a wrapped model.
-  `_edit` collects edits.
-- Stages: `_models`, `_optimizers`, `_held_models`, `_freezing`, `_unwrapping`,
+  functions are called, `_branches` which branches are taken, `_graph_names` where
+  gradients flow, `_views` what sees a wrapped model. `_edit` collects edits.
+- `_job` is what takes part in training: `_trained_models` finds optimizers (with
+  `_optimizers`) and their models (with `_parameter_owners`), `_batch_loops` the loops
+  and their loaders.
+- Stages: `_models`, `_free_tensors`, `_held_models`, `_freezing`, `_unwrapping`,
   `_unused` and `_second_backward` (the model), `_loaders`, `_collate`, `_batch` (its
   data), `_numbers`, `_loop_sums`, `_sample_loops`, `_classify`, `_losses`,
   `_rank_values`, `_divided` and `_rank_value_notes` (numbers of one rank),
-  `_replicas` (what makes models differ), `_display` and `_file_names` (output),
-  `_device`, `_setup` and `_support` (the ranks, and inserted functions), and `_advice`.
+  `_replicas` (what makes models differ: `_changed_parameters`, `_gradient_hooks`,
+  `_rank_settings` and `_rank_decisions`, which `_rank_sources`, `_trained_parts` and
+  `_replica_notes` serve), `_display` and `_file_names` (output), `_device`, `_setup` and `_support` (the ranks, and inserted functions), and `_advice`.
 - `_proof` shows which losses are means over samples, by computing with values that say
   how a number depends on a batch.
 - `_horovod` and `_already_distributed` convert scripts that are distributed already.

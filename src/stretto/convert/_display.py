@@ -141,7 +141,8 @@ class Display:
 
     def _guard_block(self, node: cst.With) -> None:
         if any(self._tree.within(b, node) for b in self._work.job.backwards) or any(
-            self._work.job.loop(loop) is not None for loop in found(node, cst.For)
+            self._work.job.batches.loop(loop) is not None
+            for loop in found(node, cst.For)
         ):
             self._work.undecided(
                 node,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
-from stretto.convert._job import WRAPPERS
+from stretto.convert._batch_loops import WRAPPERS
 from stretto.convert._tree import Scope, dotted, found, stored_names
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class DividedIterables:
 
     def _may_divide(self, node: cst.BaseExpression, depth: int) -> bool:
         scope = self._tree.function(node)
-        if self._loaders.has_divided(self._work.job.taken(node, scope)):
+        if self._loaders.has_divided(self._work.job.batches.taken(node, scope)):
             return True
         while isinstance(node, cst.Call) and self._tree.called(node) in WRAPPERS:
             if not node.args:

@@ -100,7 +100,10 @@ class _EqualNames:
             or not (self._touches_data(node) or self._loads(node))
             or self._work.is_guarded(node)
             or not is_joined(self._work, node)
-            or any(self._work.job.loop(x) is not None for x in self._tree.loops(node))
+            or any(
+                self._work.job.batches.loop(x) is not None
+                for x in self._tree.loops(node)
+            )
             or (scope is not None and not self._is_of_all_ranks(scope))
         ):
             return
@@ -167,7 +170,7 @@ class _EqualNames:
             "__len__",
         )
         in_batches = any(
-            self._work.job.loop(x) is not None for x in self._tree.loops(call)
+            self._work.job.batches.loop(x) is not None for x in self._tree.loops(call)
         )
         if in_data or in_batches:
             self._work.undecided(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
-from stretto.convert._job import WRAPPERS
+from stretto.convert._batch_loops import WRAPPERS
 from stretto.convert._tree import dotted, found, stored_names
 
 if TYPE_CHECKING:

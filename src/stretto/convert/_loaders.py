@@ -16,8 +16,8 @@ from stretto.convert._tree import Scope, argument, arguments_of, dotted, found
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from stretto.convert._batch_loops import Loop
     from stretto.convert._edit import Work
-    from stretto.convert._job import Loop
 
 _PROGRESS = ("range", "trange", "tqdm.trange", "tqdm", "tqdm.tqdm", "tqdm.auto.tqdm")
 
@@ -54,7 +54,7 @@ class Loaders:
 
     def _divide(self, origin: Origin) -> None:
         call = origin.value
-        if not isinstance(call, cst.Call) or not self._work.job.is_loader(call):
+        if not isinstance(call, cst.Call) or not self._work.job.batches.is_loader(call):
             self._divide_later(origin)
             return
         self._check(call)
@@ -141,7 +141,7 @@ class Loaders:
             call
             for function in self._flow.local(origin.value)
             for call in found(function.body, cst.Call)
-            if self._work.job.is_loader(call)
+            if self._work.job.batches.is_loader(call)
         ]
         for call in made:
             _collate.point_out(self._work, call)

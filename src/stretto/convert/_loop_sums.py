@@ -10,8 +10,8 @@ import libcst as cst
 from stretto.convert._tree import Scope, dotted, found
 
 if TYPE_CHECKING:
+    from stretto.convert._batch_loops import Loop
     from stretto.convert._edit import Work
-    from stretto.convert._job import Loop
     from stretto.convert._models import Models
 
 
@@ -86,7 +86,7 @@ class LoopSums:
         names = {a.name for a in added}
         if not added:
             return "nothing is added up in it"
-        loop = self._work.job.loop(node)
+        loop = self._work.job.batches.loop(node)
         if loop is None or not all(
             self._tree.within(source, node.iter) for source, _ in loop.loaders
         ):

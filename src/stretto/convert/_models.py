@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, final
 import libcst as cst
 
 from stretto.convert._edit import theirs
+from stretto.convert._free_tensors import refuse_free_tensors
 from stretto.convert._freezing import Freezing
 from stretto.convert._held_models import HeldModels
 from stretto.convert._tree import (
@@ -178,7 +179,7 @@ class Models:
         """Wrap every model and adapt its uses."""
         self._drop_data_parallel()
         if not self._work.horovod:
-            self._work.job.refuse_free_tensors()
+            refuse_free_tensors(self._work.job)
             self._freezing.refuse_unfreezing()
         for model in self._work.job.models:
             self._check_called(model)

@@ -20,9 +20,9 @@ from stretto.convert._result import Evaluation
 from stretto.convert._tree import Scope, dotted, found
 
 if TYPE_CHECKING:
+    from stretto.convert._batch_loops import Loop
     from stretto.convert._classify import AbstractShares
     from stretto.convert._edit import Work
-    from stretto.convert._job import Loop
     from stretto.convert._loaders import Loaders
     from stretto.convert._models import Models
 
@@ -80,7 +80,7 @@ class Numbers:
             made
             for node in found(self._tree.module, cst.BaseCompoundStatement)
             if isinstance(node, cst.For | cst.While)
-            and (made := self._work.job.loop(node)) is not None
+            and (made := self._work.job.batches.loop(node)) is not None
         ]
         for loop in loops:
             if self._loaders.is_divided(loop):
@@ -129,7 +129,7 @@ class Numbers:
     def _comprehensions(self) -> None:
         """List comprehensions over a divided loader, whose result differs by rank."""
         for node in found(self._tree.module, cst.CompFor):
-            if self._loaders.has_divided(self._work.job.taken_by(node)):
+            if self._loaders.has_divided(self._work.job.batches.taken_by(node)):
                 self._work.undecided(
                     node,
                     f"`{self._tree.text(node).strip()[:60]}` goes through each rank's "
@@ -247,7 +247,7 @@ class Numbers:
             if self._tree.without_gradient(call) and not any(
                 self._loaders.is_divided(made)
                 for around in self._tree.loops(call)
-                if (made := self._work.job.loop(around)) is not None
+                if (made := self._work.job.batches.loop(around)) is not None
             ):
                 continue
             if amount not in (Amount.MEAN, Amount.SUM):

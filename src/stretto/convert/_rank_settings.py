@@ -11,8 +11,8 @@ from stretto.convert._replica_notes import target_of
 from stretto.convert._tree import argument, found
 
 if TYPE_CHECKING:
-    from stretto.convert._job import Optimizer
     from stretto.convert._replica_notes import ReplicaNotes
+    from stretto.convert._trained_models import Optimizer
     from stretto.convert._tree import Scope
 
 _SEEDING = (
@@ -121,7 +121,7 @@ class RankSettings:
         if self._tree.called(call) not in _UPDATING or not call.args:
             return
         loader = call.args[0].value
-        origins = self._work.job.taken(loader, self._tree.function(call))
+        origins = self._work.job.batches.taken(loader, self._tree.function(call))
         keys = {o.key for loop in self._work.job.training for o in loop.origins}
         if any(o.key in keys for o in origins):
             self._note(

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
+from stretto.convert._batch_loops import WRAPPERS
 from stretto.convert._classify import AbstractShares
 from stretto.convert._display import SAVES, SAVING_METHODS
 from stretto.convert._divided import DividedIterables
 from stretto.convert._flow import parameters
-from stretto.convert._job import WRAPPERS
 from stretto.convert._models import reaching_training
 from stretto.convert._rank_value_notes import RankValueNotes
 from stretto.convert._tree import (
@@ -221,7 +221,7 @@ class _RankValues:
             scope = self._tree.function(node)
             self._events.setdefault(id(scope), []).append(node)
             if isinstance(node, cst.For | cst.While):
-                loop = work.job.loop(node)
+                loop = work.job.batches.loop(node)
                 if loop is not None and loaders.is_divided(loop):
                     self._divided.append(node)
         self._bound = {id(f): self._bound_in(f) for f in self._tree.functions}
@@ -408,7 +408,7 @@ class _RankValues:
                 else:
                     self._bind(node.target, node.iter, node, frame, each=True)
             elif isinstance(node, cst.CompFor):
-                if self._loaders.has_divided(self._work.job.taken_by(node)):
+                if self._loaders.has_divided(self._work.job.batches.taken_by(node)):
                     self._store(node.target, node, frame, differs=True)
                 else:
                     self._bind(node.target, node.iter, node, frame, each=True)

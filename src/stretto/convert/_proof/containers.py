@@ -138,7 +138,7 @@ def _iterated(run: Run, ref: Ref) -> Value:
 def is_loader(run: Run, made: Made) -> bool:
     """Return whether an object of a library is a loader."""
     last = made.name.rpartition(".")[2]
-    return last.endswith("DataLoader") or run.job.is_loader(made.node)
+    return last.endswith("DataLoader") or run.job.batches.is_loader(made.node)
 
 
 def _tensors_of(loader: Made) -> Value | None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from stretto.convert._batch_loops import WRAPPERS
 from stretto.convert._flow import WRAPPING
-from stretto.convert._job import WRAPPERS
 from stretto.convert._proof.arithmetic import elementwise
 from stretto.convert._proof.batch_values import (
     Bad,

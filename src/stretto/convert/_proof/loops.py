@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from stretto.convert._job import WRAPPERS
+from stretto.convert._batch_loops import WRAPPERS
 from stretto.convert._proof.batch_values import (
     Bad,
     Fixed,

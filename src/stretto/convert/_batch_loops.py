@@ -1,0 +1,299 @@
+"""Find the loops over batches, and the loaders that the batches come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
+
+import libcst as cst
+
+from stretto.convert._flow import Origin
+from stretto.convert._tree import Scope, dotted, found, stored_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stretto.convert._flow import Flow
+    from stretto.convert._tree import Tree
+    from stretto.errors import SpecError
+
+_COUNTERS = ("range", "trange", "tqdm.trange", "tqdm.auto.trange", "itertools.count")
+
+WRAPPERS = (
+    "enumerate",
+    "iter",
+    "reversed",
+    "itertools.islice",
+    "tqdm",
+    "tqdm.tqdm",
+    "tqdm.auto.tqdm",
+    "tqdm.notebook.tqdm",
+    "tqdm.rich.tqdm",
+    "rich.progress.track",
+    "itertools.cycle",
+    "alive_it",
+    "zip",
+    "cycle",
+)
+"""Calls that pass on the batches of their arguments."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Loop:
+    """A loop over batches of a loader."""
+
+    node: cst.For | cst.While
+    scope: Scope
+    loaders: list[tuple[cst.BaseExpression, Scope]]
+    """The loaders, as they are named where the loop, or its iterator, is created."""
+    origins: list[Origin] = field(default_factory=list)
+    anchor: cst.CSTNode | None = None
+    """The statement before which an epoch begins."""
+
+
+@final
+class BatchLoops:
+    """The loops of a script that may take batches of a loader.
+
+    Args:
+        tree: The script.
+        flow: Its assignments and calls.
+        backwards: The calls of ``backward``.
+        refuse: Returns an error that names a node's line.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        flow: Flow,
+        backwards: list[cst.Call],
+        refuse: Callable[[cst.CSTNode, str], SpecError],
+    ) -> None:
+        self._tree, self._flow = tree, flow
+        self._backwards, self._refuse = backwards, refuse
+
+    def training(self) -> list[Loop]:
+        """Return the loops whose batches are trained on.
+
+        Raises:
+            SpecError: a ``backward`` is in no such loop.
+        """
+        loops: dict[int, Loop] = {}
+        for call in self._backwards:
+            around = self._batch_loops(call, set())
+            if not around:
+                inner = next((x for x in self._tree.loops(call)), None)
+                over = (
+                    f" (line {self._tree.shown_line(inner)} iterates over "
+                    f"`{self._tree.text(inner.iter)[:50]}`)"
+                    if isinstance(inner, cst.For)
+                    else ""
+                )
+                raise self._refuse(
+                    call,
+                    "backward() is called, but no loop around it takes batches from a "
+                    f"DataLoader made in this file{over}, so the data cannot be "
+                    "divided among ranks. Take the batches from a "
+                    "torch.utils.data.DataLoader",
+                )
+            for loop in around:
+                loops.setdefault(id(loop.node), loop)
+        return list(loops.values())
+
+    def _batch_loops(self, node: cst.CSTNode, seen: set[int]) -> list[Loop]:
+        for loop in self._tree.loops(node):
+            made = self.loop(loop)
+            if made is not None:
+                return [made]
+        out: list[Loop] = []
+        for function in (
+            a for a in self._tree.ancestors(node) if isinstance(a, cst.FunctionDef)
+        ):
+            if id(function) in seen:
+                continue
+            seen.add(id(function))
+            for call in self._flow.calls_of(function):
+                out += self._batch_loops(call, seen)
+        return out
+
+    def loop(self, node: cst.For | cst.While) -> Loop | None:
+        """Return the loop over a loader's batches, if a loop is one."""
+        scope = self._tree.function(node)
+        sources: list[tuple[cst.BaseExpression, Scope]] = []
+        anchor: cst.CSTNode = node
+        if isinstance(node, cst.For):
+            sources = list(self._sources(node.iter, scope))
+        for call in found(node.body, cst.Call):
+            nearest = self._tree.loops(call)[:1]
+            if dotted(call.func) != "next" or not call.args or nearest != [node]:
+                continue
+            if not isinstance(node, cst.For) or not sources or self._feeds(call, node):
+                sources += self._sources(call.args[0].value, scope)
+        pairs = [(s, self._loaders(s, inner)) for s, inner in sources]
+        origins = [o for _, reached in pairs for o in reached]
+        if not origins:
+            return None
+        named = {
+            id(s[0]): s
+            for s, (_, reached) in zip(sources, pairs, strict=True)
+            if reached
+        }
+        loaders = list(named.values())
+        return Loop(
+            node=node,
+            scope=scope,
+            loaders=loaders,
+            origins=list({o.key: o for o in origins}.values()),
+            anchor=anchor,
+        )
+
+    def _feeds(self, taken: cst.Call, loop: cst.For | cst.While) -> bool:
+        """Return whether a loss in a loop is computed from a batch that it takes."""
+        line = self._tree.parent(taken)
+        if not isinstance(line, cst.Assign):
+            return True
+        targets = {n.value for t in line.targets for n in stored_names(t.target)}
+        scope = self._tree.function(loop)
+        waiting: list[cst.CSTNode] = [
+            call
+            for call in found(loop.body, cst.Call)
+            if call in self._backwards
+            or any(self._trains(f, set()) for f in self._flow.local(call))
+        ]
+        seen: set[str] = set()
+        while waiting:
+            for name in found(waiting.pop(), cst.Name):
+                if name.value in targets:
+                    return True
+                if name.value not in seen:
+                    seen.add(name.value)
+                    made = self._flow.assigned(name.value, scope)
+                    waiting += [
+                        o.value for o in made if self._tree.within(o.statement, loop)
+                    ]
+        return False
+
+    def _trains(self, function: cst.FunctionDef, seen: set[int]) -> bool:
+        if id(function) in seen:
+            return False
+        seen.add(id(function))
+        return any(
+            call in self._backwards
+            or any(self._trains(f, seen) for f in self._flow.local(call))
+            for call in found(function.body, cst.Call)
+        )
+
+    def taken_by(self, node: cst.CompFor) -> list[Origin]:
+        """Return the origins of loaders that a comprehension takes batches from."""
+        return self.taken(node.iter, self._tree.function(node))
+
+    def taken(self, node: cst.BaseExpression, scope: Scope) -> list[Origin]:
+        """Return the origins of loaders whose batches an expression goes through."""
+        sources = self._sources(node, scope)
+        return [o for s, inner in sources for o in self._loaders(s, inner)]
+
+    def _sources(
+        self, node: cst.BaseExpression, scope: Scope, depth: int = 6
+    ) -> list[tuple[cst.BaseExpression, Scope]]:
+        """Return the loaders inside enumerate(), tqdm(), zip(), iter() or names."""
+        if depth == 0:
+            return []
+        if isinstance(node, cst.Call):
+            full = self._tree.called(node)
+            if full in _COUNTERS:
+                return []
+            if self.is_loader(node):
+                return [(node, scope)]
+            if full in WRAPPERS and node.args and self._local(node) is None:
+                several = node.args if full == "zip" else node.args[:1]
+                return [
+                    s for a in several for s in self._sources(a.value, scope, depth - 1)
+                ]
+            generator = self._local(node)
+            if generator is not None and list(found(generator.body, cst.Yield)):
+                return [
+                    s
+                    for loop in found(generator.body, cst.For)
+                    for s in self._sources(loop.iter, generator, depth - 1)
+                ]
+            return [(node, scope)] if self._gives_loader(node) else []
+        if (path := dotted(node)) is not None:
+            out = []
+            for origin in self._flow.assigned(path, scope):
+                made = origin.value
+                if isinstance(made, cst.Call) and (
+                    self._tree.called(made) in WRAPPERS or self._yields(made)
+                ):
+                    out += self._sources(made, origin.scope, depth - 1)
+            return out or [(node, scope)]
+        if isinstance(node, cst.Subscript) and dotted(node.value) is not None:
+            return [(node, scope)]
+        return []
+
+    def _gives_loader(self, call: cst.Call) -> bool:
+        """Return whether a function of the script returns only a loader."""
+        returned = [
+            self._flow.origins(given, function)
+            for function in self._flow.local(call)
+            for given in self._flow.returned(function)
+        ]
+        return bool(returned) and all(
+            origins and all(self.is_loader(o.value) for o in origins)
+            for origins in returned
+        )
+
+    def _yields(self, call: cst.Call) -> bool:
+        local = self._local(call)
+        return local is not None and bool(list(found(local.body, cst.Yield)))
+
+    def _local(self, call: cst.Call) -> cst.FunctionDef | None:
+        name = dotted(call.func)
+        return next((f for f in self._tree.functions if f.name.value == name), None)
+
+    def _loaders(self, node: cst.BaseExpression, scope: Scope) -> list[Origin]:
+        """Return where the loader was created; empty if it cannot be a loader."""
+        key: str | None = None
+        if isinstance(node, cst.Subscript):
+            index = node.slice[0].slice
+            if isinstance(index, cst.Index) and isinstance(
+                index.value, cst.SimpleString
+            ):
+                key = index.value.value.strip("\"'")
+            node = node.value
+        out: list[Origin] = []
+        for origin in self._flow.origins(node, scope):
+            made = origin.value
+            if isinstance(made, cst.Dict):
+                for element in made.elements:
+                    if isinstance(element, cst.DictElement) and (
+                        key is None or self._tree.text(element.key).strip("\"'") == key
+                    ):
+                        out += self._flow.origins(element.value, origin.scope)
+            elif isinstance(made, cst.DictComp):
+                out += self._flow.origins(made.value, origin.scope)
+            else:
+                out.append(origin)
+        return [o for o in out if self._may_be_loader(o)]
+
+    def is_loader(self, node: cst.CSTNode) -> bool:
+        """Return whether an expression is a call of DataLoader."""
+        full = self._tree.called(node)
+        return full.rpartition(".")[2] == "DataLoader" and (
+            full == "DataLoader" or full.startswith("torch.")
+        )
+
+    def _may_be_loader(self, origin: Origin) -> bool:
+        """Return whether a value is a DataLoader or may be returned as one."""
+        made = origin.value
+        if self.is_loader(made):
+            return True
+        if not isinstance(made, cst.Call):
+            return False
+        local = self._local(made)
+        if local is not None:
+            return any(self.is_loader(c) for c in found(local.body, cst.Call))
+        full = self._tree.called(made)
+        name = (origin.path or "").lower()
+        return not full.startswith("torch.") and (
+            "loader" in full.lower() or "loader" in name
+        )
