@@ -511,14 +511,15 @@ def test_a_sum_divided_by_the_size_of_all_data_is_no_mean(whole: str) -> None:
     assert multiplied or any("show that this loss" in n for n in open_notes(conversion))
 
 
-def test_a_product_of_vectors_of_samples_is_listed() -> None:
+def test_a_product_of_vectors_of_samples_is_a_sum() -> None:
     source = (
         "model = Net()\nopt = optim.SGD(model.parameters(), lr=0.1)\n"
         "for (x,) in loader:\n    err = model(x)[:, 0]\n    loss = err @ err\n"
         "    opt.zero_grad()\n    loss.backward()\n    opt.step()\n"
     )
-    (note,) = open_notes(convert(HEAD + source))
-    assert "could not show that this loss is a mean" in note
+    conversion = convert(HEAD + source)
+    assert open_notes(conversion) == []
+    assert "(loss * WORLD_SIZE).backward()" in conversion.after
 
 
 @pytest.mark.parametrize(

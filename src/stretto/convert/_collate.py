@@ -62,6 +62,12 @@ def point_out(work: Work, call: cst.Call) -> None:
             )
 
 
+def is_listed(work: Work, function: cst.FunctionDef | cst.Lambda) -> bool:
+    """Return whether a ``collate_fn`` is listed for what ranks do differently."""
+    node, what = _finding(work, function)
+    return node is not None and what != _PADDING
+
+
 def _functions(
     work: Work, given: cst.BaseExpression, scope: Scope
 ) -> Iterator[cst.FunctionDef | cst.Lambda]:

@@ -89,6 +89,7 @@ class Run(ABC):
     """One run of a script: its variables, and what its parts call of each other.
 
     Attributes:
+        work: The script and its edits.
         tree: The script.
         job: What takes part in its training.
         state: The present variables.
@@ -111,7 +112,7 @@ class Run(ABC):
     """
 
     def __init__(self, work: Work) -> None:
-        self.tree, self.job = work.tree, work.job
+        self.work, self.tree, self.job = work, work.tree, work.job
         self.state: State = {}
         self.frames: dict[int, Frame] = {}
         self.loops: list[Loop] = []
