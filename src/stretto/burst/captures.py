@@ -209,7 +209,7 @@ class Captures:
             found = (known.outdated() for known in self._graphs)
             changed = next((name for name in found if name), "autocast")
             raise PlanMismatch(
-                f"{changed!r} changed after the burst model was built, and the "
+                f"{changed} changed after the burst model was built, and the "
                 "model now has different layers than its plan: make such changes "
                 "before building BurstParallel, and plan again"
             ) from exc

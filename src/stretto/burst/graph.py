@@ -79,7 +79,7 @@ def check_hooks(
 
 def _with_hooks(module: nn.Module) -> nn.Module:
     """Return a module whose only layer is another one, called with its hooks."""
-    whole = type(type(module).__name__, (nn.Module,), {})()
+    whole: nn.Module = type(type(module).__name__, (nn.Module,), {})()
     whole.add_module("model", module)
     whole.training = module.training
 

@@ -9,6 +9,7 @@ nodes are asked only after a hook of some node was registered.
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,15 @@ def hooks_of_node(parameter: Tensor) -> list[Any]:
 
 def _nothing(*_: Any) -> None:
     pass
+
+
+def place_of(hook: Any) -> str:
+    """Return where a function is written, as the start of a sentence."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    call = type(hook).__call__
+    code = getattr(hook, "__code__", None) or getattr(call, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
 
 
 # The whole model's own forward hooks run on each rank's share.

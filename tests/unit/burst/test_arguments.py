@@ -44,18 +44,18 @@ def test_arguments_are_found_by_position_or_name_in_any_order(example, call):
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("call", "words"),
     [
-        ((A,), {}),
-        ((A, B, 2.0), {}),
-        ((A, B), {"mask": A}),
-        ((A, B), {"other": 1}),
-        ((A, B, 1.0, None, 1), {}),
+        (((A,), {}), "'b' is left out, and was a tensor"),
+        (((A, B, 2.0), {}), "'scale' is 2.0, and was 1.0"),
+        (((A, B), {"mask": A}), "'mask' is a tensor, and was None"),
+        (((A, B), {"other": 1}), "'other' is 1, and was left out"),
+        (((A, B, 1.0, None, 1), {}), "'more' is 1, and was left out"),
     ],
 )
-def test_other_arguments_are_refused(call):
+def test_other_arguments_are_refused_by_the_first_that_differs(call, words):
     arguments = Arguments((A, B), {}, forward)
-    with pytest.raises(SpecError, match="other arguments than the example's"):
+    with pytest.raises(SpecError, match=f"arguments than the example's: {words}"):
         arguments.pack(*call)
 
 

@@ -226,8 +226,10 @@ def counted(model, h):
     return h * model.one * model.length
 
 
-def test_a_counter_beside_a_cache_is_refused():
-    with pytest.raises(SpecError, match="changes 'length' in each call"):
+def test_a_counter_beside_a_cache_is_refused_by_its_line():
+    line = counted.__code__.co_firstlineno + 1
+    words = rf"test_caches.py:{line}: forward of Model changes 'length' in each call"
+    with pytest.raises(SpecError, match=words):
         capture(Model(counted), (torch.randn(6, 4),))
 
 

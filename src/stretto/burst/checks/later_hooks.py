@@ -12,13 +12,12 @@ compared in a hook's first calls.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from stretto.burst.hooks import times_registered
+from stretto.burst.hooks import place_of, times_registered
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -144,7 +143,7 @@ class _Look:
         self._copies = copies
 
     def is_written(self) -> bool:
-        """Return whether values that were copied have changed."""
+        """Return whether copied values have changed."""
         pairs = zip(self._copies, self.given, strict=False)
         return not all(_is_equal(copy, tensor.detach()) for copy, tensor in pairs)
 
@@ -162,15 +161,6 @@ class _TensorHook:
         found = self._hook(grad)
         if not (found is None or found is grad) or grad._version != before:  # noqa: SLF001
             raise self._later.changed_gradient()
-
-
-def place_of(hook: Any) -> str:
-    """Return where a function is written, as the start of a sentence."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    call = type(hook).__call__
-    code = getattr(hook, "__code__", None) or getattr(call, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
 
 
 def _changeable(kind: str, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -178,6 +178,7 @@ class Arguments:
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._places = [i for i, v in enumerate(leaves) if isinstance(v, Tensor)]
         self._others = [None if isinstance(v, Tensor) else v for v in leaves]
+        self._described = self._described_by_name(args, kwargs)
         tensors = [leaves[i] for i in self._places]
         if not tensors:
             raise SpecError(
@@ -211,8 +212,9 @@ class Arguments:
         others = [None if isinstance(v, Tensor) else v for v in leaves]
         if spec != self._spec or not _same(others, self._others):
             raise SpecError(
-                "the model was called with other arguments than the example's: pass "
-                "the same keywords and flags, and as many tensors"
+                "the model was called with other arguments than the example's: "
+                f"{self._first_other(args, kwargs)}. Pass the same keywords and flags, "
+                "and as many tensors"
             )
         rows = {t.shape[0] if t.dim() else -1 for t in tensors}
         kinds = [(tuple(t.shape[1:]), t.dtype) for t in tensors]
@@ -223,6 +225,35 @@ class Arguments:
                 f"{kinds}, with one number of samples"
             )
         return self.packing.pack(tensors)
+
+    def _described_by_name(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, str]:
+        """Return what each argument is, by the places of its leaves."""
+        known = self._signature.parameters if self._signature is not None else {}
+        named = dict(zip(known, args, strict=False))
+        more = {str(i): arg for i, arg in enumerate(args) if i >= len(known)}
+        values = {
+            name: one.default
+            for name, one in known.items()
+            if one.default is not one.empty
+        }
+        given = {**values, **named, **more, **kwargs}
+        leaves: list[Any] = pytree.tree_flatten_with_path(given)[0]
+        return {
+            f"{path[0].key}{pytree.keystr(path[1:])}": (
+                "a tensor" if isinstance(leaf, Tensor) else repr(leaf)[:80]
+            )
+            for path, leaf in leaves
+        }
+
+    def _first_other(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        now, was = self._described_by_name(args, kwargs), self._described
+        for name in (*was, *now):
+            if now.get(name) != was.get(name):
+                here, there = now.get(name, "left out"), was.get(name, "left out")
+                return f"{name!r} is {here}, and was {there}"
+        return "their types differ"
 
     def _in_order(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return keyword arguments in the order of the signature."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, fx, nn
 
+from stretto.burst.hooks import place_of
 from stretto.burst.tracing.caches import keep_attributes
 from stretto.burst.tracing.custom_backward import has_own_backward
 from stretto.burst.tracing.fakes import swapped
@@ -44,6 +45,7 @@ from stretto.burst.tracing.layer_runs import (
 )
 from stretto.burst.tracing.other_values import other_values
 from stretto.burst.tracing.own_rows import OtherRows
+from stretto.burst.tracing.reads import HOOKS
 from stretto.burst.tracing.sample_positions import source_line_of
 from stretto.burst.tracing.source_lines import source_line_in
 from stretto.burst.tracing.torch_modules import BatchNorm
@@ -648,6 +650,8 @@ class _Check:
         else:
             op = next((n for n in graph_of(node).nodes if n.meta.get("place")), None)
             place = place if op is None else f"{source_line_of(op)}: {place}"
+            if (hook := _hook_in(node)) is not None:
+                place = f"{place_of(hook)}layer {node.name!r} with its hooks"
         return _mixing(place, backward=backward)
 
     def _fails(
@@ -674,10 +678,25 @@ class _Check:
         return f"layer {node.name!r}"
 
 
+def _hook_in(node: LayerNode) -> Any:
+    """Return a hook of a layer's modules; of backward, if there is one."""
+    for kind in reversed(HOOKS):
+        for part in node.module.modules():
+            for hook in getattr(part, kind).values():
+                return hook
+    return None
+
+
 def _mixing(place: str, *, backward: bool = False) -> SpecError:
-    way = " in backward" if backward else ""
+    if backward:
+        return SpecError(
+            f"{place}: it mixes samples in backward: a gradient for one sample depends "
+            "on others, which may be on other ranks. Let backwards of your own, and "
+            "hooks on gradients, compute each sample alone: no norm or mean over the "
+            "whole batch"
+        )
     return SpecError(
-        f"{place}: it mixes samples{way}: its output for one sample depends on "
+        f"{place}: it mixes samples: its output for one sample depends on "
         "others, which may be on other ranks. Keep the batch as the first "
         "dimension, and compute what depends on other samples in the loss"
     )

@@ -211,7 +211,13 @@ class Reads:
         for prefix, part in self._modules.values():
             for key in HOOKS[2:] if part is self._root else HOOKS:
                 if part is self._root or not _is_layer(part):
-                    rows.add(vars(part), key, f"the hooks of {prefix or 'the model'}")
+                    rows.add(
+                        vars(part),
+                        key,
+                        f"the hooks of {prefix!r}"
+                        if prefix
+                        else "the hooks of the model",
+                    )
         self._add_globals(rows)
         for code, held in helpers:
             is_users = INSTALLED.isdisjoint(_folders(code))

@@ -940,9 +940,9 @@ def _attribute(tensor: Tensor, name: str) -> Any:
 
 def _written(place: str, what: str) -> str:
     return (
-        f"{place}: writes into the parameter or buffer {what} in forward: ranks would "
-        "differ in it, as each sees other samples. Update it outside of the model, or "
-        "use a torch.nn module that does"
+        f"{place}: writes into the parameter or buffer {what} in forward: only ranks "
+        "that run this layer would do so, each with its own samples. Update it in the "
+        "training loop, or use a torch.nn module that does"
     )
 
 

@@ -10,6 +10,7 @@ import contextvars
 import random
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,7 +42,7 @@ from stretto.burst.tracing.source_lines import line_setting, line_where, source_
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from stretto.burst.tracing.packing import Arguments
     from stretto.burst.tracing.tables import NormInputs
@@ -120,7 +121,7 @@ def record_both(
             watch = reads.watch(is_between=False)
             other = once(BATCHES[1], first)
             _constants_kept(other, module, holders)
-            _refuse_counted(module, watch)
+            _refuse_counted(module, watch, str)
             first, other = aligned(first, other, BATCHES)
             compare(first, other, BATCHES)
             return _Recorded(first, other, [], {})
@@ -132,7 +133,9 @@ def record_both(
             once(BATCHES[0], kept=[one.tensor for one in kept])
         else:
             compare(*aligned(first, once(BATCHES[0], first), None), None)
-        _refuse_counted(module, watch)
+        _refuse_counted(
+            module, watch, partial(_line_changing, module, run, shape, arguments, reads)
+        )
         caches = caches_of(kept)
     with _untouched(module, fakes) as holders:
         other = once(BATCHES[1], first)
@@ -305,13 +308,31 @@ def _where_drawn(
         _set_generators(before)
 
 
-def _refuse_counted(module: nn.Module, watch: Watch) -> None:
+def _line_changing(
+    module: nn.Module,
+    run: Any,
+    shape: tuple[int, ...],
+    arguments: Arguments,
+    reads: Reads,
+) -> str:
+    """Return the line of forward that changes a value that it reads."""
+    watch = reads.watch(is_between=False)
+    known = (BATCHES[0], *shape), arguments.packing.dtype, arguments.device
+    return line_where(
+        lambda: record(module, run, known, Fakes(module)),
+        lambda: watch.changed() is not None,
+        type(module).__name__,
+    )
+
+
+def _refuse_counted(module: nn.Module, watch: Watch, line: Callable[[], str]) -> None:
     """Reject values that forward reads and changes in every call."""
     if (changed := watch.changed()) is not None:
         raise SpecError(
-            f"forward of {type(module).__name__} changes {changed!r} in each call and "
-            "reads it, which layers on other ranks would not: change it outside of the "
-            "model, between steps; draw random numbers with torch, for each sample"
+            f"{line()}: forward of {type(module).__name__} changes {changed!r} in each "
+            "call. Layers repeat the operations of one call and not this code, so it "
+            "would no longer change: do it in the training loop, between steps. Draw "
+            "random numbers with torch"
         )
 
 
