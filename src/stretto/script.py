@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib.util
 import io
+import itertools
 import logging
 import os
 import pkgutil
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.nn.parallel
 import torch.nn.parallel.distributed
 from torch import multiprocessing
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from stretto._api.ddp import DistributedDataParallel
 from stretto.errors import SpecError, StrettoError
@@ -41,6 +43,9 @@ CONVERT_VARIABLE = "STRETTO_CONVERT"
 """Set by `stretto run --convert`: scripts for one device are converted first."""
 
 _PACKAGE = Path(__file__).parent
+
+_UNMARKED_STEPS = 3
+"""The optimizers' step after which a foreground is expected to mark its steps."""
 
 
 def replace_ddp() -> None:
@@ -100,6 +105,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     _show_log()
     _report_steps()
     _lease()
+    _expect_foreground()
     sys.argv = [script, *arguments]
     if pkgutil.get_importer(script) is not None:  # an archive, which contains modules
         sys.path[: _own_entries()] = [main_file(script)]
@@ -125,6 +131,7 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
     _show_log()
     _report_steps()
     _lease()
+    _expect_foreground()
     sys.argv = ["-m", *arguments]
     _search_first(Path.cwd())
     try:
@@ -174,6 +181,21 @@ def _lease() -> None:
         from stretto.background.script_leases import lease_script
 
         lease_script()
+
+
+def _expect_foreground() -> None:
+    """Warn where a foreground's script trains with nothing that marks its steps."""
+    if not os.environ.get("STRETTO_FOREGROUND"):
+        return
+    from stretto.background.named_device import warn_of_no_foreground
+
+    steps = itertools.count(1)
+
+    def look(*_: Any) -> None:
+        if next(steps) == _UNMARKED_STEPS:
+            warn_of_no_foreground()
+
+    register_optimizer_step_post_hook(look)
 
 
 def _report_steps() -> None:

@@ -375,6 +375,11 @@ def is_opened(device: str) -> bool:
     return any(one.device_name == device for one in _opened)
 
 
+def has_opened() -> bool:
+    """Return whether this process is the foreground of any device."""
+    return bool(_opened)
+
+
 def _leave_to_parent(foreground: Foreground | None) -> None:
     if foreground is not None:
         foreground.leave_to_parent()

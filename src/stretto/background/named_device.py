@@ -43,6 +43,20 @@ def open_named() -> None:
         _log.warning("no background can run beside this process: %s", exc)
 
 
+def warn_of_no_foreground() -> None:
+    """Log a line in a process that trains, but marks nothing on the named device."""
+    from stretto.background.foreground import has_opened
+
+    if not os.environ.get(VARIABLE) or _is_opened or has_opened():
+        return
+    _log.warning(
+        "this process has trained without what marks its steps and waits (stretto's "
+        "DDP, BurstParallel, Horovod interface), so a background takes %s for free: "
+        "mark them with a stretto.Foreground",
+        device_name(os.environ[VARIABLE]),
+    )
+
+
 def device_name(pattern: str) -> str:
     """Return a device's name with ``{rank}`` and ``{local_rank}`` filled in.
 

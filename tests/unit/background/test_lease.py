@@ -291,6 +291,16 @@ def test_a_named_device_that_the_script_has_opened_is_its_own(
     assert not caplog.records
 
 
+def test_a_process_that_trains_without_marks_is_reported(monkeypatch, caplog):
+    monkeypatch.setenv(named_device.VARIABLE, "cpu:8")
+    monkeypatch.setattr(named_device, "_is_opened", False)
+    with stretto.Foreground("cpu:7"):  # the program marks its steps itself
+        named_device.warn_of_no_foreground()
+    assert not caplog.records
+    named_device.warn_of_no_foreground()
+    assert "a background takes cpu:8 for free" in caplog.text
+
+
 @pytest.mark.parametrize(
     "options", [{"max_loss": -1.0}, {"depth": 0}, {"margin": float("nan")}]
 )
