@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import os
+import re
 import sys
 import threading
 import time
@@ -301,10 +302,12 @@ def names_of(text: str) -> tuple[str, str]:
     """Return the names of foreground and background from FOREGROUND:BACKGROUND.
 
     Raises:
-        SpecError: the text has another form.
+        SpecError: the text has another form, or control characters.
     """
     foreground, colon, background = text.partition(":")
-    if not (foreground and colon and background):
+    if not (foreground.strip() and colon and background.strip()) or re.search(
+        r"[\x00-\x1f\x7f]", text
+    ):
         raise SpecError(f"names must be FOREGROUND:BACKGROUND, got {text!r}")
     return foreground, background
 

@@ -90,6 +90,20 @@ def one_of(place: str, value: str, allowed: Iterable[str]) -> None:
         )
 
 
+def one_line(place: str, value: str) -> None:
+    """Require a name for tables and messages: not blank, without control characters.
+
+    Raises:
+        SpecError: naming the place and the rule.
+    """
+    not_empty(place, value)
+    if any(ord(letter) < ord(" ") or letter == "\x7f" for letter in value):
+        name = place.rpartition(".")[2]
+        raise SpecError(
+            f"{name} must have no control characters, got {value!r}", place=place
+        )
+
+
 def not_empty(place: str, value: str) -> None:
     """Require a name that is not blank.
 

@@ -64,7 +64,7 @@ class CollocatedPair:
 
     def __post_init__(self) -> None:
         for name in ("foreground", "background", "device"):
-            _rules.not_empty(f".{name}", getattr(self, name))
+            _rules.one_line(f".{name}", getattr(self, name))
         _rules.one_of(".policy", self.policy, POLICIES)
         _rules.at_least(".depth", self.depth, 1)
         for name in ("task_s", "usable_ratio"):

@@ -208,6 +208,13 @@ def test_an_optimizer_that_steps_without_leases_is_reported_once(leases, caplog,
     assert caplog.text.count("trains without leases of cpu:6") == int(not takes)
 
 
+@pytest.mark.parametrize("names", ["vgg", ":a", "a:", "a: ", "a:b\n", "\x1b[31ma:b"])
+def test_names_of_a_pair_that_no_table_can_show_are_refused_at_once(names):
+    with pytest.raises(SpecError, match="FOREGROUND:BACKGROUND"):
+        script_leases.names_of(names)
+    assert script_leases.names_of("a:b:c") == ("a", "b:c")
+
+
 def test_unknown_segments_are_refused(background):
     with pytest.raises(SpecError, match="micro-batch or layer"):
         ScriptLeases(background, segments="epoch")

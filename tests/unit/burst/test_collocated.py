@@ -132,6 +132,7 @@ def test_partitions_give_the_other_ranks_to_backgrounds(problem, network):
         ({"depth": 0}, "depth"),
         ({"background": ""}, "background"),
         ({"share_ratio": float("nan")}, "share_ratio"),
+        ({"background": "a\x1b[31m"}, "no control characters"),
     ],
 )
 def test_impossible_pairs_are_refused(change, words):
