@@ -370,6 +370,29 @@ def test_joined_parts_of_a_list_of_samples_are_listed(function, join):
     assert bool(doubts(script(loss, before=before))) is (join == "cat")
 
 
+DATASET = """\
+from torch.utils.data import Dataset, random_split
+
+class Pairs(Dataset):
+    def __init__(self):
+        self.x = torch.randn(100, 3)
+        self.y = torch.randn(SHAPE)
+
+    def __getitem__(self, i):
+        return self.x[i], self.y[i]
+
+train, test = random_split(Pairs(), [80, 20])
+loader = DataLoader(train, batch_size=4)
+"""
+
+
+@pytest.mark.parametrize(("shape", "listed"), [("100, 1", False), ("100", True)])
+def test_targets_of_a_data_set_that_broadcast_are_listed(shape, listed):
+    """Each output is compared with the targets of all samples."""
+    before = DATASET.replace("SHAPE", shape)
+    assert bool(doubts(script("loss = crit(out, y)", before=before))) is listed
+
+
 def test_attention_over_a_dimension_that_a_shape_shows_is_not_listed():
     mixing = "b, t, d = x.shape\n        x = F.softmax(x @ x.transpose(-2, -1), -1) @ x"
     net = NET.replace(

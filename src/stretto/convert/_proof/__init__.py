@@ -17,6 +17,6 @@ calls, has the `interpreter` run the script on such values and reports its losse
   `function_calls`, `objects` (of the script's classes), `library_calls` and
   `method_calls`; `library_calls` calls `builtin_calls`. `class_lookups` finds
   methods for `attributes`, `containers` and `objects`; `containers` has lists, dicts
-  and the elements of every value, for all of them. `known_names` has the names of
-  Python and of libraries.
+  and the elements of every value, for all of them, and `loaders` the batches of these.
+  `known_names` has the names of Python and of libraries.
 """

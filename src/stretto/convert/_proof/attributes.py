@@ -24,8 +24,8 @@ from stretto.convert._proof.batch_values import (
     joined,
 )
 from stretto.convert._proof.class_lookups import class_attribute, object_attribute
-from stretto.convert._proof.containers import is_loader
 from stretto.convert._proof.given_arguments import as_call
+from stretto.convert._proof.loaders import is_loader
 from stretto.convert._proof.tensor_methods import tensor_method
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from stretto.convert._collate import is_listed
 from stretto.convert._flow import SAME_OBJECT
 from stretto.convert._proof.batch_values import (
     NONE,
@@ -17,7 +16,6 @@ from stretto.convert._proof.batch_values import (
     Count,
     Draw,
     Fixed,
-    Func,
     Item,
     Iter,
     Linear,
@@ -26,11 +24,11 @@ from stretto.convert._proof.batch_values import (
     Rows,
     Seq,
     Shape,
-    first_bad,
     is_of_batch,
     joined,
 )
 from stretto.convert._proof.class_lookups import bound_method, method_of
+from stretto.convert._proof.loaders import batch_of, is_loader
 from stretto.convert._proof.script_run import MODULE
 
 if TYPE_CHECKING:
@@ -134,75 +132,6 @@ def _iterated(run: Run, ref: Ref) -> Value:
             )
             return items_in(run, made, ref.kind)[0]
     return Fixed()
-
-
-def is_loader(run: Run, made: Made) -> bool:
-    """Return whether an object of a library is a loader."""
-    last = made.name.rpartition(".")[2]
-    return last.endswith("DataLoader") or run.job.batches.is_loader(made.node)
-
-
-def _tensors_of(loader: Made) -> Value | None:
-    """Return the batch of a loader of a ``TensorDataset`` whose shapes are known."""
-    data = loader.option("dataset", 0)
-    if not isinstance(data, Made) or not data.name.endswith("TensorDataset"):
-        return None
-    shapes = [v.shape if isinstance(v, Fixed) else None for v in data.args]
-    if not shapes or None in shapes:
-        return None
-    return Seq(
-        tuple(
-            Rows(raw=True, ndim=len(s), single=len(s) > 1 and s[-1] == 1)
-            for s in shapes
-            if s is not None
-        )
-    )
-
-
-def _with_lists(run: Run, value: Value) -> Value:
-    """Return a value with the elements of lists in place of these."""
-    if isinstance(value, Ref) and value.kind == "list":
-        value = run.items_of_ref(value)
-    if isinstance(value, Seq):
-        return Seq(tuple(_with_lists(run, v) for v in value.items))
-    return value
-
-
-def _function_of(run: Run, collate: Value) -> cst.FunctionDef | cst.Lambda | None:
-    """Return the script's function that a loader's ``collate_fn`` calls."""
-    if isinstance(collate, Made) and collate.name == "functools.partial":
-        collate = collate.args[0] if collate.args else NONE
-    if isinstance(collate, Ref) and isinstance(collate.kind, cst.ClassDef):
-        method = method_of(run, collate.kind, "__call__")
-        return method[0] if method is not None else None
-    return collate.node if isinstance(collate, Func) else None
-
-
-def batch_of(run: Run, made: Made) -> Value:
-    """Return the batch of a loader, as its ``collate_fn`` makes it."""
-    raw = Rows(raw=True, whole=True)
-    collate = made.option("collate_fn", 6)
-    unknown = collate is not None and collate != NONE
-    return read_batch(run, made) or (replace(raw, axis=None) if unknown else raw)
-
-
-def read_batch(run: Run, made: Made) -> Value | None:
-    """Return the batch of a loader if its ``collate_fn`` or its tensors are known."""
-    collate = made.option("collate_fn", 6)
-    if collate is None or collate == NONE:
-        return _tensors_of(made)
-    function = _function_of(run, collate)
-    if function is None:
-        return None
-    if is_listed(run.work, function):
-        return Rows(raw=True, whole=True)  # one note for one cause
-    item = Iter(Item(), samples=True)
-    out = run.call(collate, (item,), {}, made.node, run.frames[MODULE])
-    out = _with_lists(run, out)
-    known = is_of_batch(out) or isinstance(out, Ref)
-    if known and first_bad([out]) is None:
-        return out
-    return Rows(raw=True, whole=True, axis=None)
 
 
 def dict_value(run: Run, ref: Ref, name: object, node: cst.CSTNode) -> Value:

@@ -83,14 +83,15 @@ def _sizes(sizes: Sequence[Value]) -> Sizes | None:
 def computed(values: Iterable[Fixed]) -> Fixed:
     """Return what a function of the elements of its arguments makes of them."""
     shape: Sizes | None = ()
-    grad, uniform = False, True
+    grad, uniform, several = False, True, False
     for value in values:
         number = isinstance(value.value, int | float)
         grad = grad or value.grad
         uniform = uniform and (value.uniform or number)
+        several = several or not number
         if not number and shape is not None:
             shape = None if value.shape is None else _broadcast(shape, value.shape)
-    return Fixed(grad=grad, uniform=uniform, shape=shape or None)
+    return Fixed(grad=grad, uniform=uniform, shape=shape if several else None)
 
 
 def _broadcast(one: Sizes, other: Sizes) -> Sizes:
@@ -178,7 +179,7 @@ def part_of(on: Fixed, parts: Sequence[tuple[cst.BaseSlice, Value]]) -> Fixed:
             left.pop(0)
         else:
             return out
-    return replace(out, shape=(*shape, *left) or None)
+    return replace(out, shape=(*shape, *left))
 
 
 def _sliced(size: int | None, part: cst.Slice) -> int | None:

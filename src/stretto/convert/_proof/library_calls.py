@@ -108,6 +108,8 @@ def library_call(run: Run, full: str, given: Given, frame: Frame) -> Value:
         )
     if last in ("Parameter", "UninitializedParameter"):
         return Fixed(grad=True)
+    if full.startswith("torch.utils.data.") and last == "random_split" and given.args:
+        return Iter(given.args[0])
     if last == "deepcopy" or full == "copy.copy":
         return given.args[0] if given.args else Fixed()
     if last == "data_parallel" and len(given.args) > 1:

@@ -25,7 +25,8 @@ from stretto.convert._proof.branches import (
     settle_changed,
     settle_written,
 )
-from stretto.convert._proof.containers import is_loader, items_of, read_batch
+from stretto.convert._proof.containers import items_of
+from stretto.convert._proof.loaders import is_loader, read_batch
 from stretto.convert._proof.script_run import Loop
 from stretto.convert._proof.targets import bind
 from stretto.convert._tree import found

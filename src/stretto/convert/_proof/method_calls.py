@@ -34,9 +34,10 @@ from stretto.convert._proof.batch_values import (
 )
 from stretto.convert._proof.builtin_calls import number_in
 from stretto.convert._proof.class_lookups import method_of
-from stretto.convert._proof.containers import batch_of, container_method, is_loader
+from stretto.convert._proof.containers import container_method
 from stretto.convert._proof.given_arguments import as_call
 from stretto.convert._proof.known_names import PASSING, TENSOR_NAMES, TRUSTED
+from stretto.convert._proof.loaders import batch_of, is_loader
 from stretto.convert._proof.objects import object_method
 from stretto.convert._proof.own_gradients import counts_samples
 from stretto.convert._proof.script_run import MODULE
