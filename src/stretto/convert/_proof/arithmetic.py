@@ -230,10 +230,11 @@ def _rows_with_fixed(op: str, a: Rows, node: cst.CSTNode, *, inverse: bool) -> V
         return replace(a, degree=-a.degree, raw=False, whole=False, kind="")
     if op not in "+-*/" and a.degree != 0:
         return Bad(Why.NONLINEAR, node)
-    return replace(a, raw=False, whole=False, kind=_kept_kind(op, a))
+    return replace(a, raw=False, whole=False, kind=kept_kind(op, a))
 
 
-def _kept_kind(op: str, a: Rows) -> str:
+def kept_kind(op: str, a: Rows) -> str:
+    """Return the kind of what an operation makes of a tensor."""
     return a.kind if op != "?" or a.kind == "order" else ""
 
 
@@ -282,7 +283,7 @@ def elementwise(values: Iterable[Value], node: cst.CSTNode) -> Value:
         if isinstance(out, Bad):
             return out
     if isinstance(out, Rows):
-        return replace(out, raw=False, whole=False, kind=_kept_kind("?", out))
+        return replace(out, raw=False, whole=False, kind=kept_kind("?", out))
     if isinstance(out, Fixed):
         return computed(v for v in given if isinstance(v, Fixed))
     return out

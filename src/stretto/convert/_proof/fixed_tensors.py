@@ -162,6 +162,20 @@ def _reduced(shape: Sizes, given: Given) -> Sizes | None:
     return tuple(s for i, s in enumerate(shape) if i not in gone) or None
 
 
+def tiles(on: Fixed, counts: Sequence[bool]) -> bool:
+    """Return whether a dimension of several elements is repeated by the batch's size.
+
+    Args:
+        on: What is repeated.
+        counts: Which numbers of repetitions depend on the batch.
+    """
+    if on.shape is None or len(counts) < len(on.shape):
+        return False
+    sizes = (*(1 for _ in range(len(counts) - len(on.shape))), *on.shape)
+    pairs = zip(sizes, counts, strict=True)
+    return any(counted and size not in (1, None) for size, counted in pairs)
+
+
 def part_of(on: Fixed, parts: Sequence[tuple[cst.BaseSlice, Value]]) -> Fixed:
     """Return a part of a tensor without samples, by the parts of an index."""
     out = Fixed(grad=on.grad, uniform=on.uniform)

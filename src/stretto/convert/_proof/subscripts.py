@@ -92,24 +92,27 @@ def _subscript_of(run: Run, on: Value, node: cst.Subscript, frame: Frame) -> Val
             return on.items[int(number)]
         return joined(on.items, node)
     if isinstance(on, Iter):
+        if part is not None and _is_counted(run, part, frame):
+            return _places(on.item, on)
         return on if sliced else on.item
     if isinstance(on, Shape):
         if sliced:
             return Iter(Fixed()) if not _is_whole(first) else on
         return size_of(on.of, int(number)) if isinstance(number, int) else Fixed()
     if isinstance(on, Rows):
-        return _rows_subscript(run, on, node, index, frame)
+        return rows_subscript(run, on, node, index, frame)
     if isinstance(on, Linear | Item | Bad | Draw):
         return on
     parts = [v for v in index if is_of_batch(v)]
     if parts:
         rows = first_rows(parts)
+        uniform = isinstance(on, Fixed) and on.uniform
         if rows is not None:
             return replace(
                 rows,
                 raw=False,
                 whole=False,
-                kind="",
+                kind="order" if rows.kind == "order" and not uniform else "",
                 opaque=None,
                 axis=0,
                 ndim=None,
@@ -134,11 +137,9 @@ def _fixed_part(
     if on.uniform:
         return out
     for place, (part, _) in enumerate(parts):
-        if isinstance(part, cst.Slice):
-            ends = [e for e in (part.lower, part.upper) if e is not None]
-            if any(isinstance(run.value(e, frame), Count) for e in ends):
-                ndim = None if out.shape is None else len(out.shape)
-                return Rows(axis=place, ndim=ndim, kind="order")
+        if isinstance(part, cst.Slice) and _is_counted(run, part, frame):
+            ndim = None if out.shape is None else len(out.shape)
+            return Rows(axis=place, ndim=ndim, kind="order")
     return out
 
 
@@ -153,6 +154,8 @@ def _chosen_by(index: Value, node: cst.CSTNode) -> Value | None:
 
 def _cut(run: Run, on: Seq, part: cst.Slice, frame: Frame) -> Value:
     """Return a slice of a tuple or a list."""
+    if _is_counted(run, part, frame):
+        return _places(joined(on.items, part), Iter(joined(on.items, part)))
     ends = []
     for end in (part.lower, part.upper, part.step):
         value = run.value(end, frame) if end is not None else NONE
@@ -163,6 +166,19 @@ def _cut(run: Run, on: Seq, part: cst.Slice, frame: Frame) -> Value:
     return Seq(on.items[slice(*ends)])
 
 
+def _is_counted(run: Run, part: cst.Slice, frame: Frame) -> bool:
+    """Return whether a slice has as many elements as the batch has samples."""
+    ends = [e for e in (part.lower, part.upper) if e is not None]
+    return any(isinstance(run.value(e, frame), Count) for e in ends)
+
+
+def _places(item: Value, listed: Value) -> Value:
+    """Return a list of as many numbers as samples, which depend on their places."""
+    if item == Fixed(grad=isinstance(item, Fixed) and item.grad):
+        return Iter(Item(place="moved"), samples=True)
+    return listed
+
+
 def _is_whole(part: cst.BaseSlice) -> bool:
     """Return whether a slice takes everything."""
     return isinstance(part, cst.Slice) and (
@@ -170,7 +186,7 @@ def _is_whole(part: cst.BaseSlice) -> bool:
     )
 
 
-def _rows_subscript(
+def rows_subscript(
     run: Run, on: Rows, node: cst.Subscript, index: list[Value], frame: Frame
 ) -> Value:
     """Return elements of a tensor of samples."""

@@ -30,7 +30,7 @@ from stretto.convert._proof.batch_values import (
 )
 from stretto.convert._proof.containers import extend, items_of
 from stretto.convert._proof.dimensions import size_of
-from stretto.convert._proof.subscripts import index_values
+from stretto.convert._proof.subscripts import index_values, rows_subscript
 
 if TYPE_CHECKING:
     from stretto.convert._proof.batch_values import Value
@@ -102,6 +102,9 @@ def _store(run: Run, target: cst.Subscript, value: Value, frame: Frame) -> None:
         return
     else:
         mixed = _stored(on, value, [*index], target)
+        if isinstance(on, Rows):
+            part = rows_subscript(run, on, target, index, frame)
+            mixed = part if isinstance(part, Bad) else mixed
         bind_again(run, target.value, mixed, frame)
 
 

@@ -113,7 +113,7 @@ def tensor_function(full: str, given: Given) -> Value | None:
         plain = len(given.args) == 1 or known_ints(given.args[0]) == [0]
         if counted and not plain:
             return Bad(Why.ACROSS, given.node)
-        return Rows(ndim=1, kind="order") if counted else Fixed(shape=(None,))
+        return Rows(ndim=1, kind="order") if counted else Fixed(shape=_length(given, 0))
     if last in MAKES:
         filled = given.get("fill_value", 1)
         if last == "full" and isinstance(filled, Linear | Bad | Draw | Count):
@@ -122,7 +122,9 @@ def tensor_function(full: str, given: Given) -> Value | None:
         if len(counts) > 1 or (counts and last == "eye"):
             return Bad(Why.ACROSS, given.node)
         if last == "linspace":
-            return Rows(ndim=1, kind="order") if counts else Fixed(shape=(None,))
+            return (
+                Rows(ndim=1, kind="order") if counts else Fixed(shape=_length(given, 2))
+            )
         sizes = given.args[:1] if last == "full" else given.args
         size = given.options.get("size", given.options.get("shape"))
         shape = made_shape(sizes if size is None else (size,))
@@ -217,6 +219,13 @@ def tensor_function(full: str, given: Given) -> Value | None:
     if not known:
         return None
     return tensor_method(last, given)
+
+
+def _length(given: Given, place: int) -> tuple[int | None]:
+    """Return the shape of a range, which one argument or the last says."""
+    known = known_ints(given.get("steps", place))
+    only = place > 0 or len(given.args) == 1
+    return (known[0] if known is not None and only else None,)
 
 
 def _of_made(value: Value) -> Value | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from stretto.convert._proof.arithmetic import combined, elementwise
+from stretto.convert._proof.arithmetic import combined, elementwise, kept_kind
 from stretto.convert._proof.batch_values import (
     Alt,
     Bad,
@@ -33,6 +33,7 @@ from stretto.convert._proof.fixed_tensors import (
     RANK_CHANGING,
     SIZE_CHANGING,
     fixed_method,
+    tiles,
 )
 from stretto.convert._proof.given_arguments import known_ints
 from stretto.convert._proof.reductions import along_dim, reduced
@@ -139,10 +140,14 @@ def tensor_method(name: str, given: Given) -> Value | None:
         return Fixed(uniform=True)
     if name in ("zeros_like", "ones_like"):
         return Fixed(uniform=True, shape=on.shape if isinstance(on, Fixed) else None)
-    if name in ("repeat", "expand") and any(
-        isinstance(v, Count) for v in with_elements(rest)
-    ):
-        return Fixed(grad=isinstance(on, Fixed) and on.grad)
+    counts = [isinstance(v, Count) for v in with_elements(rest)]
+    if any(counts) and isinstance(on, Fixed):
+        if name in ("repeat", "tile") and not on.uniform and tiles(on, counts):
+            return Rows(axis=counts.index(True), kind="order")
+        if name in ("repeat", "expand"):
+            return Fixed(grad=on.grad)
+        if name in ("narrow", "resize_") and not on.uniform:
+            return Rows(axis=None if name == "narrow" else 0, kind="order")
     others = [v for v in with_elements(rest) if is_of_batch(v)]
     if others and name.startswith(("scatter", "index_add", "index_copy", "index_red")):
         dims = known_ints(given.get("dim", 1))
@@ -159,7 +164,9 @@ def tensor_method(name: str, given: Given) -> Value | None:
     if others:
         if name in ("index_select", "gather", "take"):
             return (
-                replace(others[0], raw=False, whole=False, kind="")
+                replace(
+                    others[0], raw=False, whole=False, kind=kept_kind("?", others[0])
+                )
                 if isinstance(others[0], Rows)
                 else others[0]
             )
