@@ -55,6 +55,10 @@ class MemoryStore:
     def events(self):
         return iter(list(self.kept))
 
+    def last_steps(self):
+        steps = {event.job: event for event in self.kept if event.kind == ev.STEP}
+        return iter(steps.values())
+
     def append(self, events, state):
         if self.fails:
             raise StoreUnavailable("the disk is full")

@@ -60,8 +60,8 @@ class Answer:
 class Coordinator:
     """Keeps events before it commands what follows. Not thread-safe.
 
-    While the store is unavailable, submissions are refused, events of agents are taken
-    in but not acknowledged, and hosts get no new command; running jobs continue.
+    While the store is unavailable, users' requests are refused, events of agents are
+    taken in but not acknowledged, and hosts get no new command; running jobs continue.
     """
 
     def __init__(
@@ -75,6 +75,8 @@ class Coordinator:
         self.ledger, self._store, self._clock = ledger, store, clock
         for event in store.events():
             ledger.apply(event)
+        for event in store.last_steps():
+            ledger.state.show_progress(event)
         ledger.state.dirty.clear()
         self._unkept: list[Event] = []
         self._kept_agents: dict[str, int] = dict(ledger.state.agents)
@@ -97,9 +99,7 @@ class Coordinator:
             SpecError: it must start after an unknown job.
             StoreUnavailable: it cannot be kept; nothing was submitted.
         """
-        self._keep([])
-        if self.trouble:
-            raise StoreUnavailable(self.trouble)
+        self._check_store()
         if known := self.ledger.state.requests.get(request):
             return known
         now_s = self._clock()
@@ -125,26 +125,45 @@ class Coordinator:
 
         Raises:
             SpecError: there is no such job.
+            StoreUnavailable: the request cannot be kept.
         """
-        self._keep(self.ledger.stop(job, self._clock(), user=user))
-        self.tick()
+        self._check_store()
+        self._request(self.ledger.stop(job, self._clock(), user=user))
 
     def drain(self, host: str, *, user: str = "") -> None:
         """Move a host's attempts, and start nothing new there.
 
         Raises:
             SpecError: there is no such host.
+            StoreUnavailable: the request cannot be kept.
         """
-        self._keep(self.ledger.drain(host, self._clock(), user=user))
-        self.tick()
+        self._check_store()
+        self._request(self.ledger.drain(host, self._clock(), user=user))
 
     def open(self, host: str, *, user: str = "") -> None:
         """Use a drained host again.
 
         Raises:
             SpecError: there is no such host.
+            StoreUnavailable: the request cannot be kept.
         """
-        self._keep(self.ledger.open(host, self._clock(), user=user))
+        self._check_store()
+        self._request(self.ledger.open(host, self._clock(), user=user))
+
+    def _check_store(self) -> None:
+        """Refuse what a user wants while the store is unavailable."""
+        self._keep([])
+        if self.trouble:
+            raise StoreUnavailable(self.trouble)
+
+    def _request(self, events: list[Event]) -> None:
+        """Keep a user's request, and do what follows."""
+        self._keep(events)
+        if self.trouble:
+            raise StoreUnavailable(
+                f"{self.trouble}. The request is executed once it can be written, "
+                "unless the coordinator ends before that"
+            )
         self.tick()
 
     # Agents and the planner.

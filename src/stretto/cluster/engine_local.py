@@ -270,7 +270,8 @@ def down(folders: Folders, *, timeout_s: float) -> bool:
         return False
     drained = [row["host"] for row in status["hosts"] if not row["drained"]]
     for host in drained:
-        ask(folders, {"do": "drain", "host": host, "user": "down"})
+        with contextlib.suppress(ClusterError):  # it cannot be kept, on a full disk
+            ask(folders, {"do": "drain", "host": host, "user": "down"})
     deadline_s = now_s() + timeout_s
     has_ended = False
     while not has_ended and now_s() < deadline_s:

@@ -71,10 +71,10 @@ class State:
             ev.DETACHED: self._uses,
             ev.PAUSED: self._paused,
             ev.RESUMED: self._paused,
-            ev.STEP: self._progress,
-            ev.SLOWED: self._progress,
-            ev.REPLANNED: self._progress,
-            ev.CHECKPOINTED: self._progress,
+            ev.STEP: self.show_progress,
+            ev.SLOWED: self.show_progress,
+            ev.REPLANNED: self.show_progress,
+            ev.CHECKPOINTED: self.show_progress,
             ev.PROFILED: self._profiled,
             ev.PLANNED: self._planned,
             ev.PLACED: self._placed,
@@ -281,7 +281,8 @@ class State:
         if view.state == before:
             view.state = after
 
-    def _progress(self, event: Event) -> None:
+    def show_progress(self, event: Event) -> None:
+        """Show the last report of a kind of a job."""
         self.records[event.job].progress[event.kind] = {
             "at_s": event.at_s,
             **event.data,

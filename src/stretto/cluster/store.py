@@ -32,6 +32,8 @@ _VERSION = 1
 _BUSY_S = 2.0
 """How long to wait for a reader's lock; WAL readers never hold one for long."""
 
+_COLUMNS = "seq, at_s, kind, job, attempt, host, data, agent, agent_seq"
+
 _EVENTS = """
 CREATE TABLE IF NOT EXISTS events (
     seq INTEGER PRIMARY KEY,
@@ -77,6 +79,19 @@ class Store:
             ClusterError: the file is damaged.
         """
         for _, event in read_events(self._database, self._folder, steps=False):
+            yield event
+
+    def last_steps(self) -> Iterator[Event]:
+        """Yield the last report of steps of each job that has one.
+
+        Raises:
+            ClusterError: the file is damaged.
+        """
+        query = (
+            f"SELECT {_COLUMNS} FROM events WHERE seq IN "
+            "(SELECT MAX(seq) FROM events WHERE kind = 'step' GROUP BY job)"
+        )
+        for _, event in _rows_of(self._database, self._folder, query, {}):
             yield event
 
     @property
@@ -170,14 +185,19 @@ def read_events(
         ClusterError: the file is damaged.
     """
     query = (
-        "SELECT seq, at_s, kind, job, attempt, host, data, agent, agent_seq "
-        "FROM events WHERE seq > :since"
+        f"SELECT {_COLUMNS} FROM events WHERE seq > :since"
         + ("" if job is None else " AND job = :job")
         + ("" if steps else " AND kind != 'step'")
         + " ORDER BY seq"
     )
+    yield from _rows_of(database, folder, query, {"since": since, "job": job})
+
+
+def _rows_of(
+    database: sqlite3.Connection, folder: Path, query: str, values: dict[str, Any]
+) -> Iterator[tuple[int, Event]]:
     try:
-        for seq, *row in database.execute(query, {"since": since, "job": job}):
+        for seq, *row in database.execute(query, values):
             yield seq, event_of_row(row)
     except (sqlite3.Error, ValueError, TypeError, KeyError) as exc:
         raise ClusterError(

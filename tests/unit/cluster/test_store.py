@@ -9,9 +9,10 @@ import stat
 
 import pytest
 
+from stretto.cluster import events as ev
 from stretto.cluster import server, wire
 from stretto.cluster import store as stores
-from stretto.cluster.coordinator import Clock
+from stretto.cluster.coordinator import Clock, Coordinator
 from stretto.cluster.folders import Folders, Settings
 from stretto.cluster.ledger import Ledger
 from stretto.cluster.part_spec import base_environment, rank_commands
@@ -106,6 +107,18 @@ def test_a_restart_goes_on(world):
     world.calm()
 
 
+def test_the_last_step_is_known_after_a_restart(world, store):
+    job = world.submit(minimum=1)
+    world.advance(4.0, 4)
+    host, supervisor = world.live()[0]
+    for step in (5, 7):
+        host.report(ev.STEP, job, supervisor.attempt, step=step)
+        world.beat(host)
+    ledger = Ledger(world.policy, LIMITS)
+    Coordinator(ledger, store, lambda: world.now_s)
+    assert ledger.state.records[job].progress[ev.STEP]["step"] == 7
+
+
 def test_readers_see_jobs_with_and_without_a_coordinator(world, store):
     first, *_ = busy(world)
     database = read_only(store._folder)
@@ -165,6 +178,22 @@ def test_a_locked_store_is_unavailable_and_says_so(world, store, monkeypatch):
     other.execute("ROLLBACK")
     other.close()
     world.submit(minimum=1)
+
+
+def test_a_stop_that_cannot_be_kept_says_so_and_happens_once_it_can(world, store):
+    job = world.submit(minimum=1)
+    store._database.execute("PRAGMA busy_timeout = 10")
+    other = sqlite3.connect(store._folder / stores.DATABASE, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreUnavailable, match="executed once it can be written"):
+        world.coordinator.stop(job)
+    with pytest.raises(StoreUnavailable, match="locked"):
+        world.coordinator.drain(world.hosts[0].name)
+    other.execute("ROLLBACK")
+    other.close()
+    world.advance(4.0, 4)
+    assert world.ledger.job(job).state == "stopped"
+    assert not world.ledger.cluster.hosts[world.hosts[0].name].is_drained
 
 
 def test_a_store_of_another_version_is_refused(tmp_path):
