@@ -109,7 +109,7 @@ class Ledger:
         self.gone: frozenset[str] = frozenset()
         """Hosts that were known once and will not return, as the engine says."""
         self.first_number = 1
-        """Number of the first job."""
+        """Of the first job, in a store without jobs."""
         self.refused_decision = ""
         """The last decision of the policy that broke a rule; empty if none did."""
         self._policy = policy

@@ -153,9 +153,8 @@ class Machine(RuleBasedStateMachine):
         self.world.calm()
         for job, record in self.world.ledger.state.records.items():
             reason = self.world.ledger.reason(job, self.world.now_s)
-            too_large = "foregrounds have" in reason or "backgrounds have" in reason
-            waits = record.blocked_by or too_large
-            assert record.view.state in ev.ENDS or waits, (job, reason)
+            ends = record.view.state in ev.ENDS or record.blocked_by
+            assert ends, (job, reason)
 
 
 @pytest.mark.timeout(120 + 2 * RUNS)
