@@ -248,14 +248,16 @@ class _Log:
 @as_json
 def stop_command(jobs: tuple[str, ...], folders: Folders, is_json: bool) -> None:
     """Stop jobs: signal their ranks, and kill them after their grace."""
-    found = [
-        engine_local.ask(folders, {"do": "stop", "job": job, "user": _user()})["job"]
-        for job in jobs
-    ]
-    if is_json:
-        put({"stopping": found})
-    else:
-        click.echo(f"stopping {', '.join(found)}")
+    found: list[str] = []
+    try:
+        for job in jobs:
+            message = {"do": "stop", "job": job, "user": _user()}
+            found.append(engine_local.ask(folders, message)["job"])
+    finally:  # the cluster may refuse one after others were stopped
+        if is_json and found:
+            put({"stopping": found})
+        elif found:
+            click.echo(f"stopping {', '.join(found)}")
 
 
 @click.command(name="drain")
