@@ -25,7 +25,8 @@ class BackgroundStatistics:
     """Since the background was opened."""
 
     loss: float
-    """The foreground's loss, by paired steps; 0 before it is known."""
+    """How much longer the foreground's steps are in which a task ran, by paired steps;
+    0 before it is known."""
 
     loss_error: float | None
     """Two standard errors of the loss, as a share; ``None`` before it is known."""
@@ -38,6 +39,9 @@ class BackgroundStatistics:
 
     steps_s: float
     """Length of these steps."""
+
+    task_steps_s: float
+    """Length of those of them in which a task ran."""
 
     idle_s: float
     """How long the foregrounds waited in them."""
@@ -62,6 +66,11 @@ class BackgroundStatistics:
     def idle_ratio(self) -> float:
         """Share of the foregrounds' steps in which they waited."""
         return self.idle_s / self.steps_s if self.steps_s > 0.0 else 0.0
+
+    @property
+    def task_steps_ratio(self) -> float:
+        """Share of the foregrounds' time that is steps in which a task ran."""
+        return self.task_steps_s / self.steps_s if self.steps_s > 0.0 else 0.0
 
     @property
     def used_ratio(self) -> float:

@@ -70,9 +70,9 @@ class ForegroundView:
             (WAITING, COMMUNICATING) if idles_in_communication else (WAITING,)
         )
         self._predicted: tuple[Window, ...] = ()
-        self.steps_s = self.idle_s = self.used_s = 0.0
-        """Length of all foregrounds' complete steps, of the waits in them, and of the
-        tasks that ended in them."""
+        self.steps_s = self.idle_s = self.used_s = self.task_steps_s = 0.0
+        """Length of all foregrounds' complete steps, of the waits in them, of the tasks
+        that ended in them, and of the steps in which a task ran."""
 
         # Where no requests are recorded, the background always has one.
         self._asked_s = self._asked_until_s = -math.inf
@@ -155,6 +155,7 @@ class ForegroundView:
             waited[wait.kind] = waited.get(wait.kind, 0.0) + wait.length_s
         tasks = (*self._ran, *self._open)
         had_task = any(t.end_s > step.begin_s and t.begin_s < end_s for t in tasks)
+        self.task_steps_s += had_task * duration_s
         while self._ran and self._ran[0].end_s <= end_s:
             self._ran.popleft()
         self._on_step(

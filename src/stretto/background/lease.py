@@ -155,7 +155,7 @@ class Background:
         self._loss_error = math.inf
         self._begin_s, self._look_at_s = perf_counter(), 0.0
         self._closings = 0
-        self._unfit_steps = 0
+        self._unfit_steps, self._warned_of_unfit = 0, False
         self._is_open = False
         self._reason = Reason.NO_FOREGROUND
         atexit.register(self.close)
@@ -306,7 +306,7 @@ class Background:
         self._controller.reset()
         self._measurement.begin_foreground()
         self._gate.is_control = self._adapts
-        self._unfit_steps = 0
+        self._unfit_steps, self._warned_of_unfit = 0, False
 
     def _predict(self, board: Board) -> None:
         self._windows_number = board.windows_number
@@ -391,7 +391,8 @@ class Background:
             self._unfit_steps = 0
             return
         self._unfit_steps += 1
-        if self._unfit_steps == _UNFIT_STEPS:
+        if self._unfit_steps == _UNFIT_STEPS and not self._warned_of_unfit:
+            self._warned_of_unfit = True
             _log.warning(
                 "background on %s: no window fits its tasks of %.3g s; the longest is "
                 "%.3g s: use shorter tasks",
@@ -426,6 +427,7 @@ class Background:
             foregrounds=self._foregrounds,
             beside_s=self._view.used_s,
             steps_s=self._view.steps_s,
+            task_steps_s=self._view.task_steps_s,
             idle_s=self._view.idle_s,
             children_s=self._children_s,
             unused_s={r.value: s for r, s in self._unused_s.items() if s},

@@ -345,9 +345,13 @@ def _save_pair(background: Background, path: Path) -> None:
 def _known_loss(found: BackgroundStatistics) -> str:
     if found.loss_error is None:
         return "not measured, in so few steps"
+    known = f"within {100 * found.loss_error:.1f} points"
     if found.loss_error > _UNCERTAIN:
-        return f"{100 * found.loss:.1f} % (uncertain, from few steps)"
-    return f"{100 * found.loss:.1f} % (within {100 * found.loss_error:.1f} points)"
+        known = "uncertain, from few steps"
+    return (
+        f"{100 * found.loss:.1f} % ({known}) in steps with tasks, which are "
+        f"{100 * found.task_steps_ratio:.0f} % of its time"
+    )
 
 
 def _used_s() -> float:

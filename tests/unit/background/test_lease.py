@@ -337,8 +337,8 @@ def test_tasks_that_fit_no_window_are_reported_once(foreground, caplog):
     with background(adapts=False) as job:
         job._usual_s[""] = 0.5
         with caplog.at_level(logging.WARNING, logger="stretto"):
-            for _ in range(200):
-                job._step_ended(StepRecord(duration_s=1.0, had_task=False))
+            for step in range(200):  # one is a task that is measured again
+                job._step_ended(StepRecord(duration_s=1.0, had_task=step == 100))
     assert [
         r.getMessage().count("no window fits its tasks of 0.5 s")
         for r in caplog.records
@@ -479,6 +479,20 @@ def test_the_next_wait_is_expected_where_it_began_in_earlier_steps():
     assert view.until_wait_s(at_s + 4.0, 50.0) == 96.0  # none: until the next step
     mark(KNOWN_AFTER + 2, at_s + 10.0, WAITING)
     assert view.until_wait_s(at_s + 10.5, 0.5) == 19.5
+
+
+def test_steps_with_tasks_are_counted_because_only_their_loss_is_known(foreground):
+    with background(adapts=False, policy=Policy.OUTSTANDING) as job:
+        job._decide("")
+        for number in range(6):
+            foreground.step()
+            job._decide("")
+            if number in (2, 3):
+                assert job.wait(timeout_s=5.0)
+                job.end_task()
+        found = job.statistics
+        assert 0.0 < found.task_steps_s < found.steps_s
+        assert found.task_steps_ratio == found.task_steps_s / found.steps_s
 
 
 def test_a_task_in_a_step_that_is_never_complete_is_no_use_of_idle_time(foreground):

@@ -284,16 +284,25 @@ def test_a_script_whose_processes_compute_without_a_lease_is_told(
     assert "this script took no lease of exclusive:job" in caplog.text
 
 
+WITH_TASKS = " in steps with tasks, which are 75 % of its time"
+
+
 @pytest.mark.parametrize(
     ("loss", "error", "text"),
     [
         (0.0, None, "not measured, in so few steps"),
-        (0.753, 4.0, "75.3 % (uncertain, from few steps)"),
-        (0.012, 0.004, "1.2 % (within 0.4 points)"),
+        (0.753, 4.0, "75.3 % (uncertain, from few steps)" + WITH_TASKS),
+        (0.012, 0.004, "1.2 % (within 0.4 points)" + WITH_TASKS),
     ],
 )
 def test_the_last_line_says_how_well_the_loss_is_known(background, loss, error, text):
-    found = replace(background.statistics, loss=loss, loss_error=error)
+    found = replace(
+        background.statistics,
+        loss=loss,
+        loss_error=error,
+        steps_s=4.0,
+        task_steps_s=3.0,
+    )
     assert script_leases._known_loss(found) == text
 
 
