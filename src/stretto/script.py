@@ -192,7 +192,8 @@ def _expect_foreground() -> None:
     steps = itertools.count(1)
 
     def look(*_: Any) -> None:
-        if next(steps) == _UNMARKED_STEPS:
+        # In a compiled step, the count would be a reason to compile again.
+        if not torch.compiler.is_compiling() and next(steps) == _UNMARKED_STEPS:
             warn_of_no_foreground()
 
     register_optimizer_step_post_hook(look)
