@@ -337,6 +337,9 @@ class Agent:
         self._link.report(events.ENDED, fence, end, forget)
 
     def _reset_watchdogs(self) -> None:
+        if not self._folders.agent_lock(self._host).exists():
+            self._loop.stop()  # its folder was removed; a keeper would start another
+            return
         until_s = self._link.watchdog_until_s
         for part in self._parts.values():
             if part.channel is not None:

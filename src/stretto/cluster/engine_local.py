@@ -71,7 +71,7 @@ class Keeper:
             end_holders([role.lock for role in stage], timeout_s=_ANSWER_S)
 
     def _look(self) -> None:
-        if self._folders.down.exists():
+        if self._folders.down.exists() or not self._folders.root.exists():
             self._loop.stop()
             return
         for role in itertools.chain(*self._stages):

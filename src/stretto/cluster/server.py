@@ -136,7 +136,12 @@ class Server:
         )
 
     def _keep_socket(self) -> None:
-        """Listen again if something has removed the socket's file."""
+        """Listen again if something has removed the socket's file.
+
+        Raises:
+            ClusterError: the lock's file was removed, maybe with the whole folder.
+        """
+        self.store.check_lock()
         if self.folders.socket.exists():
             return
         with contextlib.suppress(OSError):

@@ -111,11 +111,7 @@ class Store:
             ClusterError: the lock's file was removed: another coordinator may have the
                 store now.
         """
-        if not self._has_lock():
-            raise ClusterError(
-                f"{self._folder / LOCK}: was removed, so another coordinator may have "
-                "the store"
-            )
+        self.check_lock()
         rows = changed_rows(state, events)
         try:
             with self._database:
@@ -132,12 +128,21 @@ class Store:
                 "on; free disk space, or end what locks the file"
             ) from exc
 
-    def _has_lock(self) -> bool:
-        """Return whether the locked file is still the one that others would lock."""
+    def check_lock(self) -> None:
+        """Require that the locked file is still the one that others would lock.
+
+        Raises:
+            ClusterError: it was removed: another coordinator may have the store now.
+        """
+        path = self._folder / LOCK
         try:
-            return os.path.samestat((self._folder / LOCK).stat(), os.fstat(self._lock))
+            if os.path.samestat(path.stat(), os.fstat(self._lock)):
+                return
         except OSError:
-            return False
+            pass
+        raise ClusterError(
+            f"{path}: was removed, so another coordinator may have the store"
+        )
 
     def close(self) -> None:
         """Release the lock."""

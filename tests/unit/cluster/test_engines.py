@@ -39,9 +39,11 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest.mock import Mock
 
@@ -69,7 +71,6 @@ from support.pairs import measured_pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 PAIR = measured_pair(loss_ratio=0.01)
@@ -621,6 +622,23 @@ def test_a_command_that_finds_no_coordinator_starts_one_keeper(
     with pytest.raises(ClusterError, match="does not answer"):
         engine_local.ask(folders, {"do": "list"}, patience_s=0.5)
     assert started == [folders]
+
+
+def test_a_cluster_whose_folder_was_removed_ends(tmp_path: Path) -> None:
+    with cluster(tmp_path / "c", hosts=1) as found:
+        roles = "keeper", "coordinator", "host0"
+        pids = [found.pid(role) for role in roles]
+        shutil.rmtree(tmp_path / "c")
+        await_that(lambda: not any(map(runs, pids)), lambda: f"{pids} run")
+        (tmp_path / "c").mkdir(mode=0o700)
+
+
+def runs(pid: int) -> bool:
+    """Return whether a process exists and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][1] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
