@@ -94,6 +94,14 @@ def computed(values: Iterable[Fixed]) -> Fixed:
     return Fixed(grad=grad, uniform=uniform, shape=shape if several else None)
 
 
+def multiplied(a: Fixed, b: Fixed) -> Fixed:
+    """Return the matrix product of two tensors without samples."""
+    out = Fixed(grad=a.grad or b.grad)
+    if not a.shape or not b.shape or len(b.shape) > 2:
+        return out
+    return replace(out, shape=(*a.shape[:-1], *b.shape[1:]))
+
+
 def _broadcast(one: Sizes, other: Sizes) -> Sizes:
     longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
     ahead = len(longer) - len(shorter)

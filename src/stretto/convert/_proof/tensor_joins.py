@@ -23,6 +23,7 @@ from stretto.convert._proof.batch_values import (
     with_elements,
 )
 from stretto.convert._proof.dimensions import is_sample_dim, without_dims
+from stretto.convert._proof.fixed_tensors import multiplied
 from stretto.convert._proof.given_arguments import known_ints
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ def product(a: Value, b: Value, node: cst.CSTNode, *, dot: bool = False) -> Valu
         return bad
     if isinstance(a, Alt) or isinstance(b, Alt):
         return elementwise([a, b], node)
+    if isinstance(a, Fixed) and isinstance(b, Fixed):
+        return multiplied(a, b)
     if isinstance(a, Rows) and isinstance(b, Rows):
         shifted = a.shifted or b.shifted
         if shifted is not None:
