@@ -258,3 +258,27 @@ def test_rows_that_differ_by_rounding_are_those_of_no_position():
         return h * (1.0 + odd * torch.finfo(h.dtype).eps)[:, None]
 
     capture(Inside(scaled).double(), (torch.randn(6, 4, dtype=torch.float64),))
+
+
+class Gives(nn.Module):
+    """Returns something that is not computed from its input."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layer, self.shift = nn.Linear(3, 3), nn.Parameter(torch.ones(2))
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.what == "input" else self.shift
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("input", "an input is an output"), ("shift", "'shift' is an output")],
+)
+def test_an_output_that_is_not_computed_is_refused_by_its_line(
+    what: str, words: str
+) -> None:
+    line = Gives.forward.__code__.co_firstlineno
+    with pytest.raises(SpecError, match=rf"test_mixing.py:{line}: {words} of Gives"):
+        capture(Gives(what), (torch.ones(2, 3),))

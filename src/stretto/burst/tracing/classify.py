@@ -22,6 +22,7 @@ from stretto.burst.tracing.packing import Arguments, Results
 from stretto.burst.tracing.reads import Ambient
 from stretto.burst.tracing.recorder import set_item
 from stretto.burst.tracing.sample_positions import nodes_before, source_line_of
+from stretto.burst.tracing.source_lines import line_of_forward
 from stretto.burst.tracing.watching import Watch
 from stretto.errors import SpecError
 
@@ -221,10 +222,15 @@ def classify(
             _row(traced, node, build)
         _require_apart_inside(node)
     if result not in traced.rows - {source}:
+        name = type(module).__name__
+        what = f"{source_line_of(result)}: this is an output of "
+        if result.op == "placeholder":
+            what = f"{line_of_forward(module)}an input is an output of "
+        elif result.op == "get_attr":
+            what = f"{line_of_forward(module)}{str(result.target)!r} is an output of "
         raise SpecError(
-            f"{source_line_of(result)}: {type(module).__name__} must give tensors with "
-            "a row for each sample, computed from its input; wrap it in a module that "
-            "does"
+            f"{what}{name}, but its outputs need a row for each sample, computed from "
+            "its input: leave it out, or let a module around it return other outputs"
         )
     return traced
 

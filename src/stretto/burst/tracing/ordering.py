@@ -41,7 +41,7 @@ class Order:
         for number in range(len(self._records)):
             if number in bound:
                 self._place(number, placed)
-        if isinstance(recording.output, Ref):
+        if isinstance(recording.output, Ref) and recording.output != SOURCE:
             self._place(recording.output.number, placed)
         self._places = {number: i for i, number in enumerate(self.numbers)}
         self._constants: dict[str, str] = {}
