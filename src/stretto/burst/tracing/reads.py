@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_modules
 from torch.nn.utils import parametrize
 
 from stretto.burst.tracing.freezing import (
@@ -252,8 +251,6 @@ class Reads:
         parts = [part for _, part in self._modules.values()]
         kinds = [type(part) for part in parts]
         rows.add_test(lambda: list(map(type, parts)) == kinds, "the class of a module")
-        hooks = _global_hooks()
-        rows.add_test(lambda: _global_hooks() == hooks, "the hooks of all modules")
         dtype = torch.get_default_dtype()
         rows.add_test(
             lambda: torch.get_default_dtype() is dtype, "torch.get_default_dtype()"
@@ -327,16 +324,6 @@ class Reads:
         return isinstance(value, types.FunctionType) and (
             id(value.__code__) in self._codes
         )
-
-
-def _global_hooks() -> list[int]:
-    """Return the program's hooks of all modules, which forward calls too."""
-    return [
-        number
-        for kind in HOOKS
-        for number, hook in getattr(torch_modules, f"_global{kind}").items()
-        if not str(getattr(hook, "__module__", "")).startswith("stretto.")
-    ]
 
 
 def _of_kind(kind: type, objects: list[Any], kinds: list[type]) -> Iterator[Any]:
