@@ -86,7 +86,7 @@ def settles(rank: int, size: int, micro_steps: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("micro_steps", [1, 2])
 def test_all_steps_of_an_automatic_run_are_ddp_s(ranks, micro_steps):
-    found = ranks(settles, 2, micro_steps, timeout_s=300.0)
+    found = ranks(settles, 2, micro_steps, timeout_s=300.0, group_s=120.0)
     for one in found:
         theirs, ours = one["losses"]
         assert ours == theirs

@@ -142,7 +142,7 @@ def test_tuning_serves_whatever_parameters_ddp_reduces(ranks: Any) -> None:
             {*all_names, "again.weight"} - {"own.weight", "own.bias", "first.weight"}
         ),
     }
-    found_by_rank = ranks(rank_trains_all_cases, 2, timeout_s=200)
+    found_by_rank = ranks(rank_trains_all_cases, 2, timeout_s=200, group_s=120.0)
     for found in found_by_rank:
         for name, names in reduced.items():
             one = found[name]
@@ -183,5 +183,5 @@ def rank_freezes(rank: int, size: int) -> dict[str, list[int]]:
 def test_layers_frozen_and_thawed_while_tuning_are_reduced_as_by_ddp(
     ranks: Any,
 ) -> None:
-    for found in ranks(rank_freezes, 2, timeout_s=200):
+    for found in ranks(rank_freezes, 2, timeout_s=200, group_s=120.0):
         assert found == {"unused": [], "views": []}

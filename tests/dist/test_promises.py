@@ -280,7 +280,7 @@ def rank_keeps_promises(rank: int, size: int) -> dict[str, bool]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_people_rely_on_is_as_with_ddp(ranks: Any) -> None:
-    for found in ranks(rank_keeps_promises, 2, timeout_s=170):
+    for found in ranks(rank_keeps_promises, 2, timeout_s=170, group_s=120.0):
         assert [name for name, kept in found.items() if not kept] == []
 
 

@@ -109,7 +109,7 @@ def rank_copies(rank: int, size: int) -> dict[str, bool]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_copies_carry_the_plan_on_and_train_as_ddps_do(ranks: Any) -> None:
-    for found in ranks(rank_copies, 2, timeout_s=120):
+    for found in ranks(rank_copies, 2, timeout_s=120, group_s=120.0):
         assert [name for name, kept in found.items() if not kept] == []
 
 
@@ -158,7 +158,7 @@ def rank_compiles(rank: int, size: int) -> dict[str, Any]:
 def test_compiled_models_train_as_with_ddp_and_whole_ones_are_logged(
     ranks: Any,
 ) -> None:
-    for rank, found in enumerate(ranks(rank_compiles, 2, timeout_s=170)):
+    for rank, found in enumerate(ranks(rank_compiles, 2, timeout_s=170, group_s=120.0)):
         assert found["blocks"]
         assert found["around"]
         assert found["within"]

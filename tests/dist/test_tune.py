@@ -112,7 +112,7 @@ def searches(rank: int, size: int, techniques: tuple[str, ...]) -> dict[str, Any
 def test_all_steps_of_a_search_are_ddp_s_and_ranks_settle_on_one_plan(
     ranks, techniques
 ):
-    first, second = ranks(searches, 2, techniques, timeout_s=120.0)
+    first, second = ranks(searches, 2, techniques, timeout_s=120.0, group_s=120.0)
     assert first["same"]
     assert second["same"]
     assert first["digest"] == second["digest"]
@@ -150,7 +150,7 @@ def test_a_look_opens_more_lanes_only_where_they_help(ranks):
         {"same": True, "steps": profiled + len(look.MORE_LANES)},
         {"same": True, "steps": profiled},
     ]
-    assert ranks(looks, 2, timeout_s=90.0) == [expected, expected]
+    assert ranks(looks, 2, timeout_s=90.0, group_s=120.0) == [expected, expected]
 
 
 def blind(rank: int, size: int) -> Any:
@@ -171,7 +171,7 @@ def blind(rank: int, size: int) -> Any:
 
 
 def test_a_blind_search_starts_from_ddp_and_its_techniques_propose_the_rest(ranks):
-    keys, techniques = ranks(blind, 2, timeout_s=90.0)[0]
+    keys, techniques = ranks(blind, 2, timeout_s=90.0, group_s=120.0)[0]
     assert keys[0] == "ddp"
     assert len(keys) >= 4
     assert techniques - {"final"} == {"start", "grid", "hyperband"}
@@ -204,7 +204,7 @@ def remembers(rank: int, size: int, path: str) -> dict[str, Any]:
 
 def test_a_second_run_starts_with_the_settled_plan(ranks, tmp_path):
     path = tmp_path / "plans.sqlite"
-    for one in ranks(remembers, 2, str(path), timeout_s=90.0):
+    for one in ranks(remembers, 2, str(path), timeout_s=90.0, group_s=120.0):
         assert one["first"][:3] == ["started", "profiled", "planned"]
         assert one["same"]
         # Whatever the noise said of it later, it begins with that plan, as soon as DDP
@@ -230,7 +230,9 @@ def breaks(rank: int, size: int, path: str) -> Any:
 def test_a_broken_memory_costs_one_warning_on_one_rank(ranks, tmp_path):
     path = tmp_path / "plans.sqlite"
     path.write_bytes(b"broken" * 500)
-    (first, lines), (second, none) = ranks(breaks, 2, str(path), timeout_s=120.0)
+    (first, lines), (second, none) = ranks(
+        breaks, 2, str(path), timeout_s=120.0, group_s=120.0
+    )
     assert first == second == 1
     assert len(lines) == 1
     assert str(path) in lines[0]
@@ -269,7 +271,7 @@ def refuses(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_a_trial_that_runs_out_of_memory_falls_back_on_every_rank(ranks):
-    first, second = ranks(refuses, 2, timeout_s=90.0)
+    first, second = ranks(refuses, 2, timeout_s=90.0, group_s=120.0)
     assert first["same"]
     assert second["same"]
     assert first["failed"]
@@ -294,7 +296,7 @@ def drifts(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_a_lasting_change_re_opens_the_search_and_it_settles_again(ranks):
-    for one in ranks(drifts, 2, timeout_s=120.0):
+    for one in ranks(drifts, 2, timeout_s=120.0, group_s=120.0):
         assert one["same"]
         assert one["settled"] >= 2
         assert "changed" in one["events"]
@@ -325,7 +327,7 @@ def evaluates(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_evaluations_in_between_do_not_count_and_a_short_run_just_ends(ranks):
-    found = ranks(evaluates, 2, timeout_s=90.0)
+    found = ranks(evaluates, 2, timeout_s=90.0, group_s=120.0)
     for one in found:
         assert one["same"]
         assert one["never"] == []
@@ -346,7 +348,7 @@ def joins(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_a_model_with_uneven_inputs_is_not_tuned_and_trains_on(ranks):
-    for rank, one in enumerate(ranks(joins, 2, timeout_s=60.0)):
+    for rank, one in enumerate(ranks(joins, 2, timeout_s=60.0, group_s=120.0)):
         assert one == {"during": True, "settled": 0, "steps": 9 + 2 * rank}
 
 
@@ -377,7 +379,7 @@ def decides(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_a_plan_applied_by_hand_ends_tuning_and_stays(ranks):
-    for one in ranks(decides, 2, timeout_s=140):
+    for one in ranks(decides, 2, timeout_s=140, group_s=120.0):
         assert one["watch"]["was"] == "settled"
         for found in one.values():
             assert found["stays"]
@@ -404,7 +406,7 @@ def misreads(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_a_rank_whose_clock_is_off_misleads_no_rank(ranks):
-    first, second = ranks(misreads, 2, timeout_s=90.0)
+    first, second = ranks(misreads, 2, timeout_s=90.0, group_s=120.0)
     assert first == second
     assert first["same"]
     assert 0 < first["step_s"] < 10

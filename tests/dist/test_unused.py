@@ -127,7 +127,7 @@ def rank_uses_parts(rank: int, size: int) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_plans_treat_unused_parameters_as_ddp_does(ranks: Any) -> None:
-    for wrong in ranks(rank_uses_parts, 2, timeout_s=200):
+    for wrong in ranks(rank_uses_parts, 2, timeout_s=200, group_s=120.0):
         assert wrong == []
 
 
@@ -161,6 +161,6 @@ def rank_tunes(rank: int, size: int) -> list[dict[str, Any]]:
 @pytest.mark.filterwarnings("ignore")
 def test_models_with_unused_parameters_are_tuned(ranks: Any) -> None:
     count = len(list(net().parameters()))
-    for found in ranks(rank_tunes, 2, timeout_s=200):
+    for found in ranks(rank_tunes, 2, timeout_s=200, group_s=120.0):
         for one in found:
             assert one == {"wrong": [], "settled": 1, "tensors": [count]}
