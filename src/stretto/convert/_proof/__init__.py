@@ -16,7 +16,8 @@ calls, has the `interpreter` run the script on such values and reports its losse
   and `own_gradients` reads the `backward` of a function of the script.
 - Calls: `calls` evaluates arguments and notes losses. The `interpreter` chooses among
   `function_calls`, `objects` (of the script's classes), `library_calls` and
-  `method_calls`; `library_calls` calls `builtin_calls`. `class_lookups` finds
+  `method_calls`; `library_calls` calls `builtin_calls`, and `method_calls` looks into
+  backward methods with `own_gradients`. `class_lookups` finds
   methods for `attributes`, `containers` and `objects`; `containers` has lists, dicts
   and the elements of every value, for all of them, and `loaders` the batches of these.
   `known_names` has the names of Python and of libraries.
