@@ -12,8 +12,7 @@ calls, has the `interpreter` run the script on such values and reports its losse
   their arguments from `given_arguments`.
 - The script: `script_run` holds the variables of one run. The `interpreter` goes from
   `statements` to `branches`, `loops` and `targets`, and from `expressions` to
-  `subscripts`, `attributes` and `calls`. `ranks` takes dimensions from `x.size(1)`,
-  and `own_gradients` reads the `backward` of a function of the script.
+  `subscripts`, `attributes` and `calls`. `ranks` takes dimensions from `x.size(1)`.
 - Calls: `calls` evaluates arguments and notes losses. The `interpreter` chooses among
   `function_calls`, `objects` (of the script's classes), `library_calls` and
   `method_calls`; `library_calls` calls `builtin_calls`, and `method_calls` looks into
