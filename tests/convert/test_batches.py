@@ -318,3 +318,54 @@ def test_padding_to_the_longest_sample_of_a_rank_is_to_know():
     body = "return [pad_sequence([x for x, in batch], batch_first=True)]"
     notes = [n.text for n in collated(body).notes if n.kind is Kind.KNOW]
     assert any("pads samples to the longest of a batch" in n for n in notes)
+
+
+BEFORE_A_STEP = """\
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = torch.nn.GRU(2, 1, batch_first=True)
+
+    def init_hidden(self, n):
+        return torch.zeros(1, n, 1)
+
+    def forward(self, x, h):
+        return self.cell(x, h)
+
+
+model = Net()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+size = 16
+loader = DataLoader(TensorDataset(torch.ones(64, 3, 2)), batch_size=size)
+for epoch in range(2):
+    h = HIDDEN
+    for (x,) in loader:
+        out, h = model(x, h.detach())
+        loss = out.mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "torch.zeros(1, 16, 1)",
+        "torch.zeros(1, size, 1).to('cpu')",
+        "model.init_hidden(size)",
+        "model.init_hidden(16)",
+    ],
+)
+def test_a_state_of_the_batch_made_before_the_steps_is_listed(made):
+    head = "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n\n\n"
+    said = open_notes(convert(head + BEFORE_A_STEP.replace("HIDDEN", made)))
+    assert [s for s in said if s.startswith("line 22:") and "batch size here" in s]
+
+
+def test_a_noise_that_only_an_evaluation_reads_is_not_listed():
+    head = f"{HEAD}size = 16\nfixed = torch.randn(size, 2)\n"
+    line = "\n        with torch.no_grad():\n            shown = model(fixed)"
+    assert not [
+        s for s in open_notes(convert(step_of(line, head=head))) if "batch size" in s
+    ]

@@ -43,6 +43,9 @@ _SHAPING = frozenset(
 )
 """Methods whose arguments are a shape."""
 
+_KEEPING = ("to", "cuda", "cpu", "float", "double", "half", "long", "requires_grad_")
+"""Methods that keep a tensor's shape."""
+
 _NUMPY = ("zeros", "ones", "full", "empty", "normal", "uniform", "randint", "randn")
 
 
@@ -68,6 +71,69 @@ class Batch:
         for function in self._called():
             for node in found(function.body, cst.BaseExpression):
                 self._look(node, seen, in_step=False)
+        for loop in self._work.job.training:
+            for name in found(loop.node.body, cst.Name):
+                if not self._tree.without_gradient(name):
+                    self._made_before(name, loop.node, seen)
+
+    def _made_before(self, name: cst.Name, loop: cst.CSTNode, seen: set[int]) -> None:
+        """List tensors of the batch's size that a step reads and an earlier line makes.
+
+        Such as the hidden state ``torch.zeros(1, batch_size, width)`` of an epoch.
+        """
+        for origin in self._work.flow.origins(name, self._tree.function(name)):
+            made = origin.value
+            inside = id(made) in seen or any(x is loop for x in self._tree.loops(made))
+            seen.add(id(made))
+            if inside:
+                continue
+            while isinstance(made, cst.Call) and isinstance(made.func, cst.Attribute):
+                if made.func.attr.value not in _KEEPING:
+                    break
+                made = made.func.value
+            if not isinstance(made, cst.Call):
+                continue
+            if self._tree.called(made) in _MAKING:
+                several = self._has_several_dimensions(made)
+                for node in found(made, cst.BaseExpression):
+                    if self._place(node) is not None:
+                        self._list_made(node, several=several)
+            elif any(self._makes_a_tensor(f) for f in self._methods(made)):
+                for given in made.args:
+                    self._list_made(given.value, several=True)
+
+    def _list_made(self, node: cst.BaseExpression, *, several: bool) -> None:
+        literal = isinstance(node, cst.Integer) and self._value(node) in self._values
+        if self._is_named(node) or (literal and several):
+            text = self._tree.text(node)
+            self._work.undecided(
+                node,
+                f"whether {text} is the loader's batch size here: a step reads the "
+                "tensor that this line makes, and its batch is this rank's part, "
+                f"which is per_rank({text})",
+            )
+
+    def _has_several_dimensions(self, call: cst.Call) -> bool:
+        given = [a.value for a in call.args if a.keyword is None]
+        if given and isinstance(given[0], cst.Tuple | cst.List):
+            given = [e.value for e in given[0].elements]
+        return len(given) > 1
+
+    def _methods(self, call: cst.Call) -> Iterator[cst.FunctionDef]:
+        """Return the functions and methods of the script that a call may run."""
+        yield from self._work.flow.local(call)
+        if isinstance(call.func, cst.Attribute):
+            for kind in self._tree.classes.values():
+                for function in found(kind.body, cst.FunctionDef):
+                    if function.name.value == call.func.attr.value:
+                        yield function
+
+    def _makes_a_tensor(self, function: cst.FunctionDef) -> bool:
+        return any(
+            self._tree.called(c) in _MAKING
+            or self._tree.method_called(c, *_SHAPING) is not None
+            for c in found(function.body, cst.Call)
+        )
 
     def _look(self, node: cst.BaseExpression, seen: set[int], *, in_step: bool) -> None:
         named = self._is_named(node)
