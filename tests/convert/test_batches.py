@@ -363,9 +363,10 @@ def test_a_state_of_the_batch_made_before_the_steps_is_listed(made):
     assert [s for s in said if s.startswith("line 22:") and "batch size here" in s]
 
 
-def test_a_noise_that_only_an_evaluation_reads_is_not_listed():
+@pytest.mark.parametrize("where", ["with torch.no_grad():", "if epoch == 1:"])
+def test_a_noise_that_the_loss_does_not_use_is_not_listed(where):
     head = f"{HEAD}size = 16\nfixed = torch.randn(size, 2)\n"
-    line = "\n        with torch.no_grad():\n            shown = model(fixed)"
+    line = f"\n        {where}\n            shown = model(fixed)"
     assert not [
         s for s in open_notes(convert(step_of(line, head=head))) if "batch size" in s
     ]

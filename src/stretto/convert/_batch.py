@@ -73,7 +73,10 @@ class Batch:
                 self._look(node, seen, in_step=False)
         for loop in self._work.job.training:
             for name in found(loop.node.body, cst.Name):
-                if not self._tree.without_gradient(name):
+                if not (
+                    self._tree.without_gradient(name)
+                    or self._is_aside(name, loop.node)
+                ):
                     self._made_before(name, loop.node, seen)
 
     def _made_before(self, name: cst.Name, loop: cst.CSTNode, seen: set[int]) -> None:
@@ -101,6 +104,18 @@ class Batch:
             elif any(self._makes_a_tensor(f) for f in self._methods(made)):
                 for given in made.args:
                     self._list_made(given.value, several=True)
+
+    def _is_aside(self, node: cst.CSTNode, loop: cst.CSTNode) -> bool:
+        """Return whether a branch without ``backward`` reads a value: now and then."""
+        here: cst.CSTNode | None = node
+        while here is not None and here is not loop:
+            if isinstance(here, cst.If) and not any(
+                self._tree.method_called(c, "backward") is not None
+                for c in found(here, cst.Call)
+            ):
+                return True
+            here = self._tree.parent(here)
+        return False
 
     def _list_made(self, node: cst.BaseExpression, *, several: bool) -> None:
         literal = isinstance(node, cst.Integer) and self._value(node) in self._values
