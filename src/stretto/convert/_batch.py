@@ -74,8 +74,7 @@ class Batch:
         for loop in self._work.job.training:
             for name in found(loop.node.body, cst.Name):
                 if not (
-                    self._tree.without_gradient(name)
-                    or self._is_aside(name, loop.node)
+                    self._tree.without_gradient(name) or self._is_aside(name, loop.node)
                 ):
                     self._made_before(name, loop.node, seen)
 
