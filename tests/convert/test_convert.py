@@ -834,6 +834,30 @@ def test_a_changed_expression_does_not_split_its_line():
     assert "    last = epoch; print0(last)\n" in convert(source).after
 
 
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [
+        ("with open('log', 'w') as f: json.dump(losses, f)", "json.load(open('log'))"),
+        ("np.save('a.npy', x)", "np.load('a.npy')"),
+        ("frame.to_csv(out + '/a')", "pd.read_csv(out + '/a')"),
+        ("Path('a').write_text('x')", "open('a').read()"),
+        ("json.dump(x, Path('a').open('w'))", "Path('a').read_text()"),
+    ],
+)
+def test_ranks_read_a_file_after_rank_0_has_written_it(write, read):
+    imports = (
+        "import json\nfrom pathlib import Path\nimport numpy as np\n"
+        "import pandas as pd\n"
+    )
+    source = imports + TRAINING
+    after = convert(f"{source}{write}\nfound = {read}\n").after
+    assert f"dist.barrier()\nfound = {read}\n" in after
+    for earlier in (f"found = {read}\n{source}{write}\n", f"{source}{write}\n"):
+        assert "dist.barrier()" not in convert(earlier).after
+    guarded = convert(f"{source}{write}\nwith open('copy', 'w') as to: {read}\n")
+    assert "dist.barrier()" not in guarded.after
+
+
 def test_notes_name_the_scripts_line_also_after_lines_that_are_split():
     source = "import os; import sys\nif os: a = 1; b = 2\n" + TRAINING.replace(
         LOSS, "loss = (model(x) - 1).norm()"

@@ -21,8 +21,9 @@ imports torch. It needs LibCST, which the extra ``stretto[convert]`` installs.
   `_rank_values`, `_divided` and `_rank_value_notes` (numbers of one rank),
   `_replicas` (what makes models differ: `_changed_parameters`, `_gradient_hooks`,
   `_rank_settings` and `_rank_decisions`, which `_rank_sources`, `_trained_parts` and
-  `_replica_notes` serve), `_display` and `_file_names` (output), `_device`, `_setup`
-  and `_support` (the ranks, and inserted functions), and `_advice`.
+  `_replica_notes` serve), `_display`, `_file_names` and `_file_reads` (output and
+  files), `_device`, `_setup` and `_support` (the ranks, and inserted functions), and
+  `_advice`.
 - `_proof` shows which losses are means over samples, by computing with values that say
   how a number depends on a batch.
 - `_horovod` and `_already_distributed` convert scripts that are distributed already.

@@ -11,6 +11,7 @@ from stretto.convert._tree import arguments_of, found
 
 if TYPE_CHECKING:
     from stretto.convert._edit import Work
+    from stretto.convert._tree import Tree
 
 SAVES = (
     "torch.save",
@@ -89,6 +90,22 @@ _BARS = (
 )
 
 
+def opens_for_writing(tree: Tree, node: cst.BaseExpression) -> bool:
+    """Return whether an expression opens a file for writing."""
+    if not isinstance(node, cst.Call):
+        return False
+    method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
+    if tree.called(node) not in ("open", "gzip.open") and method != "open":
+        return False
+    positional, named = arguments_of(node)
+    place = 0 if method == "open" and tree.called(node) != "gzip.open" else 1
+    mode = named["mode"].value if "mode" in named else None
+    if mode is None and len(positional) > place:
+        mode = positional[place]
+    text = tree.text(mode) if mode is not None else "r"
+    return isinstance(mode, cst.SimpleString) and any(c in text for c in "wax+")
+
+
 @final
 class Display:
     """Printing, logging and files."""
@@ -100,7 +117,7 @@ class Display:
     def guard_files(self) -> None:
         """Make only rank 0 execute calls that write files."""
         for node in found(self._tree.module, cst.With):
-            if any(self._writes(item.item) for item in node.items):
+            if any(opens_for_writing(self._tree, item.item) for item in node.items):
                 self._guard_block(node)
         for call in self._tree.calls:
             full = self._tree.called(call)
@@ -117,27 +134,15 @@ class Display:
                     f"`{self._tree.text(call)[:50]}` runs on every rank: put it under "
                     "`if RANK == 0:` if it writes",
                 )
-            elif self._writes(call) and not self._work.is_guarded(call):
+            elif opens_for_writing(self._tree, call) and not self._work.is_guarded(
+                call
+            ):
                 self._work.undecided(
                     call,
                     f"`{self._tree.text(call)[:50]}` opens a file for writing on every "
                     "rank: put it and the code that writes to it under `if RANK == "
                     "0:`",
                 )
-
-    def _writes(self, node: cst.BaseExpression) -> bool:
-        if not isinstance(node, cst.Call):
-            return False
-        method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
-        if self._tree.called(node) not in ("open", "gzip.open") and method != "open":
-            return False
-        positional, named = arguments_of(node)
-        place = 0 if method == "open" and self._tree.called(node) != "gzip.open" else 1
-        mode = named["mode"].value if "mode" in named else None
-        if mode is None and len(positional) > place:
-            mode = positional[place]
-        text = self._tree.text(mode) if mode is not None else "r"
-        return isinstance(mode, cst.SimpleString) and any(c in text for c in "wax+")
 
     def _guard_block(self, node: cst.With) -> None:
         if any(self._tree.within(b, node) for b in self._work.job.backwards) or any(

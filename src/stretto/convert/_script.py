@@ -10,6 +10,7 @@ from stretto.convert import (
     _already_distributed,
     _device,
     _file_names,
+    _file_reads,
     _rank_values,
     _reading,
     _replicas,
@@ -118,6 +119,7 @@ def _distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Not
     display.convert()
     _file_names.convert(work)
     _device.convert(work, saves=display.saves)
+    _file_reads.convert(work)
     _setup.convert(work, logs=display.logs(), seeds_before=first)
     _advice.give(work)
     proofs.point_out()
