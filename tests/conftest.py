@@ -1,9 +1,9 @@
 """Fixtures for all tests; no test reads what earlier runs left on this machine.
 
 ``make test`` sets ``STRETTO_TEST_TURN`` to a number made of the commit. Then tests
-marked ``repeat`` do not run. Of those marked ``turns(n)``, or in a file of
-`TAKE_TURNS`, every n-th of a file runs; the number decides which, so consecutive
-commits run all of them. Without the variable, and with ``STRETTO_TEST_ALL=1 make
+marked ``repeat`` do not run. Of those marked ``turns(n)``, in a file of `TAKE_TURNS`, or
+in ``dist``, every n-th of a file runs; the number decides which, so consecutive commits
+run all of them. Without the variable, and with ``STRETTO_TEST_ALL=1 make
 test``, all tests run.
 """
 
@@ -27,41 +27,44 @@ settings.load_profile("no-deadline")
 os.environ["STRETTO_MEMORY"] = "off"
 
 TAKE_TURNS = {
-    "convert/test_run_convert.py": 2,
-    "dist/test_auto.py": 3,
+    "convert/test_run_convert.py": 3,
+    "dist/test_auto.py": 4,
     "dist/test_burst_by_hand.py": 3,
-    "dist/test_burst_faults.py": 3,
+    "dist/test_burst_faults.py": 4,
     "dist/test_burst_features.py": 3,
     "dist/test_burst_outputs.py": 3,
     "dist/test_burst_uses.py": 5,
     "dist/test_burst_waiting.py": 3,
-    "dist/test_dtypes.py": 2,
+    "dist/test_dtypes.py": 3,
     "dist/test_elastic.py": 3,
-    "dist/test_example_backend.py": 2,
-    "dist/test_exit.py": 3,
-    "dist/test_faults_replanning.py": 2,
-    "dist/test_foreground_marks.py": 2,
-    "dist/test_forward_overlap.py": 3,
-    "dist/test_frameworks.py": 2,
-    "dist/test_horovod_elastic.py": 2,
+    "dist/test_example_backend.py": 3,
+    "dist/test_exit.py": 4,
+    "dist/test_faults_replanning.py": 3,
+    "dist/test_forward_overlap.py": 4,
+    "dist/test_frameworks.py": 3,
+    "dist/test_horovod_elastic.py": 3,
     "dist/test_horovod_ops_start.py": 3,
     "lab/test_burst.py": 2,
     "lab/test_demo.py": 2,
     "lab/test_membership.py": 3,
     "lab/test_run.py": 2,
+    "unit/background/test_two_processes.py": 2,
     "unit/burst/test_cache_places.py": 6,
     "unit/burst/test_caches.py": 6,
     "unit/burst/test_capture.py": 4,
-    "unit/burst/test_graph.py": 2,
+    "unit/burst/test_graph.py": 3,
     "unit/burst/test_inner_calls.py": 2,
     "unit/burst/test_reads.py": 2,
-    "unit/cli/test_run.py": 3,
+    "unit/cli/test_run.py": 4,
     "unit/cluster/test_engines.py": 2,
     "unit/cluster/test_supervisor.py": 2,
     "unit/planners/test_joint.py": 2,
     "wheel/test_wheel.py": 3,
 }
 """Files all of whose tests take turns, and how many commits run all of them."""
+
+DIST_TURNS = 2
+"""As many for the other tests of several ranks."""
 
 
 def pytest_collection_modifyitems(
@@ -86,6 +89,8 @@ def this_turn(items: list[pytest.Item], turn: int) -> list[pytest.Item]:
         if file in TAKE_TURNS:
             item.add_marker(pytest.mark.turns(TAKE_TURNS[file]), append=False)
         mark = item.get_closest_marker("turns")
+        if mark is None and file.startswith("dist/"):
+            mark = pytest.mark.turns(DIST_TURNS).mark
         if item.get_closest_marker("repeat"):
             continue
         if mark is not None:

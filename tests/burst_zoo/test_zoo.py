@@ -20,7 +20,7 @@ SIZES = (2, 2, 2, 3, 4)
 """Numbers of ranks if a model is trained once."""
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("name", zoo_models.CASES)
 def test_a_model_trains_as_one_process_or_is_refused(name: str, pool: Any) -> None:
     case = zoo_models.CASES[name]
@@ -61,7 +61,7 @@ VERIFIED = [
 ]
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(8)
 @pytest.mark.parametrize("name", VERIFIED)
 def test_verify_passes_and_leaves_no_trace_in_training(name: str, pool: Any) -> None:
     case = zoo_models.CASES[name]

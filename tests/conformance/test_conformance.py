@@ -13,7 +13,7 @@ import pytest
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 HERE = Path(__file__).parent
-PARTS = 4
+PARTS = 6
 MIN_PASSED = 60 // PARTS
 FORMS = ("auto", "forced")
 """Without a plan, with one of three lanes, and overlapping with forward, given or
@@ -27,7 +27,7 @@ def passed(found: dict[str, dict[str, list[str]]], form: str) -> set[str]:
     return {name for name, row in found.items() if row[form][0] == "passed"}
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(PARTS)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_passes_with_ddp_passes_with_ours(part: int, tmp_path: Path) -> None:
     """All but what ``known.json`` gives a reason for, which the command checks."""

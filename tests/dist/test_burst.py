@@ -33,7 +33,7 @@ CASES = [
 ]
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1]} on {case[0]}")
 def test_losses_gradients_and_state_are_those_of_one_process(
     ranks: Any, case: tuple[int, str, str, dict[str, Any]]
