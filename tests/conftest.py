@@ -1,9 +1,9 @@
 """Fixtures for all tests; no test reads what earlier runs left on this machine.
 
 ``make test`` sets ``STRETTO_TEST_TURN`` to a number made of the commit. Then tests
-marked ``repeat`` do not run. Of those marked ``turns(n)``, in a file of `TAKE_TURNS`, or
-in ``dist``, every n-th of a file runs; the number decides which, so consecutive commits
-run all of them. Without the variable, and with ``STRETTO_TEST_ALL=1 make
+marked ``repeat`` do not run. Of those marked ``turns(n)``, in a file of `TAKE_TURNS`,
+or in ``dist``, every n-th of a file runs; the number decides which, so consecutive
+commits run all of them. Without the variable, and with ``STRETTO_TEST_ALL=1 make
 test``, all tests run.
 """
 
