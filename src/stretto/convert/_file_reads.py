@@ -59,7 +59,7 @@ def convert(work: Work) -> None:
         if statement in waits or not any(_is_later(tree, call, w) for w in writes):
             continue
         waits.add(statement)
-        work.before(statement, "hvd.barrier()" if work.horovod else "dist.barrier()")
+        work.barrier_before(statement)
         work.done(call, "every rank waits here until rank 0 has written this file")
 
 
@@ -71,17 +71,18 @@ def _is_later(tree: Tree, read: cst.Call, write: cst.Call) -> bool:
 def _written(tree: Tree, call: cst.Call) -> list[str]:
     """Return the paths that a call on rank 0 may write."""
     full = tree.called(call)
-    if isinstance(call.func, cst.Attribute) and call.func.attr.value in _WRITES_ITSELF:
-        return [_path(tree, call.func.value)]
-    if isinstance(call.func, cst.Attribute) and full not in _READERS:
-        paths = [_path(tree, call.func.value)] if opens_for_writing(tree, call) else []
-    else:
-        paths = []
+    paths = []
+    if isinstance(call.func, cst.Attribute):
+        owner = _path(tree, call.func.value)
+        if call.func.attr.value in _WRITES_ITSELF:
+            return [owner]
+        if full not in _READERS and opens_for_writing(tree, call):
+            paths.append(owner)
     positional, _ = arguments_of(call)
     place = 1 if full in _WRITTEN_SECOND else 0
     if place < len(positional):
         paths.append(_path(tree, positional[place]))
-    return [path for path in paths if path]
+    return paths
 
 
 def _read(tree: Tree, call: cst.Call) -> str:
