@@ -124,7 +124,7 @@ def _loads(work: Work, *, saves: bool) -> None:
                 call, (f"loads to {where}, not to the device that it was saved from")
             )
         if saves and not work.is_guarded(call):
-            work.barrier_before(tree.statement(call))
+            work.before(tree.statement(call), work.barrier)
             work.done(call, "every rank waits here until rank 0 has written")
 
 

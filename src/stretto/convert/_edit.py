@@ -163,9 +163,10 @@ class Work:
         """Insert statements before a statement."""
         self._before.setdefault(node, []).extend(self.statement(t) for t in texts)
 
-    def barrier_before(self, statement: cst.CSTNode) -> None:
-        """Let every rank wait for the others before a statement."""
-        self.before(statement, "hvd.barrier()" if self.horovod else "dist.barrier()")
+    @property
+    def barrier(self) -> str:
+        """A statement in which every rank waits for the others."""
+        return "hvd.barrier()" if self.horovod else "dist.barrier()"
 
     def nodes_before(self, node: cst.CSTNode, nodes: Sequence[cst.CSTNode]) -> None:
         """Insert parsed statements before a statement."""

@@ -110,8 +110,7 @@ class _EqualNames:
         for check in checks:
             self._around(check, "of_rank0")
         if self._touches_data(node):
-            wait = "hvd.barrier()" if self._work.horovod else "dist.barrier()"
-            self._work.after(node, wait)
+            self._work.after(node, self._work.barrier)
         self._work.done(
             node, "rank 0 looks for the file, so that all ranks take the same branch"
         )

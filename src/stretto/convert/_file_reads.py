@@ -59,7 +59,7 @@ def convert(work: Work) -> None:
         if statement in waits or not any(_is_later(tree, call, w) for w in writes):
             continue
         waits.add(statement)
-        work.barrier_before(statement)
+        work.before(statement, work.barrier)
         work.done(call, "every rank waits here until rank 0 has written this file")
 
 
