@@ -173,7 +173,8 @@ train(state)
 
 
 def _agent(folder: Path, node: str, port: int) -> subprocess.Popen[bytes]:
-    settings = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+    # An agent that a busy machine delays by some seconds must not count as lost.
+    settings = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=10"
     command = [sys.executable, "-m", "torch.distributed.run"]
     command += ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=9"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
