@@ -22,6 +22,7 @@ from stretto.logs import get_logger
 from stretto.runtime import backends
 from stretto.runtime.agreement import require_plan_applied
 from stretto.runtime.ddp_reducer import ReplaceableReducerDDP
+from stretto.runtime.device_mesh import take_local_shards
 from stretto.runtime.failure import forget_frames
 from stretto.runtime.nan_check import check_options
 from stretto.runtime.negotiated.reducer import (
@@ -157,11 +158,12 @@ class DistributedDataParallel(ReplaceableReducerDDP):
     ) -> None:
         group = process_group_of(module, args, kwargs)
         arguments = arguments_of(module, args, kwargs)
+        unshardable = take_local_shards(module, arguments, group)
         self._ignored = ignored_names(module, arguments)
         self._unplannable = why_unplannable(arguments)
         # Attributes that a subclass sets before it calls this constructor.
         compared = self.__dict__.pop("_compared", {})
-        trouble = self.__dict__.pop("_trouble", None)
+        trouble = self.__dict__.pop("_trouble", None) or unshardable
         given = {
             "lanes": lanes is not None,
             "unit_bytes": unit_bytes is not None,
