@@ -1,7 +1,7 @@
-"""Data parallelism beside tensor or pipeline parallelism, on a two-dimensional mesh.
+"""Data parallelism beside tensor or pipeline parallelism, on a mesh of two dimensions.
 
-Two emulated hosts of two ranks: the ranks of a host share the layers, and hosts share the
-batch. Gradients travel between the hosts over connections of at most 300 Mbit/s.
+Two emulated hosts of two ranks: the ranks of a host share the layers, and hosts share
+the batch. Gradients travel between hosts over connections of at most 300 Mbit/s.
 
     stretto lab run --hosts 2 --ranks-per-host 2 --flow 300mbit -- \
         python examples/mesh.py tensor

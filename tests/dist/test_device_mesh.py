@@ -1,4 +1,4 @@
-"""Data parallelism on one dimension of a mesh, beside tensor and pipeline parallelism."""
+"""Data parallelism on a mesh, beside tensor and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe

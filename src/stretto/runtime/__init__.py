@@ -2,8 +2,9 @@
 
 - `ddp` is the class for users, on `ddp_ranks` (agreement, lanes, parameters) and
   `ddp_reducer` (the Reducer and its replacement). `torch_compat` holds what is private
-  in PyTorch, `plan_binding` checks a plan against a model, `device_mesh` takes this rank's
-  shards of DTensors, `static_graph` counts gradients, `nan_check` finds invalid ones, and `read_only` shows values.
+  in PyTorch, `plan_binding` checks a plan against a model, `device_mesh` takes this
+  rank's shards of DTensors, `static_graph` counts gradients, `nan_check` finds invalid
+  ones, and `read_only` shows values.
 - `sender` sends buckets on `lanes`, each by its `bucket_schedule`. `planned_group` and
   `ddp_group` are the process groups of Reducers, with `launch` (works and futures) and
   `narrow_lanes` (narrower types).

@@ -1,7 +1,7 @@
 """Data parallelism beside tensor parallelism: parameters that are DTensors.
 
-DDP replaces a DTensor parameter by this rank's part of it, if it gets one dimension of a
-larger mesh. Plans, and what ranks compare before DDP's constructor, need that table.
+DDP replaces a DTensor parameter by this rank's part of it, if it gets one dimension of
+a larger mesh. Plans, and what ranks compare before DDP's constructor, need that table.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _is_part_of_mesh(mesh: Any) -> bool:
 
 def _dtensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
     if "torch.distributed.tensor" not in sys.modules:
-        return  # importing it takes long, and nobody has made one
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+        return  # importing it takes long, and DTensors exist only if it was
+    from torch.distributed.tensor import DTensor
 
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
@@ -79,7 +79,7 @@ def take_local_shards(
                 name,
             )
             break
-    from torch.distributed.tensor.parallel.ddp import (  # noqa: PLC0415
+    from torch.distributed.tensor.parallel.ddp import (
         _localize_dtensor,
     )
 
