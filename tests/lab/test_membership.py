@@ -32,7 +32,7 @@ def test_hosts_leave_while_a_direction_fails_and_return_after(lab, programs, tmp
     faults = [
         "disconnect host3 at step 5 for 1 s",  # too short to matter
         "drop-input host3 at step 30 for 6 s",
-        "drop-output host2 at step 120 for 6 s",
+        "drop-output host2 at step 210 for 6 s",
     ]
     found = views_of(lab, programs, tmp_path, faults, hosts=4, views=5)
     wanted = {

@@ -1,7 +1,8 @@
 """A rank that trains nothing: it appends each view that it gets to a file.
 
-A step is a tenth of a second in which it was in a view. It ends once it has got as many
-views as the second argument says.
+A step is a tenth of a second in which it was in a view. The first view has the steps 0 to
+99, the second one 100 to 199, and so on, however long ranks take to agree on a view. It
+ends once it has got as many views as the second argument says.
 """
 
 import json
@@ -24,9 +25,14 @@ counter = StepCounter(os.environ[VARIABLE], int(os.environ["RANK"]))
 def count():
     while client.newest is None:
         time.sleep(0.01)
+    steps = 0
     while True:
         time.sleep(0.1)
-        counter.add()
+        first = 100 * (client.newest.generation - 1)
+        new = max(first - steps, 1) if steps < first + 99 else 0
+        for _ in range(new):
+            counter.add()
+        steps += new
 
 
 threading.Thread(target=count, daemon=True).start()
