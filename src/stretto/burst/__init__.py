@@ -13,7 +13,8 @@ The model:
 - `requested_plans`: plans that a cluster requests while the model trains.
 - `requirements`: what a module, a plan and a call must be.
 - `ownership`: which ranks run which layer.
-- `schedule`: what a rank does in a forward, computed once per plan (for `forward`).
+- `schedule`: what a rank does in a forward, computed once per plan (for `captures`
+  and `forward_exchange`).
 - `graph`: capture a module (for `captures`, and the public function).
 - `captures`: a model's captures for its modes and values.
 
@@ -21,13 +22,15 @@ A step:
 
 - `forward_exchange`: the numbers that ranks exchange and compare at a forward's start.
 - `forward`: run each layer on this rank, with moves in between.
-- `activation_transfer`: the moves and their way back (for `forward`).
+- `activation_transfer`: the moves and their way back (for `forward` too).
 - `boundary`: weigh gradients where they enter and leave the model.
 - `backward_pass`: a backward, from its first gradient to its last.
-- `gradient_sync`: add a layer's gradients over its ranks (for `backward_pass`).
+- `gradient_sync`: add a layer's gradients over its ranks (for `plan_follower`
+  and `backward_pass`).
 - `shadows`: keep gradients that bypass the layers apart.
 - `reach`: the parameters that a backward reaches (for `backward_pass`).
-- `gathered_outputs`: find losses on outputs gathered from uneven ranks.
+- `gathered_outputs`: find losses on outputs gathered from uneven ranks (for
+  `torch_seam`).
 - `held_activations`: find losses on activations that hooks kept.
 - `hooks`: call the program's hooks as one process would.
 - `norm`, `dropout`: statistics and masks of the whole batch, in layers (for `forward`).
@@ -38,8 +41,10 @@ Ranks:
 - `rank_groups`: connections, among all ranks and among a layer's.
 - `rank_meeting`: agree before anything is built or sent.
 - `refusals`: inform ranks that wait for one that raised (for `rank_groups`).
-- `parameters`: send parameters, gradients and optimizer states between ranks.
-- `memory`: values as bytes, for all of these.
+- `parameters`: send parameters, gradients and optimizer states between ranks (for
+  `plan_follower` and `plan_change`).
+- `memory`: values as bytes (for `parameters`, `activation_transfer`, `tracing` and
+  `checks`).
 
 PyTorch's functions:
 

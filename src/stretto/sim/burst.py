@@ -9,7 +9,8 @@ Samples in transit and gradients share the hosts' links max-min fairly. Not mode
 what packets lose to one another. Calls and copies count if the profile has their costs.
 
 It has events of its own: `stretto.sim.engine` has one track of work, and here every
-rank computes, waits and slows the others. Called by `stretto._api.burst`.
+rank computes, waits and slows the others. Called by
+`stretto.planners.burst.simulated`.
 """
 
 from __future__ import annotations

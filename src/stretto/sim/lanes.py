@@ -4,7 +4,7 @@
 slowed, by flows of one level or of several. Each gives what `stretto.sim.engine` gives
 for one link, faster: one queue is a chain of closed forms, where computation is
 undisturbed ready times are known in advance, and flows of one level have one rate.
-Called by `stretto.sim.step_model`.
+Called by `stretto.sim.step_model` and `stretto.sim.gated_lanes`.
 
 Flows of one level have one rate at any time. So the loops over several queues do not
 count each flow's bytes but, by level, the bytes that any flow of that level has been

@@ -7,37 +7,45 @@ otherwise, `operations` uses what a file defines.
 A recording:
 
 - `recorder`: the operations of one forward, on tensors without values.
-- `patching`: route calls of modules and functions through it (for `recorder`).
+- `patching`: route calls of modules and functions through it (for `recorder` too).
 - `records`: what a recording consists of (for `recorder` too).
 - `source_lines`: the lines of the user's code (for `recorder` too).
-- `views`: writes in place through a view of another tensor (for `recorder` too).
-- `torch_modules`: kinds of modules that are treated in ways of their own.
-- `copied_norms`: batch norms of the user's that repeat torch's (for `recorder` too).
-- `inner_calls`: operators in operations, and which of them read other samples.
-- `fakes`: these tensors, in place of parameters and buffers (for `recorder`).
+- `views`: writes in place through a view of another tensor (for `recorder`).
+- `torch_modules`: kinds of modules that are treated in ways of their own (for
+  `recorder`, `layers`, and files of `burst`).
+- `copied_norms`: batch norms of the user's that repeat torch's (for `recorder`,
+  `recordings` and `build`).
+- `inner_calls`: operators in operations, and which of them read other samples (for
+  `recorder` and `build`).
+- `fakes`: tensors without values, in place of parameters and buffers (for `recorder`
+  and `recordings`), and which tensors share memory.
 - `reads`: the plain state that forward reads, to detect a change of it.
-- `watching`: compare that state before each step (for `reads`).
-- `freezing`: copies of plain state that can be compared later (for `watching`).
+- `watching`: compare that state before each step (for `reads` and `classify`).
+- `freezing`: copies of plain state that can be compared later (for `watching`, `reads`
+  and `caches`).
 - `packing`: several inputs or outputs in one tensor.
-- `output_memory`: outputs that are views of other ones or of inputs (for `packing`).
-- `caches`: find and undo what forward keeps outside of the call (for `recordings`).
+- `output_memory`: outputs that are views of other ones or of inputs.
+- `caches`: find and undo what forward keeps outside of the call (for `recordings`,
+  `classify`, `layers` and `proof`).
 - `cached_values`: compare what is cached later with what layers compute.
 
 Two recordings:
 
-- `operations`: `trace`, the way from a module to its operations.
+- `operations`: `trace`, the way from a module to its operations (for `burst.graph`).
 - `recordings`: both recordings, with forward's changes undone.
-- `aligning`: pair their operations, without calls that only change a memory layout.
+- `aligning`: pair their operations, without calls that only change a memory layout
+  (for `comparing` and `recordings`).
 - `comparing`: sizes that follow the batch.
 - `ordering`: an order of fixed operations that all processes share.
 - `build`: a graph from both recordings.
-- `names`: names of what the graph holds.
+- `names`: names of what the graph holds (for `build` and `grouping`).
 - `classify`: which operations depend on the input, and have a row for each sample.
 
 What can't be split over samples or ranks:
 
 - `sample_positions`: operations that depend on a sample's position in the batch.
-- `own_rows`: computed indexes into the batch, checked at each step.
+- `own_rows`: computed indexes into the batch, checked at each step (for `build` and
+  `proof`).
 - `tables`: batch norms whose values do not come from the samples.
 - `custom_backward`: layers whose backward is not torch's own (for `proof`).
 - `overlap`: tensors that share memory (for `grouping` too).
@@ -46,10 +54,12 @@ Layers:
 
 - `grouping`: group operations, and make each group a module (for `layers`).
 - `output_parameters`: the parameters from which each output is computed.
-- `layers`: `LayerGraph` and `LayerNode`.
-- `proof`: compute the layers: they equal the model and keep rows apart, see `capture`.
-- `layer_runs`: run layers alone (for `proof`).
+- `layers`: `LayerGraph` and `LayerNode` (for `burst.graph`, and what runs layers).
+- `proof`: compute the layers: they equal the model and keep rows apart (for
+  `burst.graph`).
+- `layer_runs`: run layers alone (for `proof` and `other_values`).
 - `one_row`: norms on a rank with one row (for `layer_runs`, and the executor).
-- `trial`: random rows, perturbed parameters and constant draws (for `proof`).
+- `trial`: random rows, perturbed parameters and constant draws (for `proof`,
+  `layer_runs` and `sample_positions`).
 - `other_values`: run operations with values that a layer rarely has (for `proof`).
 """

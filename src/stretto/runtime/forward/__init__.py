@@ -9,6 +9,7 @@
   their update. Any read of these settles them.
 - `module_hooks`: settles a module's parameters when it is called; `raw_access`: guards
   functions of PyTorch that read memory without asking the tensor's class.
-- `reads`: learns what a program reads, before there is a forward plan (for `tune`).
+- `reads`: records what a program reads before there is a forward plan, while tuning
+  profiles (for `runtime.ddp_reducer`).
 - `fallback`: why a model does not overlap with forward.
 """
