@@ -95,9 +95,9 @@ def claims_of(package):
         if claim:
             for caller in re.findall(r"`([\w.]+)`", claim[1]):
                 yield module, {resolved(package, caller)}
-        if package in DEFAULTS and (claim is None or " too" in claim[1]):
-            if module not in DEFAULTS[package]:
-                yield module, DEFAULTS[package]
+        default = DEFAULTS.get(package, set())
+        if default and module not in default and not (claim and " too" not in claim[1]):
+            yield module, default
 
 
 def is_used(module, callers):

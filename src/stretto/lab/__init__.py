@@ -4,6 +4,8 @@
   `spec`: what is passed to it.
 - `supervisor`: the process that keeps a lab running; `network`: its namespaces and
   rates; `faults`: breaks them, and ranks; `syscalls`: what Python lacks for all.
+- `pacing`: a folder for the path of ranks in mode ``paced`` (from `launch`), whose
+  `sitecustomize` caps their connections.
 - `ports`: ports at which ranks meet (also for `stretto.cluster`).
 """
 
