@@ -7,7 +7,7 @@ Run it on four emulated hosts:
         python benchmarks/forward_overlap.py --name capped
 
 Computation is emulated: layers sleep, as on a device of their own. One process trains
-with PyTorch's DDP, with the best backward plan, with the forward plan's buckets under
+with PyTorch's DDP, with the best backward plan, with the forward plan's buckets during
 backward, and with the forward plan, in blocks of steps in turns. A block's figure is
 the mean period between the starts of forward, of the slowest rank. Results are medians
 of blocks, and ratios are medians of those of neighboring blocks.

@@ -1,4 +1,4 @@
-"""Training that goes on when ranks, a host and a link are lost.
+"""Training that continues when ranks, a host and a link are lost.
 
 On three emulated hosts, of which one is lost, one loses its process, and one its link:
 

@@ -1,6 +1,6 @@
 """Train a small network on scikit-learn's digits, on as many ranks as it is given.
 
-A job of `stretto cluster`: it ends at a request with a checkpoint, and goes on from it
+A job of `stretto cluster`: it ends at a request with a checkpoint, and resumes from it
 when it is started again. The same script is a foreground, whose ranks train together,
 and a background, a single process.
 """
@@ -53,7 +53,7 @@ def main() -> None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         begin = saved["steps"]
-        sys.stdout.write(f"goes on after step {begin}\n")
+        sys.stdout.write(f"resumes after step {begin}\n")
     plain = model
     if ranks > 1:
         dist.init_process_group("gloo")

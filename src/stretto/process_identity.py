@@ -1,4 +1,4 @@
-"""Identify a process of this host for certain, although process ids are reused."""
+"""Identify a process of this host reliably, although process ids are reused."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ MAX_BLOCKS = 32
 """Last blocks that are kept."""
 
 _MIN_STEPS = 2
-"""With background in a block; with fewer, the block goes on after the control step."""
+"""With background in a block; with fewer, the block continues after its control."""
 
 _MAX_CONTROLS = 8
 """Control steps of one block."""

@@ -1,4 +1,4 @@
-"""Leases for a training script that knows nothing of them.
+"""Leases for a training script that does not request them.
 
 Hooks on all modules and optimizers open and end the leases: one for each micro-batch,
 or one for each layer in forward and in backward.

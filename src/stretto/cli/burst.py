@@ -132,7 +132,7 @@ def plan_command(
 
     A layer that gains little from more GPUs gets few, and the others are free in
     the meantime; --amp-limit limits the GPU time that a faster layer may cost. With a
-    cluster of up to 64 ranks the step is simulated, including synchronization under
+    cluster of up to 64 ranks the step is simulated, including synchronization during
     backward and waiting. Otherwise it is the sum of the published model.
 
     With --background it shows the step beside a background job on each rank and the

@@ -185,7 +185,7 @@ def _torchrun_options() -> dict[str, argparse.Action]:
     "--resume",
     type=click.Choice(["auto", "never"]),
     help="(Experimental) Whether a script that uses stretto.Elastic with a checkpoint "
-    "folder goes on from the newest snapshot.  [default: auto]",
+    "folder resumes from the newest snapshot.  [default: auto]",
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, required=True)
 def command(

@@ -55,7 +55,7 @@ def commands(state: State, host: str | None = None) -> list[Command]:
 def _grace_s(spec: Job, attempt: Attempt) -> float:
     """Return how long ranks may take to end.
 
-    Where a rank has failed, the others wait for it in vain, on every host.
+    Where a rank has failed, the others would wait for it forever, on every host.
     """
     grace_s = spec.restart.grace_s
     return min(grace_s, _FAILED_GRACE_S) if attempt.then == RETRY else grace_s

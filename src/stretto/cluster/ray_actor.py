@@ -2,8 +2,8 @@
 
 The agent is the local engine's, in a process that is no child of the actor's: forks
 need a process with one thread, and what it has started outlives Ray. Actor and agent
-meet at a Unix socket in the host's folder. The gateway fetches and brings bytes, which
-are lines of JSON here as everywhere; nothing is interpreted on the way.
+meet at a Unix socket in the host's folder. The gateway fetches and brings lines of JSON
+as bytes, and does not interpret them.
 
 This module does not import Ray: `ray_gateway` makes an actor of the class.
 """

@@ -84,7 +84,7 @@ class BurstNetwork:
     sync: str
     """``transfer``: a ring's volume, 2(g-1)/g of a layer's parameters, as one transfer
     with one latency, the model of section 4.1. ``ring``: with all latencies of a ring.
-    Both run after backward. ``hidden``: costs nothing; all of it is under backward."""
+    Both run after backward. ``hidden``: costs nothing; it overlaps with backward."""
 
     exposed_ratio: float = 1.0
     """Share of synchronization that other layers' backward does not hide."""

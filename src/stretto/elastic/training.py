@@ -105,10 +105,10 @@ class Elastic:
                 step from it, the step and the rank, so that a step can run again.
             on_change: called with the old and the new number of ranks.
             checkpoint: folder of snapshots, which rank 0 writes beside training. The
-                job goes on from the newest one in it.
+                job resumes from the newest one in it.
             every: how often: ``"100 steps"``, ``"30 s"``, ``"10 min"`` or ``"1 h"``.
             keep: how many snapshots to keep.
-            resume: whether to go on from a snapshot. By default
+            resume: whether to resume from a snapshot. By default
                 ``STRETTO_RESUME=never`` says no.
             repair: whether a rank whose parameters differ from those of most ranks gets
                 their state. Otherwise a warning names it.
@@ -182,7 +182,7 @@ class Elastic:
                 Membership(generation=0, first_step=self._steps, ids=ids)
             )
         if self._steps and self.rank == 0:
-            _log.warning("training goes on from step %d", self._steps)
+            _log.warning("training resumes from step %d", self._steps)
         optimizer.register_step_post_hook(self._note_step)
 
     # What a program reads.

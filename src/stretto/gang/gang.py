@@ -439,7 +439,7 @@ class Gang:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after a checkpoint's step.
+        """Continue after a checkpoint's step.
 
         Raises:
             SpecError: the checkpoint is of a gang with another seed or step size.

@@ -1,4 +1,4 @@
-"""Decide each next view once, whatever is lost, late or doubled on the way.
+"""Decide each next view once, whatever messages are lost, late or duplicated.
 
 Pure: events and times in, commands out. Every keeper has a `KeeperCore`.
 
@@ -413,7 +413,7 @@ class KeeperCore:
         return room and any(view.rank(member) is None for member in self._ready)
 
     def _has_loss(self, now_s: float) -> bool:
-        """Return whether the present ranks can't go on, as far as is known here."""
+        """Return whether the present ranks can't continue, as far as is known here."""
         view, policy = self.view, self._policy
         mine = [m.id for m in view.members if m.keeper == self._keeper]
         if any(m not in self._ready and m not in self._left for m in mine):

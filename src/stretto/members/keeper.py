@@ -403,12 +403,12 @@ class RankKeeper:
             self._loop.stop()
 
     def _replace(self, lost: _Rank) -> None:
-        """Start a rank in place of a lost one, unless the job ends or it is in vain."""
+        """Start a rank in place of a lost one, if its job still trains."""
         core = self._core
         if not self._job.replaces or core is None or core.is_leaving():
             return
         if self._replacements == _MAX_REPLACEMENTS:
-            _log.error("%d ranks were replaced: no more are", _MAX_REPLACEMENTS)
+            _log.error("%d ranks were replaced, which is the limit", _MAX_REPLACEMENTS)
             return
         self._replacements += 1
         member = self._start_joining(lost.local_rank)

@@ -459,7 +459,7 @@ class KeeperNetwork:
         try:
             hello = msgspec.json.decode(text.encode(), type=_Hello)
         except msgspec.DecodeError:
-            self._refuse(link, "it speaks another version")
+            self._refuse(link, "it has another version of the protocol")
             return
         if why := self._why_refused(hello):
             self._refuse(link, why)

@@ -1,4 +1,6 @@
-"""The optimizer and the schedule of AIACC-Training, in our reading.
+"""The optimizer and schedule of AIACC-Training, for programs to use.
+
+The paper names both and gives no formula; these are this package's interpretation.
 
 `AdamSGD` (in `adam_sgd`) begins as Adam and ends as SGD; `LinearDecay` (in
 `linear_decay`) lowers the learning rate along a line after a warm-up.

@@ -9,7 +9,7 @@ arXiv:1712.07628.
 Let ``q`` be Adam's step divided by the learning rate, with bias corrections, and ``g``
 the gradient, of one parameter tensor. The step of SGD whose projection on Adam's
 direction is Adam's step has the learning rate ``r * lr`` with ``r = q.q / q.g``. Once
-an average of ``r`` has settled, SGD goes on with this rate.
+an average of ``r`` has settled, SGD continues with this rate.
 
 Three things differ from SWATS:
 

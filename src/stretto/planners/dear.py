@@ -1,4 +1,4 @@
-"""DeAR: every all-reduce in halves, one under backward and one under forward."""
+"""DeAR: every all-reduce in halves, one during backward and one during forward."""
 
 from __future__ import annotations
 

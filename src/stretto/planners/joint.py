@@ -243,7 +243,7 @@ class JointPlanner(AbstractPlanner):
         return finish(chosen, self.name, workload, cluster, scope, view=view)
 
     def _extend(self, search: Search) -> None:
-        """Search drafts of which some buckets travel under the next forward."""
+        """Search drafts of which some buckets continue during the next forward."""
         if search.enough:
             return
         effort, orders = search.effort, search.orders

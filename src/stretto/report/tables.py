@@ -146,7 +146,7 @@ def plan_table(plan: Plan, workload: Workload, *, width: int = 100) -> str:
     if extends:
         order = "in launch order; " if plan.overlap == "forward" else ""
         table.caption = (
-            f"{order}a bucket may travel under the next forward until it is "
+            f"{order}a bucket may continue during the next forward until it is "
             "needed there"
         )
     return _text(table, width)

@@ -1,4 +1,4 @@
-"""Snapshots of a training job on disk, from which it goes on at the exact step.
+"""Snapshots of a training job on disk, from which it resumes at the exact step.
 
 `manifests` names complete snapshots and finds the newest; it imports no torch.
 `snapshots` copies a job's state, writes it beside training, and reads it again. What

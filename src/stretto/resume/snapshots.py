@@ -1,6 +1,6 @@
 """Write a job's state beside training, and read the newest one.
 
-# Note [Training goes on while a snapshot is written]
+# Note [Training continues while a snapshot is written]
 The state is copied in the training thread, so what is written is the state of one step,
 and a thread writes the copy. One snapshot is written at a time: if a disk is so slow
 that the next one is due before, that one is left out. A failure is logged once per kind
@@ -128,7 +128,7 @@ class SnapshotWriter:
             data = msgspec.json.format(msgspec.json.encode(whole)) + b"\n"
             write_whole(folder / whole.name, lambda file: file.write(data))
             remove_old(folder, keep=self._keep)
-        except Exception as error:  # noqa: BLE001 - training goes on whatever it is
+        except Exception as error:  # noqa: BLE001 - training continues whatever it is
             self._failure = (
                 f"the snapshot of step {manifest.step} was not written to {folder}: "
                 f"{error}. Earlier ones remain."

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from stretto.schema.workload import Workload
 
 OVERLAPS = ("none", "backward", "forward", "halves")
-"""Where communication runs: after backward, under it, also under the next forward, or
-in two halves as in DeAR, one under backward and one under the next forward. The runtime
-does not send halves: they are simulated to compare with."""
+"""Where communication runs: after backward, during it, also during the next forward, or
+in two halves as in DeAR, one during backward and one during the next forward. The
+runtime does not send halves: they are simulated to compare with."""
 ALGORITHMS = (
     "ring",
     "halving_doubling",

@@ -2,7 +2,7 @@
 
 This simulates the executor's operations. Each rank runs the layers in order, forward
 and backward. Samples are sent as soon as a layer has them and awaited where they are
-used. Gradients are summed over a layer's ranks under backward, in buckets. At the end
+used. Gradients are summed over a layer's ranks during backward, in buckets. At the end
 each rank waits for its buckets and updates its parameters.
 
 Samples in transit and gradients share the hosts' links max-min fairly. Not modeled:

@@ -25,7 +25,7 @@ class BoundScope:
     """Whether plans may overlap all-reduces with the next forward too."""
 
     halves: bool = False
-    """Whether plans send halves of all-reduces under backward and the next forward."""
+    """Whether plans send halves of all-reduces during backward and the next forward."""
 
     max_lanes: int | None = None
     """The largest number of lanes of a plan; ``None``: any number."""

@@ -51,7 +51,7 @@ class StepModel:
 
     It supports buckets of neighboring tensors in the order of readiness, in the
     gradients' own type, each with its own lane, slices, resource and algorithm, after
-    backward, under it, or into the next forward in any launch order.
+    backward, during it, or into the next forward in any launch order.
     """
 
     def __init__(self, workload: Workload, cluster: Cluster) -> None:

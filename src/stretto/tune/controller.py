@@ -407,7 +407,7 @@ class AutoPlan:
                 f"{self._model.device_type}, "
                 f"{self._model._lane_backend}, "  # noqa: SLF001
                 f"wire {self._wire_dtype}"
-                f"{', under forward' if self._forward else ''}"
+                f"{', during forward' if self._forward else ''}"
             ),
         )
 

@@ -116,7 +116,7 @@ def summary(settled: TuningResult) -> str:
     slices = sorted({bucket.slices for bucket in plan.buckets})
     numbers = "-".join(str(s) for s in (slices[0], slices[-1])[: len(slices)])
     word = "remembered" if settled.from_cache else "planned"
-    extent = ", also under the next forward" if plan.overlap == "forward" else ""
+    extent = ", also during the next forward" if plan.overlap == "forward" else ""
     return (
         f"{word}: {_count(len(plan.buckets), 'bucket')} in {numbers} "
         f"slice{'s' if slices[-1] > 1 else ''} on {_count(_lanes_used(plan), 'lane')}"

@@ -1,4 +1,4 @@
-"""Launch orders, and plans whose buckets travel under the next forward."""
+"""Launch orders, and plans whose buckets continue during the next forward."""
 
 from __future__ import annotations
 

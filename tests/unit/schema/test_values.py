@@ -144,7 +144,7 @@ BROKEN = {
     ),
     "no buckets": (lambda: plan(buckets=()), ".buckets"),
     "an unknown overlap": (lambda: plan(overlap="sideways"), ".overlap"),
-    "a launch order under backward alone": (
+    "a launch order during backward alone": (
         lambda: forward_plan(2, 1, 0, overlap="backward"),
         ".launch",
     ),

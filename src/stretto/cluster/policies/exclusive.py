@@ -28,7 +28,7 @@ class ExclusivePolicy(AbstractPolicy):
     # Note [Backfill without starvation]
     Jobs start in the order of priority, then submission. If the first does not fit,
     later ones that fit may pass it. How long jobs will run is not known, so this could
-    go on forever. When the first has waited for ``patience_s``, devices that become
+    continue forever. When the first has waited for ``patience_s``, devices that become
     free are kept for it, and no job passes it anymore, unless it needs more devices
     than the open hosts have.
 

@@ -31,8 +31,8 @@ OTHER_PACES = (0.8, 1.5)
 """Durations of backward, relative to the measured one, used in a plan's score."""
 
 _FORWARD_WORK = 2
-"""Time to order and to simulate a collective that may travel under forward, relative to
-one that may not."""
+"""Time to order and to simulate a collective that may continue during forward, relative
+to one that may not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +196,7 @@ class Search:
     def climb(self, draft: Draft) -> None:
         """Climb from a draft toward the shortest iteration time.
 
-        A draft that sends nothing under backward has no moves and is unchanged.
+        A draft that sends nothing during backward has no moves and is unchanged.
         """
         if draft.overlap != "none" and not self.enough:
             self._climbed(draft, self.value_s)

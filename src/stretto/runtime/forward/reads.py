@@ -1,7 +1,7 @@
 """Learn what a program reads between a backward and its next forward.
 
 # Note [A rehearsal]
-Before a plan lets communication continue under the next forward, a few steps show
+Before a plan lets communication continue during the next forward, a few steps show
 whether the program leaves it room. Their gradients are complete, so nothing waits: each
 gets a wrapper after backward, as under a forward plan, and the optimizer's step is
 executed at once in the way that a forward plan executes it. Then parameters and states

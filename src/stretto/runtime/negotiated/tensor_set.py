@@ -295,7 +295,7 @@ class SetSteps:
         return self._undelivered(Undelivered(self.place, error))
 
     def _undelivered(self, error: Undelivered) -> StrettoError:
-        # This rank can't go on to the next step, so the others can't either.
+        # This rank can't continue to the next step, so the others can't either.
         ranks = self._loop.ranks
         reported = StrettoError(f"{ranks.name(ranks.rank)}: {error}")
         reported.__cause__ = error.__cause__
