@@ -1,14 +1,11 @@
-"""Lets the tests of this folder import what they share, and shows them one program."""
+"""Shows the tests of this folder one program."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

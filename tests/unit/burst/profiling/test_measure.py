@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from burst_graphs import chain_of, random_profile
 from click.testing import CliRunner
 from torch import nn
 
@@ -20,6 +19,7 @@ from stretto.cost.burst_times import updated
 from stretto.errors import NoisyProfile, PlanMismatch, SpecError
 from stretto.schema.burst import LayerProfile, LayerTiming
 from stretto.testing.models import VGG, WideResNet
+from support.burst_graphs import chain_of, random_profile
 
 CALM = {"max_spread_ratio": 1e9, "repetitions": 2, "warmup": 1}
 

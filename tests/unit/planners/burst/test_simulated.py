@@ -7,7 +7,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from burst_graphs import chain_of, random_profile, random_shape
 from click.testing import CliRunner
 
 from stretto._api import burst
@@ -33,6 +32,7 @@ from stretto.schema.burst import (
 )
 from stretto.schema.burst_host import HostCosts, Slowdown
 from stretto.sim.fair import max_min_rates
+from support.burst_graphs import chain_of, random_profile, random_shape
 
 RATE, DELAY_S = 1e8, 1e-4
 

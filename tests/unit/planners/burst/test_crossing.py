@@ -6,13 +6,6 @@ import itertools
 import random
 
 import pytest
-from burst_graphs import (
-    chain_of,
-    inputs_of,
-    random_network,
-    random_profile,
-    random_shape,
-)
 
 from stretto.planners.burst import crossing
 from stretto.planners.burst.cuts import collapsed, expanded, joined
@@ -25,6 +18,13 @@ from stretto.planners.burst.plan import (
 )
 from stretto.planners.burst.problem import BurstProblem, Choice
 from stretto.schema.burst import Layer, LayerProfile
+from support.burst_graphs import (
+    chain_of,
+    inputs_of,
+    random_network,
+    random_profile,
+    random_shape,
+)
 
 CROSS = {"b": "a", "c": "a", "d": "b c", "e": "c", "f": "d e"}
 

@@ -1,6 +1,6 @@
 """Profiles of the authors' published artifact as our layer profiles.
 
-They lie beside the repository, where they lie at all; nothing of them is in it.
+Its files are not part of the repository; without them, these tests are skipped.
 Lines are ``kind{parameters}[batch][input shape]``, total ms, forward us, backward us.
 """
 
@@ -14,7 +14,7 @@ import pytest
 
 from stretto.schema.burst import BatchTime, Layer, LayerProfile
 
-FOLDER = Path(__file__).resolve().parents[3] / "../shared/data/deeppool"
+FOLDER = Path(__file__).resolve().parents[2] / "../shared/data/deeppool"
 _LINE = re.compile(
     r"\s*(\w+?)(\{.*\})\[(\d+)\]\[?([\d,]+)\]?\s+([\d.]+)\s+(\d+)\s+(\d+)"
 )

@@ -8,7 +8,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from burst_graphs import inputs_of, random_profile, random_shape
 from click.testing import CliRunner
 
 from stretto.cli.burst import command
@@ -17,6 +16,7 @@ from stretto.errors import Infeasible, PlanMismatch, SpecError
 from stretto.planners.burst.tree import Block, Chain, Edge, parse
 from stretto.schema import Cluster, Link
 from stretto.schema.burst import BatchTime, BurstPlan, Layer, LayerGpus, LayerProfile
+from support.burst_graphs import inputs_of, random_profile, random_shape
 
 
 def layer(name, *inputs, times=((1, 1e-3), (2, 1.5e-3), (8, 6e-3))) -> Layer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import published
 import pytest
 
 from stretto.cost.burst import DEEPPOOL
@@ -10,6 +9,7 @@ from stretto.papers.deeppool_literal import search_linear
 from stretto.planners.burst.evaluate import evaluate
 from stretto.planners.burst.problem import BurstProblem, Choice
 from stretto.planners.burst.search import shortest
+from support import published_vgg16
 
 PUBLISHED_DP_S = 13.57e-3
 """DeepPool Figure 9a: 32 samples on 8 GPUs, every layer on all, measured."""
@@ -17,7 +17,7 @@ PUBLISHED_DP_S = 13.57e-3
 
 @pytest.fixture(scope="module")
 def vgg16():
-    return published.vgg16()
+    return published_vgg16.vgg16()
 
 
 def problem_of(profile, limit=None):

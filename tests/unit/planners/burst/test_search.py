@@ -8,13 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from burst_graphs import (
-    Oracle,
-    chain_of,
-    random_network,
-    random_profile,
-    random_shape,
-)
 
 from stretto.cost.burst import widths_of
 from stretto.errors import Infeasible
@@ -26,6 +19,13 @@ from stretto.planners.burst.front import front
 from stretto.planners.burst.plan import nearest_limit, plan
 from stretto.planners.burst.problem import BurstProblem, Choice
 from stretto.planners.burst.search import shortest
+from support.burst_graphs import (
+    Oracle,
+    chain_of,
+    random_network,
+    random_profile,
+    random_shape,
+)
 
 
 def case(rng, shape, *, gpus, batch, widths, limit):
