@@ -71,7 +71,7 @@ def _addresses() -> list[tuple[str, ipaddress.IPv4Address]]:
             return []
     size, _ = struct.unpack("iP", answer)
     return [
-        # An alias such as eth0:1 is no interface of its own.
+        # An alias such as eth0:1 is not an interface of its own.
         (name.partition(b"\0")[0].decode().partition(":")[0], _address_of(own))
         for name, _, own in _ROW.iter_unpack(rows[:size].tobytes())
     ]

@@ -86,7 +86,7 @@ class StepCounter:
         """Open the rank's slot.
 
         Raises:
-            SpecError: the file is no file of step counts, or has no such rank.
+            SpecError: the file is not one of step counts, or has no such rank.
             OSError: it cannot be opened.
         """
         self._map, ranks = _mapped(path)
@@ -119,7 +119,7 @@ class StepCounts:
         """Open the file.
 
         Raises:
-            SpecError: it is no file of step counts.
+            SpecError: it is not a file of step counts.
             OSError: it cannot be opened.
         """
         self._map, self.ranks = _mapped(path)

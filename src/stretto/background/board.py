@@ -304,7 +304,7 @@ class Board:
         """Map the board; create it if it is missing or left by ended processes.
 
         Raises:
-            BackgroundError: the file is no board, is not this user's, is used by
+            BackgroundError: the file is not a board, is not this user's, is used by
                 processes that this one cannot see, or cannot be mapped or locked.
         """
         self.device = device

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _MAX_BACKOFF_S = 3600.0
 
 _MAX_DOUBLINGS = 64
-"""Of a backoff; after thousands of failures, the factor would be no float."""
+"""Of a backoff; after thousands of failures, the factor would overflow a float."""
 
 _ENDED = {FAILED: "failed", STOPPED: "was stopped"}
 

@@ -20,8 +20,8 @@ events say, and commands are computed from the state. A command stays outstandin
 an event shows its effect, so engines may send all outstanding commands with every
 answer to a heartbeat, and a restarted coordinator sends them again.
 
-`heard` records a heartbeat. It is no event; after a restart a host counts as heard at
-that time, which only lengthens a fence.
+`heard` records a heartbeat. It is not an event; after a restart a host counts as heard
+at that time, which only lengthens a fence.
 
 # Note [Attempts and fences]
 Each start of a job is an attempt, numbered from 1, and (job, attempt) is its fence. An

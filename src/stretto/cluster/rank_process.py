@@ -30,7 +30,7 @@ class RankProcess:
         """Its exit status as of `subprocess`; ``None`` while it runs."""
 
         self.leaves = False
-        """Its device is taken away: however it ends is no failure."""
+        """Its device is taken away, so its end does not count as a failure."""
 
         self._command = command
         self._log_path = Path(logs, command.log)

@@ -1,6 +1,6 @@
 """The actor of one host: keeps its agent running, and passes its messages on.
 
-The agent is the local engine's, in a process that is no child of the actor's: forks
+The agent is the local engine's, in a process that is not a child of the actor's: forks
 need a process with one thread, and what it has started outlives Ray. Actor and agent
 meet at a Unix socket in the host's folder. The gateway fetches and brings lines of JSON
 as bytes, and does not interpret them.

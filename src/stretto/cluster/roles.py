@@ -29,7 +29,7 @@ _DETACHED_PAUSE_S = 2.0
 _STEADY_S = 10.0
 
 _IN_BACKGROUND = ("/bin/sh", "-c", '"$@" &', "sh")
-"""Starts a command that is no child of the process that started it."""
+"""Starts a command as a process that is not a child of the one that started it."""
 
 
 @final

@@ -124,8 +124,8 @@ class Store:
             state.dirty.clear()
         except (sqlite3.Error, OSError) as exc:
             raise StoreUnavailable(
-                f"{self._folder / DATABASE}: cannot be written: {exc}. Running jobs go "
-                "on; free disk space, or end what locks the file"
+                f"{self._folder / DATABASE}: cannot be written: {exc}. Running jobs "
+                "continue; free disk space, or end what locks the file"
             ) from exc
 
     def check_lock(self) -> None:

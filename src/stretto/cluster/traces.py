@@ -66,7 +66,7 @@ class Trace:
     jobs: tuple[TraceJob, ...]
 
     skipped: int
-    """Rows that are no job with GPUs, a start and an end."""
+    """Rows without GPUs, a start or an end."""
 
 
 def load_trace(path: str | Path, *, max_jobs: int | None = None) -> Trace:
@@ -121,8 +121,8 @@ def _from_csv(text: str, source: str) -> tuple[str, Iterator[TraceJob | None]]:
         table = csv.DictReader(lines, fieldnames=list(_PAI_COLUMNS))
         return "pai", _pai(table, source)
     raise SpecError(
-        f"{source}: is no known trace: known are Philly's JSON list, and CSV with the "
-        "columns of Helios (gpu_num, submit_time, duration), of PAI's task table "
+        f"{source}: unknown kind of trace: known are Philly's JSON list, and CSV with "
+        "the columns of Helios (gpu_num, submit_time, duration), of PAI's task table "
         "(plan_gpu, inst_num) or of Alibaba's spot-gpu (job_type, gpu_request, "
         f"worker_num); its columns are {', '.join(columns[:12])}"
     )
@@ -219,7 +219,7 @@ def _philly(text: str, source: str) -> Iterator[TraceJob | None]:
             raise SpecError(f"{source}: $[{number}]: lacks {exc}") from exc
         except (TypeError, AttributeError) as exc:
             raise SpecError(
-                f"{source}: $[{number}]: is no job of Philly, which has "
+                f"{source}: $[{number}]: is not a job of Philly's, which has "
                 "submitted_time, and attempts with start_time, end_time and detail"
             ) from exc
         except ValueError as exc:

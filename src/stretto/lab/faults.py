@@ -169,7 +169,7 @@ class FaultInjector:
         self._slowed: dict[Fault, bool] = {}
         self._began_s = time.monotonic()
         self.hit: set[int] = set()
-        """Ranks of the lab whose failure is no surprise."""
+        """Ranks of the lab whose failure is expected."""
 
     @property
     def is_idle(self) -> bool:

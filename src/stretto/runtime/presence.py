@@ -139,7 +139,7 @@ class Presence:
     def causes(self, ended: Sequence[int]) -> list[int]:
         """Return the ended ranks that did not end because of another.
 
-        A rank that ended because a collective failed is no cause if there is another
+        A rank that ended because a collective failed is not a cause if there is another
         rank; one that ended with its own exception is named first.
         """
         notes = {rank: self._note(rank) for rank in ended}

@@ -446,7 +446,7 @@ class InitialProfiler:
             return None
         if found["do"] == "again":
             self._again = True
-            # Take another, longer profile. If it is no steadier, plan with it anyway:
+            # Take another, longer profile. If it is not steadier, plan with it anyway:
             # the prediction is rough then, but the plan's shape is rarely wrong.
             self._begin((PROFILE_LANES[0],) * (WARMUP_STEPS + 2 * len(PROFILE_LANES)))
             return None

@@ -393,7 +393,7 @@ def test_numbers_of_samples_are_recorded_when_they_come(function):
     graph = capture(Between(function), (torch.randn(3, 4),))
     graph.require_count(9)
     count = 64 if function is sixty_four else 4096
-    with pytest.raises(SpecError, match=r"test_capture.py:.*(number|no multiple)"):
+    with pytest.raises(SpecError, match=r"test_capture.py:.*(number|not a multiple)"):
         graph.require_count(count)
 
 

@@ -401,7 +401,9 @@ def test_a_full_disk_refuses_submissions_and_running_jobs_go_on(
     # A limit on the size of files fails writes as a full disk does.
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
     try:
-        with pytest.raises(ClusterError, match="Running jobs go on; free disk space"):
+        with pytest.raises(
+            ClusterError, match="Running jobs continue; free disk space"
+        ):
             shared.submit(job(tmp_path, "true"))
         (tmp_path / "go").touch()
         await_file(tmp_path / "end")

@@ -87,8 +87,8 @@ def test_philly_takes_the_last_attempt_with_both_times(tmp_path):
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("a,b\n1,2\n", "no known trace"),
-        ("", "no known trace"),
+        ("a,b\n1,2\n", "unknown kind of trace"),
+        ("", "unknown kind of trace"),
         ("[1]", r"\$\[0\]"),
         ("[", "is not JSON"),
         (SPOT.replace("HP,2", "VIP,2"), "line 2: job_type must be HP or Spot"),

@@ -318,7 +318,7 @@ def _row(traced: Traced, node: fx.Node, build: Build) -> None:
         raise SpecError(
             f"{source_line_of(node)}: {node.name!r} gives {tuple(value.shape)} for "
             f"{BATCHES[0]} samples and {tuple(other.shape)} for {BATCHES[1]}, which "
-            "is no multiple: it treats some samples differently from others, and "
+            "is not a multiple: it treats some samples differently from others, and "
             "these may be on other ranks. Treat all samples the same"
         )
     side = sides.index(True)

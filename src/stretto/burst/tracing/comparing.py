@@ -281,7 +281,7 @@ def _require_shapes(one: Record, two: Record, batches: tuple[int, int]) -> None:
         ):
             raise SpecError(
                 f"{one.place}: gives {tuple(tensor.shape)} for {batches[0]} samples "
-                f"and {tuple(other.shape)} for {batches[1]}, which is no multiple: it "
-                "treats some samples differently from others, and these may be on "
+                f"and {tuple(other.shape)} for {batches[1]}, which is not a multiple: "
+                "it treats some samples differently from others, and these may be on "
                 "other ranks. Treat all samples the same"
             )

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class Name(str):
     """The path of a held module or tensor, any part of which code can be made for.
 
-    torch.fx writes parts after a dot unless they are no identifiers, and others between
-    quotes as they are. Neither works for ``global`` or for a name with a quote.
+    torch.fx writes parts after a dot unless they are not identifiers, and others
+    between quotes as they are. Neither works for ``global`` or for a name with a quote.
     """
 
     __slots__ = ()

@@ -175,7 +175,7 @@ def _are_same(one: tuple[list[Any], Any], two: tuple[list[Any], Any]) -> bool:
 
 
 def _refuse_counts(module: nn.Module, first: Results, other: Results) -> None:
-    """Reject outputs that are no tensors and follow the number of samples."""
+    """Reject outputs that are not tensors and follow the number of samples."""
     for a, b in zip(first.others, other.others, strict=False):
         if a is not b and (type(a) is not type(b) or a != b):
             raise SpecError(

@@ -2,7 +2,7 @@
 
 Read off the recorded operations, so that it does not depend on which parameters are
 frozen. Gradients pass neither operations under ``no_grad`` nor ``detach()`` nor values
-that are no floats.
+that are not floats.
 """
 
 from __future__ import annotations

@@ -377,7 +377,7 @@ class Results:
         leaves, self._rebuild = _taken_apart(output)
         self._places = [i for i, v in enumerate(leaves) if isinstance(v, Tensor)]
         self.others = [None if isinstance(v, Tensor) else v for v in leaves]
-        """The values of leaves that are no tensors."""
+        """The values of leaves that are not tensors."""
 
         self.tensors: list[Tensor] = [leaves[i] for i in self._places]
         if not self.tensors:

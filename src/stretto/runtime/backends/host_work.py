@@ -51,7 +51,7 @@ class HostWork(dist.Work):
         """Sleep until the collective has ended.
 
         Args:
-            timeout: ``None`` or zero is no limit. The collective continues after it.
+            timeout: ``None`` or zero means no limit. The collective continues after it.
 
         Raises:
             RuntimeError: the collective failed, or ``timeout`` passed.
