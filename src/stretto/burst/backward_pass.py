@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from stretto.burst.rank_groups import RankGroups
     from stretto.burst.timings import StepClock, Timings
     from stretto.burst.torch_seam import TorchSeam
+    from stretto.burst.tracing.proven import Proven
+    from stretto.burst.tracing.watching import Watch
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
 
@@ -63,6 +65,9 @@ class EndedForward:
 
     plan: int
     """Number of the plan that it followed."""
+
+    proven: Proven | None
+    """The check of its layers, with what their backward reads."""
 
     is_hooked: bool
     """Whether some rank had hooks on parameters, so that gradients are sent in
@@ -168,7 +173,9 @@ class BackwardPass:
         runs = self._ownership.runs_parameter
         self._backwards.holds_trained(any(is_on and runs(p) for p, is_on in rows))
 
-    def forward_ended(self, results: Results, counts: tuple[int, ...]) -> EndedForward:
+    def forward_ended(
+        self, results: Results, counts: tuple[int, ...], proven: Proven | None
+    ) -> EndedForward:
         """Return what the backward of a forward with these samples by rank needs."""
         assert self.sync is not None  # noqa: S101
         self._last_shares = tuple(count / sum(counts) for count in counts)
@@ -179,6 +186,7 @@ class BackwardPass:
             trained=self._trained,
             sync=self.sync,
             plan=self._plan,
+            proven=proven,
             is_hooked=self._hooks.is_on_parameters,
         )
 
@@ -201,6 +209,8 @@ class BackwardPass:
                     "layers to other ranks: call apply_plan between optimizer.step() "
                     "and the next forward"
                 )
+            if forward.proven is not None and forward.proven.watch is not None:
+                _require_same(forward.proven.watch)
             results = forward.results
             if results is not None and not results.differs:
                 self.reached.arrived_at_all(results)  # else outputs' own hooks do it
@@ -372,6 +382,7 @@ class BackwardPass:
                     trained=self._trained,
                     sync=self.sync,
                     plan=self._plan,
+                    proven=None,
                     is_hooked=self._hooks.is_on_parameters,
                 )
             )
@@ -459,6 +470,20 @@ class _DirectHook:
         if backward is None or parameter is None:
             raise StrettoError(MODEL_GONE)
         return backward.direct_gradient(parameter, grad)
+
+
+def _require_same(watch: Watch) -> None:
+    """Require that a backward reads the values for which its layers were checked.
+
+    Raises:
+        StrettoError: one has changed since the forward.
+    """
+    if (name := watch.changed()) is not None:
+        raise StrettoError(
+            f"{name!r}, which the model's backward reads, changed after the forward, "
+            "so that it is unknown whether backward keeps samples apart: change it "
+            "between backward and the next forward"
+        )
 
 
 def _hooked(parameter: nn.Parameter, hook: Any) -> Any:

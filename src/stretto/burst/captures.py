@@ -6,7 +6,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any, final
 
-from stretto.burst.graph import capture, check_hooks
+from stretto.burst.graph import capture, check_again, check_hooks
 from stretto.burst.schedule import execution_plan_of, later_widths
 from stretto.burst.tracing.cached_values import FirstValues
 from stretto.burst.tracing.reads import Ambient
@@ -30,6 +30,8 @@ _log = get_logger(__name__)
 
 _MAX_GRAPHS = 8
 """Number of captures to keep: of training, evaluation, with autocast or without."""
+
+_TIMES_TO_WARN = (8, 64, 512)
 
 Trained = tuple[bool, ...]
 """Whether each parameter requires a gradient."""
@@ -76,7 +78,9 @@ class Captures:
         self._layers: list[str] = []
         self._widths_in: dict[LayerGraph, dict[str, RankRange]] = {}
         self._plans: dict[tuple[Trained, LayerGraph], ExecutionPlan] = {}
-        self._recaptures = 0
+        self._recaptures = self._checks = 0
+        self._other_gradients: set[LayerGraph] = set()
+        """Captures whose backward now leaves out other parameters than at capture."""
         self._first_values = FirstValues()
 
     @property
@@ -138,9 +142,53 @@ class Captures:
         ambient = Ambient.now(self._device)
         for graph in self._graphs:
             if graph.ambient == ambient and graph.outdated() is None:
-                is_kept = graph.changed_since(self._first_values) is None
-                return graph if is_kept else None
+                if graph.changed_since(self._first_values) is not None:
+                    return None
+                if graph.unproven() is None or self._is_proven_again(graph):
+                    return graph
         return None
+
+    def _is_proven_again(self, graph: LayerGraph) -> bool:
+        """Check a capture again that holds, and return whether it can be used.
+
+        Raises:
+            SpecError: its layers differ from the module, or mix samples.
+        """
+        if graph in self._other_gradients:
+            return False
+        if graph.ambient.autocast:
+            graph.note_proven(self._plain(graph.ambient).proven)
+            return True
+        begin, changed = time.monotonic(), graph.unproven()
+        with self._stale_guard.opened():
+            is_usable = check_again(graph, self._module, *self._example)
+        if not is_usable:
+            self._other_gradients.add(graph)
+        self._checks += 1
+        if self._checks in _TIMES_TO_WARN:
+            _log.warning(
+                "the burst model's layers were checked again %d times, the last in "
+                "%.2g s, because %r, which its backward reads, had changed: let hooks "
+                "and backwards read what changes in each step from the model's buffers",
+                self._checks,
+                time.monotonic() - begin,
+                changed,
+            )
+        return is_usable
+
+    def _plain(self, ambient: Ambient) -> LayerGraph:
+        """Return a checked capture of the module as it is, without autocast.
+
+        Raises:
+            SpecError: the module can't be captured.
+        """
+        plain = Ambient(grad=ambient.grad)
+        for graph in self._graphs:
+            if graph.ambient == plain and graph.outdated() is None:
+                if graph.unproven() is None or self._is_proven_again(graph):
+                    return graph
+        with self._stale_guard.opened():
+            return capture(self._module, *self._example, ambient=plain)
 
     def add(self, forget: Callable[[LayerGraph], None]) -> LayerGraph:
         """Capture the module in its current modes and state; local to this rank.
@@ -169,7 +217,7 @@ class Captures:
             raise PlanMismatch(self._why_unknown(graph, unknown))
         self._widths_in[graph] = widths
         self._recaptures += 1
-        if self._recaptures in (8, 64, 512):
+        if self._recaptures in _TIMES_TO_WARN:
             _log.warning(
                 "the burst model was captured again %d times, the last in %.2g s, "
                 "because %r, which its forward reads, had changed: pass values that "
@@ -189,16 +237,17 @@ class Captures:
     def _capture_as_is(self) -> LayerGraph:
         ambient = Ambient.now(self._device)
         with self._stale_guard.opened():
-            # Low precision hides the differences that the check looks for; the model
-            # was already checked without autocast.
+            # Low precision hides the differences that the check looks for.
             graph = capture(
                 self._module,
                 *self._example,
                 ambient=ambient,
                 verify=not ambient.autocast,
             )
-            if not ambient.autocast:
-                check_hooks(self._module, *self._example, ambient=ambient)
+            if ambient.autocast:
+                graph.note_proven(self._plain(ambient).proven)
+            ambient = Ambient(grad=ambient.grad)
+            check_hooks(self._module, *self._example, ambient=ambient)
         # There may be fewer layers: some run in training only.
         same = set(self._layers) == {node.name for node in graph.nodes}
         if not (self._module.training or same):

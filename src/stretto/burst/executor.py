@@ -121,6 +121,8 @@ class BurstParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
+        self._is_called = False
+        """Whether `forward` is called with hooks of all modules."""
         settings = Settings(
             batch_norm=batch_norm,
             seed=seed,
@@ -220,6 +222,17 @@ class BurstParallel(nn.Module):
 
     # Running.
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward` with this model's own hooks.
+
+        Hooks of all modules get the user's module: they may ask for its class.
+        """
+        if not hooks.has_of_all() or self._backward_hooks or self._backward_pre_hooks:
+            return super().__call__(*args, **kwargs)
+        self._is_called = True
+        args, kwargs = hooks.before(self, args, kwargs)
+        return hooks.after(self, args, kwargs, self.forward(*args, **kwargs))
+
     # torch.compile runs the model uncompiled.
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -254,8 +267,12 @@ class BurstParallel(nn.Module):
                 "wrapped in torch.utils.checkpoint: checkpoint modules inside the model"
             )
         refuse_callers(self, args, kwargs)
+        of_all, self._is_called = self._is_called, False
         with parts.hooks.observed():
-            args, kwargs = hooks.before(self.module, args, kwargs)
+            args, kwargs = hooks.before(self.module, args, kwargs, of_all=of_all)
+            behind = hooks.backward_of_all(self.module) if of_all else None
+            if behind is not None:
+                args = behind.setup_input_hook(args)
         with normal_tensors():
             if not parts.captures:
                 self._set_up(args, kwargs)
@@ -276,7 +293,8 @@ class BurstParallel(nn.Module):
             inputs = [plain(rows) for rows in tensors]
         found = results.unpack(output, hook_of, inputs)
         with parts.hooks.observed():
-            return hooks.after(self.module, args, kwargs, found)
+            found = hooks.after(self.module, args, kwargs, found, of_all=of_all)
+            return found if behind is None else behind.setup_output_hook(found)
 
     def _through_layers(
         self, execution: ExecutionPlan, batch: Tensor, trouble: StrettoError | None
@@ -342,7 +360,7 @@ class BurstParallel(nn.Module):
     ) -> Tensor:
         """Return an output of a forward with these samples by rank, marked."""
         parts = self._parts
-        ended = parts.backward.forward_ended(graph.results, counts)
+        ended = parts.backward.forward_ended(graph.results, counts, graph.proven)
         is_uneven = len(set(counts)) > 1
         if is_uneven:
             torch_calls.look_before_backward()

@@ -12,7 +12,7 @@ from torch import nn
 
 from stretto.burst.tracing import grouping, operations, proof
 from stretto.burst.tracing.layers import layers_of
-from stretto.burst.tracing.reads import Ambient
+from stretto.burst.tracing.reads import HOOKS, HOOKS_OF_ALL, Ambient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -54,8 +54,40 @@ def capture(
         groups = grouping.groups_of(traced)
         graph = layers_of(traced, groups, type(module).__name__, {})
         if verify:
-            proof.require_equal(graph, module, example_inputs, kwargs)
+            never = proof.require_equal(graph, module, example_inputs, kwargs)
+            if never:
+                names = (name for name, _ in module.named_parameters())
+                graph.results.exclude(never, names)
     return graph
+
+
+def check_again(
+    graph: LayerGraph,
+    module: nn.Module,
+    example_inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+) -> bool:
+    """Compute with the layers of a capture and compare them with the module, as it is.
+
+    See Note [A check is valid while what it ran is unchanged] in `tracing.proven`.
+
+    Returns:
+        Whether the capture can still be used: the same parameters get a gradient.
+
+    Raises:
+        SpecError: layers differ from the module, or mix samples.
+    """
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    before = graph.proven
+    is_as_before = before is not None and before.changed_inside() is None
+    with _spared_full_collections(), graph.ambient.set(device):
+        never = proof.require_equal(graph, module, example_inputs, kwargs)
+    now = graph.proven
+    if is_as_before and before is not None and now is not None:
+        now.around |= before.around
+    return never.isdisjoint(
+        name for some in graph.results.output_parameters or () for name in some
+    )
 
 
 def check_hooks(
@@ -72,7 +104,7 @@ def check_hooks(
     Raises:
         SpecError: they don't, or change state that they read.
     """
-    held = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())  # noqa: SLF001
+    held = any(vars(module)[kind] or HOOKS_OF_ALL[kind] for kind in HOOKS[:2])
     if held:
         capture(_with_hooks(module), example_inputs, kwargs, ambient=ambient)
 

@@ -14,9 +14,13 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.hooks
+from torch import nn
+
+from stretto.burst.tracing.reads import HOOKS, HOOKS_OF_ALL
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 def gradient_hooks(parameter: Tensor) -> list[Any]:
@@ -96,12 +100,25 @@ def place_of(hook: Any) -> str:
 # The whole model's own forward hooks run on each rank's share.
 
 
+# So do hooks of all modules, which PyTorch would call for the burst model itself: they
+# may ask for the module's class.
+
+
 def before(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    of_all: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments as the model's pre-hooks return them."""
+    """Return the arguments as the model's pre-hooks return them.
+
+    ``of_all``: whether hooks of all modules are called too.
+    """
     with_kwargs = module._forward_pre_hooks_with_kwargs  # noqa: SLF001
-    for key, hook in list(module._forward_pre_hooks.items()):  # noqa: SLF001
+    of_kind = HOOKS_OF_ALL["_forward_pre_hooks"] if of_all else {}
+    held = module._forward_pre_hooks  # noqa: SLF001
+    for key, hook in (*of_kind.items(), *held.items()):
         call: Any = hook
         if key in with_kwargs:
             found = call(module, args, kwargs)
@@ -115,11 +132,18 @@ def before(
 
 
 def after(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+    *,
+    of_all: bool = False,
 ) -> Any:
-    """Return the output as the model's hooks return it."""
-    with_kwargs = module._forward_hooks_with_kwargs  # noqa: SLF001
-    for key, hook in list(module._forward_hooks.items()):  # noqa: SLF001
+    """Return the output as the model's hooks return it; ``of_all`` as for `before`."""
+    with_kwargs = {*module._forward_hooks_with_kwargs, *_with_kwargs}  # noqa: SLF001
+    of_kind = HOOKS_OF_ALL["_forward_hooks"] if of_all else {}
+    held = module._forward_hooks  # noqa: SLF001
+    for key, hook in (*of_kind.items(), *held.items()):
         call: Any = hook
         found = (
             call(module, args, kwargs, output)
@@ -128,3 +152,19 @@ def after(
         )
         output = output if found is None else found
     return output
+
+
+_with_kwargs: dict[int, bool] = nn.modules.module._global_forward_hooks_with_kwargs  # noqa: SLF001
+
+
+def has_of_all() -> bool:
+    """Return whether there are hooks of all modules."""
+    return any(HOOKS_OF_ALL.values())
+
+
+def backward_of_all(module: nn.Module) -> Any:
+    """Return what calls hooks of all modules in a model's backward; None without."""
+    found, begun = (list(HOOKS_OF_ALL[kind].values()) for kind in HOOKS[2:])
+    if not (found or begun):
+        return None
+    return torch.utils.hooks.BackwardHook(module, found, begun)

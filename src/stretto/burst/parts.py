@@ -18,6 +18,7 @@ from stretto.burst.checks.changes import Changes
 from stretto.burst.checks.constant_buffers import ConstantBuffers
 from stretto.burst.checks.hook_use import HookUse
 from stretto.burst.checks.input_classes import InputClasses
+from stretto.burst.checks.later_of_all import LaterOfAll
 from stretto.burst.checks.optimizer_use import OptimizerUse
 from stretto.burst.checks.recheck import Recheck
 from stretto.burst.checks.replicas import Replicas
@@ -106,6 +107,8 @@ class Parts:
     backwards: BackwardUse
 
     hooks: HookUse
+
+    later_of_all: LaterOfAll
 
     input_classes: InputClasses
 
@@ -224,6 +227,7 @@ def parts_of(
         ),
         backwards=backwards,
         hooks=hooks,
+        later_of_all=LaterOfAll(module, hooks, stale_guard),
         input_classes=InputClasses(module, stale_guard),
         constants=constants,
         uses=uses,

@@ -195,8 +195,9 @@ class PlanChange:
         try:
             assert backward.sync is not None  # noqa: S101
             backward.sync.require_nothing_kept("apply_plan was called")
-            graph = captures.capture_for(plan)
-            self._parts.hooks.note_checked(self._parts.module)
+            with self._parts.hooks.set_aside():
+                graph = captures.capture_for(plan)
+            self._parts.hooks.note_checked(self._parts.module, graph.proven)
             widths = rank_ranges_of(plan, graph, self._parts.ranks.size)
         except StrettoError as exc:
             trouble = exc

@@ -16,6 +16,7 @@ from stretto.burst.gradient_sync import GradientSync, SyncedLayer
 from stretto.burst.ownership import LOOSE
 from stretto.burst.requirements import refuse_sparse
 from stretto.burst.schedule import rank_ranges_of
+from stretto.burst.tracing.reads import HOOKS_OF_ALL
 from stretto.errors import SpecError, StrettoError
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class PlanFollower:
         try:
             self._require_own_parameters()
             graph = parts.captures.capture_for(self.plan)
-            parts.hooks.note_checked(parts.module)
+            parts.hooks.note_checked(parts.module, graph.proven)
             widths = rank_ranges_of(self.plan, graph, parts.ranks.size)
             if parts.settings.verify:
                 require_comparable(parts.module, graph, parts.settings.batch_norm)
@@ -205,7 +206,8 @@ class PlanFollower:
     def execution_now(self) -> tuple[ExecutionPlan, StrettoError | None]:
         """Return the execution of the next forward, and the reason if it can't run."""
         captures = self._parts.captures
-        trouble = self._replaced() or self._parts.hooks.refused()
+        hooks = self._parts.hooks
+        trouble = self._replaced() or hooks.refused() or self._refused_of_all()
         if trouble is None and (trained := self._structure.trained()) != self.trained:
             self._use_trained(trained)
         if trouble is None:
@@ -217,11 +219,18 @@ class PlanFollower:
                 trouble = exc
         return self.planned_execution(), trouble
 
+    def _refused_of_all(self) -> StrettoError | None:
+        """Return the error of a later hook of all modules that changes something."""
+        if not any(HOOKS_OF_ALL.values()):
+            return None
+        captures = self._parts.captures
+        return self._parts.later_of_all(captures.planned, captures.example_tensors())
+
     def _recheck(self, graph: LayerGraph) -> None:
         """Compare a capture with what forward does now, if it is due."""
         parts = self._parts
         if not parts.timings.is_on:
-            with parts.stale_guard.opened():
+            with parts.stale_guard.opened(), parts.hooks.set_aside():
                 parts.recheck(graph, parts.forward.draws.step)
 
     def planned_execution(self) -> ExecutionPlan:
@@ -245,14 +254,23 @@ class PlanFollower:
     def graph_now(self) -> LayerGraph:
         """Return the capture for the current modes; local to this rank."""
         parts = self._parts
+        if not any(HOOKS_OF_ALL.values()):
+            return self._graph_now()
+        with parts.hooks.set_aside():
+            return self._graph_now()
+
+    def _graph_now(self) -> LayerGraph:
+        parts = self._parts
         graph = parts.captures.current()
         if graph is None:
             graph = parts.captures.add(self._forget)
             if graph.ambient.grad and not graph.ambient.autocast:
-                parts.hooks.note_checked(parts.module)
+                parts.hooks.note_checked(parts.module, graph.proven)
             widths = parts.captures.widths_in(graph)
             parts.forward.prepare(graph, widths, parts.settings.batch_norm)
             self._use_shadows()
+        elif graph.ambient.grad and graph.proven is not parts.hooks.proven:
+            parts.hooks.follow(graph.proven)
         return graph
 
     def _forget(self, graph: LayerGraph) -> None:

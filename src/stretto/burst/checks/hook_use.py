@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_modules
 
 from stretto.burst.checks.later_hooks import LaterHook, ObservedHook
 from stretto.burst.checks.numbers import number_of_words
@@ -34,24 +33,18 @@ from stretto.burst.hooks import (
     post_hooks,
     times_registered,
 )
+from stretto.burst.tracing.backward_reads import BACKWARD_HOOKS
+from stretto.burst.tracing.reads import HOOKS, HOOKS_OF_ALL
 from stretto.errors import RankDisagreement, StrettoError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from stretto.burst.tracing.backward_reads import Place
+    from stretto.burst.tracing.proven import Proven
     from stretto.runtime.agreement import Ranks
 
-_KINDS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-
-_GLOBAL: dict[str, dict[int, Any]] = {
-    kind: getattr(torch_modules, "_global" + kind) for kind in _KINDS
-}
-"""The hooks of all modules, by their kind."""
+_ALL = "all modules"
 
 
 @final
@@ -92,6 +85,15 @@ class HookUse:
         self._later: dict[tuple[str, str, int], LaterHook] = {}
         """Other hooks, see Note [Later hooks] in `later_hooks`."""
         self._has_later = False
+        self._of_all: set[tuple[str, int]] | None = None
+        """Hooks of all modules that came before the first capture."""
+        self._gradient_hooks: dict[tuple[str, str, int], Place] = {}
+        self._active: set[Place] = set()
+        """Hooks on gradients that have changed some in a check."""
+        self._quiet: set[tuple[str, str, int]] = set()
+        """Those that have not."""
+        self.proven: Proven | None = None
+        """The check of the capture that runs."""
         self._accepted: set[tuple[tuple[int, ...], ...]] = set()
 
     def watch(
@@ -210,27 +212,82 @@ class HookUse:
                     {number: kept[number] for number in hooks if number in kept}
                 )
 
-    def note_checked(self, module: nn.Module) -> None:
-        """Record that a capture has checked the hooks that a module now has."""
+    def note_checked(self, module: nn.Module, proven: Proven | None) -> None:
+        """Record that a capture has checked the hooks that a module now has.
+
+        Hooks of all modules count if they came before the first capture.
+
+        Args:
+            module: the whole model.
+            proven: the check; without one, hooks on gradients count as active.
+        """
         self._later.clear()
-        everywhere = ((k, n) for k, held in _GLOBAL.items() for n in held)
-        self._checked = {("all modules", k, n) for k, n in everywhere}
+        if self._of_all is None:
+            self._of_all = {(k, n) for k, held in HOOKS_OF_ALL.items() for n in held}
+        places = {(_ALL, k, n): (0, k, n) for k, n in self._of_all if k in BACKWARD_HOOKS}
+        self._checked = {(_ALL, k, n) for k, n in self._of_all}
         for name, part in module.named_modules():
             held = vars(part)
             where = _where(name)
-            self._checked.update((where, k, n) for k in _KINDS for n in held[k])
+            self._checked.update((where, k, n) for k in HOOKS for n in held[k])
+            for kind in BACKWARD_HOOKS:
+                for number in held[kind]:
+                    places[where, kind, number] = id(part), kind, number
+        self._gradient_hooks = places
+        self.follow(proven)
+
+    def follow(self, proven: Proven | None) -> None:
+        """Record which hooks on gradients a check has found to change some."""
+        self.proven = proven
+        if proven is None:
+            self._active.update(self._gradient_hooks.values())
+        else:
+            self._active.update(proven.active)
+        self._quiet = {
+            place
+            for place, number in self._gradient_hooks.items()
+            if number not in self._active
+        }
+        for place in [p for p in self._later if p not in self._quiet]:
+            if place in self._checked:
+                del self._later[place]
+
+    def later_of_all(self) -> dict[tuple[str, int], Any]:
+        """Return the hooks of all modules that no capture has checked."""
+        if self._of_all is None:
+            return {}
+        known = self._of_all
+        return {
+            (kind, number): hook
+            for kind, hooks in HOOKS_OF_ALL.items()
+            for number, hook in hooks.items()
+            if (kind, number) not in known and not _is_strettos(hook)
+        }
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Remove later hooks of all modules meanwhile: no capture depends on them."""
+        later = self.later_of_all()
+        for kind, number in later:
+            del HOOKS_OF_ALL[kind][number]
+        try:
+            yield
+        finally:
+            for (kind, number), hook in later.items():
+                HOOKS_OF_ALL[kind][number] = hook
 
     def _look_at_root(self) -> None:
         """Notice hooks of the whole model, which run before the ranks' exchange."""
+        self._has_later |= bool(self.later_of_all())
         root = next(iter(self._modules), None)
         known = next(iter(self._hooked), None)
-        if root is not known and root and any(root[1][kind] for kind in _KINDS):
+        if root is not known and root and any(root[1][kind] for kind in HOOKS):
             self._hooked.insert(0, root)
             self._has_later |= self._any_later()
 
     def _any_later(self) -> bool:
         return any(
-            (where, kind, number) not in self._checked
+            self._may_only_look((where, kind, number))
             for where, kind, hooks, _ in self._module_hooks()
             for number in hooks
         )
@@ -238,12 +295,17 @@ class HookUse:
     def _later_hook(
         self, place: tuple[str, str, int], key: str, hook: Any
     ) -> LaterHook | None:
-        """Return a hook that no capture has checked; None for one that was."""
-        if place in self._checked or _is_strettos(hook):
+        """Return a hook that may only look; None for another one."""
+        if not self._may_only_look(place) or _is_strettos(hook):
             return None
         if place not in self._later:
-            self._later[place] = LaterHook(hook, key)
+            is_quiet = place in self._quiet
+            self._later[place] = LaterHook(hook, key, is_quiet=is_quiet)
         return self._later[place]
+
+    def _may_only_look(self, place: tuple[str, str, int]) -> bool:
+        """Return whether no capture has checked a hook, or found it to only look."""
+        return place not in self._checked or place in self._quiet
 
     def _note_call(self, key: str, hook: Any, kind: type, is_changed: bool) -> None:  # noqa: FBT001
         self._note(key, hook, kind, is_changed)
@@ -267,11 +329,11 @@ class HookUse:
 
     def _module_hooks(self) -> Iterator[tuple[str, str, dict[int, Any], Any]]:
         """Yield each group of hooks: place, kind, hooks, their module (None: all)."""
-        for kind, hooks in _GLOBAL.items():
+        for kind, hooks in HOOKS_OF_ALL.items():
             if hooks:
-                yield "all modules", kind, hooks, None
+                yield _ALL, kind, hooks, None
         for name, held, part in self._hooked:
-            for kind in _KINDS:
+            for kind in HOOKS:
                 if held[kind]:
                     yield _where(name), kind, held[kind], part
 
@@ -310,7 +372,7 @@ class HookUse:
 
     def next_values(self) -> list[int]:
         """Return `num_values` numbers to exchange."""
-        one, two, three, four = _KINDS
+        one, two, three, four = HOOKS
         self._hooked = [
             row
             for row in self._modules

@@ -1,6 +1,10 @@
 """Call hooks of modules, and find those that change something without being checked.
 
 # Note [Later hooks]
+A hook on gradients that changed none when layers were checked is treated like a later
+one: it may decide by something that is not watched. What a later hook of all modules
+does to modules that are no layers is not visible in a step: see `later_of_all`.
+
 A capture runs a module with its hooks, so it finds those that mix samples. A hook that
 is registered later on a layer of PyTorch's own belongs to no capture. It is called,
 because most hooks only look. One that changes something might depend on samples of
@@ -76,11 +80,15 @@ class ObservedHook:
 
 @final
 class LaterHook:
-    """A hook that no capture has checked; see Note [Later hooks]."""
+    """A hook that no capture has checked, or found to change nothing.
 
-    def __init__(self, hook: Any, key: str) -> None:
+    See Note [Later hooks].
+    """
+
+    def __init__(self, hook: Any, key: str, *, is_quiet: bool = False) -> None:
         self._hook = hook
         self._key = key
+        self._is_quiet = is_quiet
         self._calls = 0
 
     def look(self, given: Sequence[Tensor]) -> _Look:
@@ -117,6 +125,13 @@ class LaterHook:
         return self._refusal("changed the gradient of a tensor that it got")
 
     def _refusal(self, what: str) -> StrettoError:
+        if self._is_quiet:
+            return StrettoError(
+                f"{place_of(self._hook)}{self._key} changed no gradient when the "
+                f"model's layers were checked, and now it {what}. Whether it keeps "
+                "samples apart is unknown, as other samples may be on other ranks: let "
+                "it decide by attributes of modules or by globals, which are watched"
+            )
         return StrettoError(
             f"{place_of(self._hook)}{self._key} was registered after the burst model "
             f"was built, and {what}. Only the hooks that a model has when it is built "

@@ -23,6 +23,7 @@ from stretto.burst.tracing.reads import Ambient
 from stretto.burst.tracing.recorder import set_item
 from stretto.burst.tracing.sample_positions import nodes_before, source_line_of
 from stretto.burst.tracing.source_lines import line_of_forward
+from stretto.burst.tracing.proven import Proven
 from stretto.burst.tracing.watching import Watch
 from stretto.errors import SpecError
 
@@ -113,6 +114,9 @@ class Traced:
 
     constants: frozenset[str]
     """Names of the tensors that no module holds."""
+
+    proven: Proven | None = None
+    """What the last check of the layers depends on; None without one."""
 
     positions: set[fx.Node] = field(default_factory=set)
     """Those of ``ops`` whose rows are samples' positions in the batch."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from stretto.burst.tracing.reads import HOOKS
+from stretto.burst.tracing.proven import around_now
+from stretto.burst.tracing.reads import HOOKS, HOOKS_OF_ALL
 from stretto.burst.tracing.recorder import apply_function
 
 if TYPE_CHECKING:
@@ -22,9 +23,11 @@ def has_own_backward(node: LayerNode) -> bool:
     """Return whether a layer's backward may do more than derive torch's operations.
 
     Derivatives are linear in the gradient that comes in, and mix samples only where
-    forward does. An ``autograd.Function``, an operation of another library or a hook
-    may do anything.
+    forward does. An ``autograd.Function``, an operation of another library, a hook or
+    a mode may do anything.
     """
+    if around_now():
+        return True
     graph = node.module.graph
     assert isinstance(graph, fx.Graph)  # noqa: S101
     for op in graph.nodes:
@@ -51,4 +54,4 @@ def _has_own(module: torch.nn.Module) -> bool:
             return True
         if any(getattr(part, hooks) for hooks in HOOKS):
             return True
-    return False
+    return any(HOOKS_OF_ALL.values())

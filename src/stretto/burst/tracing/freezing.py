@@ -36,6 +36,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stretto.burst.memory import bytes_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
@@ -145,6 +147,7 @@ class Freezer:
         known: Collection[int],
         *,
         tensors: bool = True,
+        contents: bool = False,
     ) -> None:
         """Prepare.
 
@@ -152,16 +155,24 @@ class Freezer:
             names: Attributes that are followed in objects; None follows all.
             known: The ids of modules that are watched otherwise.
             tensors: Whether tensors are compared by identity, or not at all.
+            contents: Whether they are compared by what is in them, too, except
+                those that are known.
         """
         self._names = names
         self._known = known
-        self._tensors = tensors
+        self._tensors, self._contents = tensors, contents
         self.spaces: dict[int, Any] = {}
         """The classes of copied objects, and classes and modules among them, by id."""
 
     def __call__(self, value: Any) -> Any:
         """Return a copy of a value."""
-        copy = _Freeze(self._names, self._known, self.meet, tensors=self._tensors)
+        copy = _Freeze(
+            self._names,
+            self._known,
+            self.meet,
+            tensors=self._tensors,
+            contents=self._contents,
+        )
         return copy.of(value)
 
     def meet(self, space: Any) -> None:
@@ -170,7 +181,9 @@ class Freezer:
 
     def is_by_identity(self, value: Any) -> bool:
         """Return whether a value equals itself, whatever is written into it."""
-        return isinstance(value, Tensor) or _is_by_identity(value, self._known)
+        if isinstance(value, Tensor) and not self._contents:
+            return True
+        return _is_by_identity(value, self._known)
 
 
 @final
@@ -184,11 +197,12 @@ class _Freeze:
         meet: Callable[[Any], None],
         *,
         tensors: bool,
+        contents: bool,
     ) -> None:
         self._names = names
         self._known = known
         self._meet = meet
-        self._tensors = tensors
+        self._tensors, self._contents = tensors, contents
         self._path: dict[int, int] = {}
         self._left = MAX_ITEMS
 
@@ -197,6 +211,8 @@ class _Freeze:
         if isinstance(value, ATOMS):
             return type(value), value
         if isinstance(value, Tensor):
+            if self._contents and id(value) not in self._known:
+                return _Same(value), _content_of(value)
             return _Same(value) if self._tensors else Tensor
         if isinstance(value, SPACES):
             self._meet(value)
@@ -273,6 +289,16 @@ class _Freeze:
         if not isinstance(parts, tuple):
             return _Same(value)
         return tuple(self.of(part) for part in parts[1:3])
+
+
+def _content_of(tensor: Tensor) -> Any:
+    """Return the values of a small tensor, and of any how often it was written."""
+    version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return version
+    if tensor.nbytes > _MAX_KEPT:
+        return version
+    return version, bytes(bytes_of(tensor))
 
 
 def _is_by_identity(value: Any, known: Collection[int]) -> bool:

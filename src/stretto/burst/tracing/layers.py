@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from stretto.burst.tracing.cached_values import FirstValues
     from stretto.burst.tracing.packing import Arguments, Results
+    from stretto.burst.tracing.proven import Proven
     from stretto.burst.tracing.reads import Ambient
 
 INPUT = "input"
@@ -152,6 +153,20 @@ class LayerGraph:
     def outdated(self) -> str | None:
         """Return a value that forward read and that changed since, or None."""
         return self._traced.outdated()
+
+    @property
+    def proven(self) -> Proven | None:
+        """What the last check of the layers depends on; None without one."""
+        return self._traced.proven
+
+    def note_proven(self, proven: Proven | None) -> None:
+        """Record that the layers were checked, also those of joined layers."""
+        self._traced.proven = proven
+
+    def unproven(self) -> str | None:
+        """Return what the last check of the layers depends on and changed, or None."""
+        proven = self._traced.proven
+        return None if proven is None else proven.changed()
 
     def changed_since(self, first: FirstValues) -> str | None:
         """Return a cache whose first value layers no longer compute, or None."""

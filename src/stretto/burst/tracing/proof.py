@@ -16,6 +16,7 @@ the executor joins the first over ranks and draws the second by sample.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from functools import partial
@@ -23,8 +24,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from stretto.burst.hooks import place_of
+from stretto.burst.tracing.backward_reads import BackwardReads
 from stretto.burst.tracing.caches import keep_attributes
 from stretto.burst.tracing.custom_backward import has_own_backward
 from stretto.burst.tracing.fakes import swapped
@@ -45,6 +48,7 @@ from stretto.burst.tracing.layer_runs import (
 )
 from stretto.burst.tracing.other_values import other_values
 from stretto.burst.tracing.own_rows import OtherRows
+from stretto.burst.tracing.proven import Proven
 from stretto.burst.tracing.reads import HOOKS
 from stretto.burst.tracing.sample_positions import source_line_of
 from stretto.burst.tracing.source_lines import source_line_in
@@ -56,10 +60,11 @@ from stretto.burst.tracing.trial import (
     tolerance_of,
     without_inner_dropout,
 )
-from stretto.errors import SpecError
+from stretto.errors import SpecError, StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from stretto.burst.tracing.layers import LayerGraph, LayerNode
 
@@ -93,11 +98,12 @@ def require_equal(
     module: nn.Module,
     example_inputs: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
-) -> None:
+) -> frozenset[str]:
     """Check captured layers against the module, and that they keep samples apart.
 
-    Also records in the graph's results which parameters get no gradient at all, because
-    a backward that is not torch's own returns ``None``.
+    Returns:
+        Names of parameters that get no gradient at all, because a backward that is not
+        torch's own returns ``None``.
 
     Raises:
         SpecError: naming the line from which they differ.
@@ -107,21 +113,62 @@ def require_equal(
     devices = [device] if device.type == "cuda" else []
     mixed: list[SpecError] = []
     missing: list[frozenset[str]] = []
+    reads = None
+    if graph.ambient.grad and any(map(has_own_backward, graph.nodes)):
+        reads = BackwardReads(module)
     with torch.random.fork_rng(devices=devices), keep_attributes(module):
         for seed in (1, 2):
-            found, check = _checked(graph, module, examples, seed)
+            found, check = _checked(graph, module, examples, seed, reads)
             missing.append(check.missing)
             if found is None:
                 break
             mixed.append(found)
     if len(mixed) == 2:
         raise mixed[0]
-    if never := frozenset.intersection(*missing):
-        graph.results.exclude(never, (name for name, _ in module.named_parameters()))
+    if reads is not None:
+        reads.require_unchanged()
+        graph.note_proven(Proven(module, reads.watch(), reads.active))
+    else:
+        graph.note_proven(Proven(module, None, ()))
+    return frozenset.intersection(*missing)
+
+
+def run_module(
+    graph: LayerGraph, module: nn.Module, examples: Sequence[Tensor]
+) -> None:
+    """Run a module's forward and backward on random rows, as a check does.
+
+    Raises:
+        Exception: the module's own, if it can't compute with any of the values.
+    """
+    device = examples[0].device
+    devices = [device] if device.type == "cuda" else []
+    first: Exception | None = None
+    with (
+        torch.random.fork_rng(devices=devices),
+        keep_attributes(module),
+        graph.caches_restored(),
+    ):
+        for noise in _NOISES:
+            numbers = RandomInputs(1, noise=noise, values=graph.results.trial_values)
+            try:
+                _Check(graph, module, list(examples), numbers, None).run_module()
+            except StrettoError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the user's code
+                first = first or error
+                continue
+            return
+    assert first is not None  # noqa: S101
+    raise first
 
 
 def _checked(
-    graph: LayerGraph, module: nn.Module, examples: list[Tensor], seed: int
+    graph: LayerGraph,
+    module: nn.Module,
+    examples: list[Tensor],
+    seed: int,
+    reads: BackwardReads | None,
 ) -> tuple[SpecError | None, _Check]:
     """Check with values that the model can compute with, if any.
 
@@ -132,7 +179,7 @@ def _checked(
     blind: _Check | None = None
     for noise, values in itertools.product(_NOISES, VALUES):
         numbers = RandomInputs(seed, noise=noise, values=values)
-        check = _Check(graph, module, examples, numbers)
+        check = _Check(graph, module, examples, numbers, reads)
         try:
             with graph.caches_restored():
                 found = check.run()
@@ -177,8 +224,10 @@ class _Check:
         module: nn.Module,
         examples: list[Tensor],
         numbers: RandomInputs,
+        reads: BackwardReads | None,
     ) -> None:
         self._graph, self._module = graph, module
+        self._reads = reads
         self._examples = examples
         self._numbers = numbers
         self.hidden = ""
@@ -232,11 +281,24 @@ class _Check:
         ):
             packed = self._inputs()
             wanted, whole = self._whole(packed)
-            values, grads, cotangents = self._layers(packed)
+            with self._observed(part for _, part in parts.values()):
+                values, grads, cotangents = self._layers(packed)
+            if self._reads is not None:
+                self._reads.note_written()
             self._compare(wanted, values[self._graph.output], whole, grads)
             self._find_hidden(values, cotangents)
             with fixed_norms(parts.values()):
                 return self._rows(values, cotangents)
+
+    def _observed(self, parts: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        if self._reads is None:
+            return contextlib.nullcontext()
+        return self._reads.observed(parts)
+
+    def _noted(self, output: Tensor) -> AbstractContextManager[None]:
+        if self._reads is None:
+            return contextlib.nullcontext()
+        return self._reads.noted(output)
 
     def _find_hidden(
         self, values: dict[str, Tensor], cotangents: dict[str, Tensor]
@@ -282,6 +344,21 @@ class _Check:
 
     # The model and its layers.
 
+    def run_module(self) -> None:
+        """Run forward and backward of the module alone."""
+        with (
+            swapped(self._module.named_modules(), self._perturbed),
+            without_inner_dropout(self._module),
+            torch.enable_grad(),
+            fresh_buffers(self._module),
+            ConstantDraws(),
+        ):
+            args, kwargs = self._graph.arguments.unpack(self._inputs())
+            leaves = pytree.tree_leaves(self._module.forward(*args, **kwargs))
+            outputs = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+            grads = [self._numbers.normal(x.shape, x) for x in outputs]
+            torch.autograd.backward(outputs, grads)
+
     def _whole(self, packed: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         args, kwargs = self._graph.arguments.unpack(packed)
         with fresh_buffers(self._module), ConstantDraws():
@@ -291,7 +368,8 @@ class _Check:
             if not wanted.requires_grad:
                 return wanted, [None for _ in parameters]
             self._cotangent = self._cotangent_of(wanted)
-            grads = gradients_of(wanted, self._cotangent, parameters)
+            with self._noted(wanted):
+                grads = gradients_of(wanted, self._cotangent, parameters)
         return wanted, grads
 
     def _trained(self) -> list[Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dis
 import gc
 import inspect
 import itertools
@@ -36,10 +37,14 @@ from stretto.burst.tracing.freezing import (
     may_read_users,
 )
 from stretto.burst.tracing.freezing import is_users as is_own
+from stretto.burst.tracing.torch_modules import BatchNorm, Dropout, InstanceNorm
 from stretto.burst.tracing.watching import MISSING, Cell, Rows, Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
+
+    _Helper = tuple[types.CodeType, dict[str, Any]]
+    """A function's code and globals."""
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 HOOKS = (
@@ -48,6 +53,12 @@ HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+HOOKS_OF_ALL: dict[str, dict[int, Any]] = {
+    kind: getattr(nn.modules.module, "_global" + kind) for kind in HOOKS
+}
+"""The hooks of all modules, by their kind."""
+_REPLACED = (Dropout, BatchNorm, InstanceNorm)
+"""Torch's modules of which the executor replaces the forward."""
 _OF_LAYERS = ("training", "p", "dropout")
 """Attributes that change the meaning of torch's own modules, which run as they are."""
 
@@ -130,11 +141,12 @@ class Reads:
         self._found: dict[tuple[int, str], bool] = {}
         """Attributes that are read; whether by code other than torch's."""
         self._codes: dict[int, types.CodeType] = {}
-        self._helpers: list[tuple[types.CodeType, dict[str, Any]]] = []
-        self._cached: list[tuple[types.CodeType, dict[str, Any]]] = []
+        self._helpers: list[_Helper] = []
+        self._cached: list[_Helper] = []
         """Functions behind an ``lru_cache``, which may answer without a call."""
         self._functions: list[types.FunctionType] = []
         self._searched = 0
+        self._is_on = False
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -168,10 +180,12 @@ class Reads:
         gc.disable()
         before = sys.gettrace()
         # Unlike a profile function it is called only for Python functions.
+        self._is_on = True
         sys.settrace(self._called)
         try:
             yield
         finally:
+            self._is_on = False
             sys.settrace(before)
             if collects:
                 gc.enable()
@@ -182,6 +196,9 @@ class Reads:
 
         It returns None so that the function's lines are not traced.
         """
+        if not self._is_on:  # in a thread of autograd
+            sys.settrace(None)
+            return
         code = frame.f_code
         if id(code) in self._codes:  # equal code may be another function's
             return
@@ -196,16 +213,7 @@ class Reads:
         then tensors and the state of installed packages do not count. ``trained``:
         whether they include which parameters need a gradient.
         """
-        self._find_functions()
-        helpers = self._helpers + self._cached
-        in_code = {name for code, _ in helpers for name in code.co_names}
-        rows = Rows(
-            _names(helpers),
-            in_code,
-            self._modules.keys(),
-            self._is_called,
-            tensors=is_between,
-        )
+        helpers, rows = self._rows(self._modules.keys(), tensors=is_between)
         for (number, key), is_users in self._found.items():
             self._add_read(rows, number, key, is_users=is_users)
         for prefix, part in self._modules.values():
@@ -218,7 +226,61 @@ class Reads:
                         if prefix
                         else "the hooks of the model",
                     )
+        for hooks in HOOKS_OF_ALL.values() if is_between else ():
+            for key in hooks:
+                rows.add(hooks, key, "a hook of all modules")
         self._add_globals(rows)
+        self._add_functions(rows, helpers, is_between=is_between)
+        self._add_tests(rows, trained=trained)
+        _add_flags(rows, {name for code, _ in helpers for name in code.co_names})
+        for prefix, part in self._modules.values() if is_between else ():
+            if isinstance(part, _REPLACED):
+                rows.add(vars(part), "forward", f"{prefix}.forward")
+        return rows.watch()
+
+    def watch_of_backward(self) -> Watch:
+        """Return what was read while hooks or a backward ran, as it is now.
+
+        It includes the contents of tensors, except of the module's own ones: a check
+        computes with other values in these.
+        """
+        owned = (*self._root.parameters(), *self._root.buffers())
+        known = {id(x) for x in owned if x.is_floating_point() or x.is_complex()}
+        helpers, rows = self._rows(
+            known | self._modules.keys(), tensors=True, contents=True
+        )
+        for (number, key), is_users in self._found.items():
+            if is_users:
+                self._add_read(rows, number, key, is_users=True)
+        for prefix, part in self._modules.values():
+            for kind in HOOKS[2:]:
+                for key in vars(part)[kind]:
+                    rows.add(vars(part)[kind], key, f"a hook of {prefix!r}")
+        for kind in HOOKS[2:]:
+            for key in HOOKS_OF_ALL[kind]:
+                rows.add(HOOKS_OF_ALL[kind], key, "a hook of all modules")
+        self._add_functions(rows, helpers, is_between=True)
+        return rows.watch()
+
+    def _rows(
+        self, known: Collection[int], *, tensors: bool, contents: bool = False
+    ) -> tuple[list[_Helper], Rows]:
+        self._find_functions()
+        helpers = self._helpers + self._cached
+        rows = Rows(
+            _names(helpers),
+            {name for code, _ in helpers for name in code.co_names},
+            known,
+            self._is_called,
+            tensors=tensors,
+            contents=contents,
+        )
+        return helpers, rows
+
+    def _add_functions(
+        self, rows: Rows, helpers: list[_Helper], *, is_between: bool
+    ) -> None:
+        """Add what functions read, besides attributes of modules."""
         for code, held in helpers:
             is_users = INSTALLED.isdisjoint(_folders(code))
             if is_users or is_between:
@@ -227,8 +289,26 @@ class Reads:
             code = function.__code__
             if is_between or INSTALLED.isdisjoint(_folders(code)):
                 _add_function(rows, function)
-        self._add_tests(rows, trained=trained)
-        return rows.watch()
+
+    def line_deciding_by(self, name: Any) -> str:
+        """Return the line of a function that may return something by a value, if any.
+
+        One that names it can't if all that it returns is None, or if it only appends
+        to the value.
+        """
+        for code, _ in self._helpers:
+            is_named = not isinstance(name, str) or (  # else a hook's own state
+                name in (*code.co_names, *code.co_freevars)
+                and not _only_appends(code, name)
+            )
+            if is_named and _may_return(code):
+                return f"{code.co_filename}:{code.co_firstlineno}"
+        return ""
+
+    def trace_thread(self) -> None:
+        """Record functions that another thread calls, until `noted` ends."""
+        if self._is_on:
+            sys.settrace(self._called)
 
     def _add_read(self, rows: Rows, number: int, key: str, *, is_users: bool) -> None:
         """Add an attribute that was read of a module, by the user's code or torch's."""
@@ -326,6 +406,41 @@ class Reads:
         )
 
 
+def _add_flags(rows: Rows, names: Collection[str]) -> None:
+    """Add settings of PyTorch that functions called by forward name."""
+    for name in sorted(_FLAGS.keys() & names):
+        now = _FLAGS[name]
+        known = now()
+        rows.add_test(lambda now=now, known=known: now() == known, name)
+
+
+def _backend_flags(name: str) -> Callable[[], list[Any]]:
+    backends = [
+        getattr(torch.backends, key) for key in ("cudnn", "mkldnn", "cuda", "mkl")
+    ]
+    held = [getattr(one, "matmul", one) for one in backends]
+    return lambda: [getattr(one, name, None) for one in held]
+
+
+_FLAGS: dict[str, Callable[[], Any]] = {
+    "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
+    "get_deterministic_debug_mode": torch.get_deterministic_debug_mode,
+    "get_float32_matmul_precision": torch.get_float32_matmul_precision,
+    "get_num_threads": torch.get_num_threads,
+    "get_default_device": torch.get_default_device,
+    "is_anomaly_enabled": torch.is_anomaly_enabled,
+    "is_autocast_cache_enabled": torch.is_autocast_cache_enabled,
+    "flash_sdp_enabled": torch.backends.cuda.flash_sdp_enabled,
+    "math_sdp_enabled": torch.backends.cuda.math_sdp_enabled,
+    "mem_efficient_sdp_enabled": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "cudnn_sdp_enabled": torch.backends.cuda.cudnn_sdp_enabled,
+    "allow_tf32": _backend_flags("allow_tf32"),
+    "benchmark": _backend_flags("benchmark"),
+    "deterministic": _backend_flags("deterministic"),
+}
+"""Settings of PyTorch by the names under which code reads them."""
+
+
 def _of_kind(kind: type, objects: list[Any], kinds: list[type]) -> Iterator[Any]:
     return itertools.compress(objects, map(operator.is_, kinds, itertools.repeat(kind)))
 
@@ -415,7 +530,7 @@ def _add_function(rows: Rows, function: types.FunctionType) -> None:
     for key, cell in zip(function.__code__.co_freevars, cells, strict=True):
         found = Cell(cell)
         if _is_state(found.get("", MISSING)):
-            rows.add(found, "", f"{key!r} in {function.__qualname__}")
+            rows.add(found, key, f"{key!r} in {function.__qualname__}")
 
 
 _MAKES_NAMES = frozenset(
@@ -447,6 +562,41 @@ def _makes_names(code: types.CodeType) -> bool:
         and not (len(node.args) > 1 and isinstance(node.args[1], ast.Constant))
         for node in ast.walk(tree)
     )
+
+
+_APPENDS = frozenset(("append", "appendleft", "extend", "add"))
+
+
+def _may_return(code: types.CodeType) -> bool:
+    """Return whether a function may return something else than None."""
+    before = None
+    for step in dis.get_instructions(code):
+        if step.opname in ("YIELD_VALUE", "RETURN_GENERATOR"):
+            return True
+        if step.opname == "RETURN_CONST" and step.argval is not None:
+            return True
+        if step.opname == "RETURN_VALUE" and not (
+            before is not None
+            and before.opname.startswith("LOAD_CONST")
+            and before.argval is None
+        ):
+            return True
+        before = step
+    return False
+
+
+def _only_appends(code: types.CodeType, name: str) -> bool:
+    """Return whether code uses a variable only to append to it."""
+    steps = [s for s in dis.get_instructions(code) if s.opname not in _BETWEEN]
+    return all(
+        after.argval in _APPENDS
+        for step, after in itertools.pairwise(steps)
+        if step.argval == name and step.opname not in _DECLARES
+    )
+
+
+_BETWEEN = frozenset(("CACHE", "PUSH_NULL", "PRECALL", "NOP"))
+_DECLARES = frozenset(("COPY_FREE_VARS", "MAKE_CELL"))
 
 
 def _folders(code: types.CodeType) -> tuple[str, ...]:

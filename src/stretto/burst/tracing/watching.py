@@ -68,7 +68,7 @@ class _Row:
     get: Any
     """Reads from its place: takes the key and what to return without one."""
 
-    key: str
+    key: Any
 
     value: Any
 
@@ -141,6 +141,24 @@ class Watch:
         self._rows = [row for row in rows if id(row) not in quick]
         self._tests = list(tests)
 
+    def __bool__(self) -> bool:
+        return bool(self._quick or self._empty or self._rows or self._tests)
+
+    def all_changed(self) -> dict[str, Any]:
+        """Return the key of each value that has changed, by its name."""
+        pairs = [(row, row.name) for *_, row in (*self._quick, *self._empty)]
+        pairs += [(row, row.name) for row in self._rows]
+        found = {name: row.key for row, name in pairs if not row.holds()}
+        return found | {name: name for holds, name in self._tests if not holds()}
+
+    def without(self, names: Collection[str]) -> Watch:
+        """Return a watch of the values with other names."""
+        rows = [row for *_, row in (*self._quick, *self._empty)] + self._rows
+        return Watch(
+            [row for row in rows if row.name not in names],
+            [test for test in self._tests if test[1] not in names],
+        )
+
     def changed(self) -> str | None:
         """Return the name of a value that has changed, or None."""
         for get, key, value, row in self._quick:
@@ -168,6 +186,7 @@ class Rows:
         known: The ids of modules that are watched otherwise.
         is_called: Whether forward calls a function.
         tensors: Whether tensors are compared.
+        contents: Whether what is in them is, too.
     """
 
     def __init__(
@@ -178,11 +197,12 @@ class Rows:
         is_called: Callable[[Any], bool],
         *,
         tensors: bool,
+        contents: bool = False,
     ) -> None:
-        self._freeze = Freezer(names, known, tensors=tensors)
+        self._freeze = Freezer(names, known, tensors=tensors, contents=contents)
         self._names, self._in_code = names, in_code
         self._is_called, self._tensors = is_called, tensors
-        self._rows: dict[tuple[int, str], _Row] = {}
+        self._rows: dict[tuple[int, Any], _Row] = {}
         self._deep: set[int] = set()
         self._tests: list[Test] = []
         self._views: dict[int, _Attributes] = {}
@@ -198,7 +218,7 @@ class Rows:
             self.follow(space)
         return Watch(list(self._rows.values()), self._tests)
 
-    def add(self, held: Held, key: str, name: str) -> None:
+    def add(self, held: Held, key: Any, name: str) -> None:
         """Add a value under a name."""
         if (id(held), key) in self._rows:
             return
