@@ -1,8 +1,8 @@
 """A rank that trains nothing: it appends each view that it gets to a file.
 
-A step is a tenth of a second in which it was in a view. The first view has the steps 0 to
-99, the second one 100 to 199, and so on, however long ranks take to agree on a view. It
-ends once it has got as many views as the second argument says.
+A step is a tenth of a second in which it was in a view. The first view has the steps 0
+to 99, the second one 100 to 199, and so on, however long ranks take to agree on a view.
+It ends once it has got as many views as the second argument says.
 """
 
 import json
