@@ -224,7 +224,9 @@ class HookUse:
         self._later.clear()
         if self._of_all is None:
             self._of_all = {(k, n) for k, held in HOOKS_OF_ALL.items() for n in held}
-        places = {(_ALL, k, n): (0, k, n) for k, n in self._of_all if k in BACKWARD_HOOKS}
+        places = {
+            (_ALL, k, n): (0, k, n) for k, n in self._of_all if k in BACKWARD_HOOKS
+        }
         self._checked = {(_ALL, k, n) for k, n in self._of_all}
         for name, part in module.named_modules():
             held = vars(part)
