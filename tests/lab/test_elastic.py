@@ -148,10 +148,13 @@ def test_the_example_goes_on_over_two_kills_and_a_lost_link(lab, tmp_path):
         *["--", "stretto", "run", "--elastic", "1:3", "--nproc-per-node", 1],
         Path(__file__).parents[2] / "examples" / "elastic.py",
         timeout=280,
+        # A killed host's keeper leaves its folder.
+        env={"TMPDIR": str(tmp_path)},
     )
     said = found.stderr + "".join(p.read_text() for p in tmp_path.glob("logs/*"))
     assert found.returncode == 0, said
-    assert "members (0, 1, 2) from step 0, (0, 2) from step 20, (2,) from" in said
+    views = r"\(0, 1, 2\) from step 0, \(0, 2\) from step 2\d, \(2,\) from step 6\d"
+    assert re.search(views, said), said
     worst = re.findall(r"losses of member \d+ differ by (\S+)", said)
     assert worst
     assert max(map(float, worst)) < 1e-6

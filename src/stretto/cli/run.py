@@ -126,7 +126,8 @@ def _torchrun_options() -> dict[str, argparse.Action]:
 @click.option(
     "--lane-backend",
     metavar="NAME",
-    help="Backend of the lanes: local is shared memory, for ranks on one host.  "
+    help="Backend of the lanes: local is shared memory, for ranks on one host; "
+    "hierarchical is that within hosts and Gloo across.  "
     "[default: the process group's own]",
 )
 @click.option(

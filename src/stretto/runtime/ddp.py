@@ -119,8 +119,9 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         lanes: With a negotiated order, the number of units sent concurrently.
         unit_bytes: With a negotiated order, the size of one all-reduce.
         lane_backend: The backend of the lanes: ``"local"`` is shared memory, for ranks
-            on one host. By default the environment variable ``STRETTO_LANE_BACKEND``,
-            or else the process group's own backend.
+            on one host; ``"hierarchical"`` is that within hosts and Gloo across them.
+            By default the environment variable ``STRETTO_LANE_BACKEND``, or else the
+            process group's own backend.
         **kwargs: Passed on to PyTorch's class.
 
     Raises:

@@ -99,9 +99,9 @@ class RankedDDP(TorchDDP):
             and backends.get(self._lane_backend).device_type == device.type
         ):
             return (
-                "plans run on gloo or local with tensors on the CPU and on nccl with "
-                f"tensors on a GPU, but this model uses {self._lane_backend} and "
-                f"{device.type}."
+                "plans run on gloo, local or hierarchical with tensors on the CPU and "
+                f"on nccl with tensors on a GPU, but this model uses "
+                f"{self._lane_backend} and {device.type}."
             )
         if len(devices := {str(p.device) for _, p in rows}) > 1:
             return f"the model's parameters are on {' and '.join(sorted(devices))}."

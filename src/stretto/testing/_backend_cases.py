@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -105,8 +106,8 @@ def operations(bench: BackendBench) -> None:
     if bench.is_on_host:
         words = torch.tensor([6 + bench.rank, 12, -1])
         _reduce(lane, words, dist.ReduceOp.BAND).wait()
-        bits = [6 + rank for rank in range(bench.size)]
-        assert words.tolist() == [bits[0] & bits[1], 12, -1]
+        wanted_bits = functools.reduce(int.__and__, range(6, 6 + bench.size))
+        assert words.tolist() == [wanted_bits, 12, -1]
     pool.close()
 
 

@@ -9,6 +9,8 @@ docs/how-to/add-a-backend.md describes how to write one.
   (its variables).
 - `local`: shared memory between ranks of one host, with `local_lanes` (opening),
   `local_collectives`, `host_work` (threads and works in Python) and `shared_memory`.
+- `hierarchical`: shared memory within each host and Gloo across hosts, with
+  `hierarchical_lane` (its collectives).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ _OWN = {
     "gloo": "stretto.runtime.backends.gloo:GlooBackend",
     "nccl": "stretto.runtime.backends.nccl:NcclBackend",
     "local": "stretto.runtime.backends.local:LocalBackend",
+    "hierarchical": "stretto.runtime.backends.hierarchical:HierarchicalBackend",
 }
 """Classes by name; the first for a type of device is the usual one."""
 
