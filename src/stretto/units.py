@@ -1,4 +1,4 @@
-"""The package's only conversions between text and seconds, bytes and rates."""
+"""The package's only conversions between text and seconds, bytes, rates and counts."""
 
 from __future__ import annotations
 
@@ -95,6 +95,11 @@ def format_rate(bytes_per_s: float) -> str:
         if abs(bits_per_s) >= 0.9995 * scale:
             return f"{_digits(bits_per_s / scale)} {unit}"
     return f"{_digits(bits_per_s)} bit/s"
+
+
+def counted(number: int, word: str) -> str:
+    """Return a number with its noun: ``1 lane``, ``3 lanes``."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def _digits(value: float, *, keep_zeros: bool = False) -> str:

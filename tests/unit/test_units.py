@@ -144,3 +144,11 @@ def test_written_rates_are_read_back(bytes_per_s):
 def test_written_sizes_are_read_back(size_bytes):
     again = units.parse_bytes(units.format_bytes(size_bytes))
     assert again == pytest.approx(size_bytes, rel=5.1e-3)
+
+
+def test_a_count_of_one_has_a_singular_noun():
+    assert [units.counted(n, "host") for n in (0, 1, 2)] == [
+        "0 hosts",
+        "1 host",
+        "2 hosts",
+    ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto.cli import _planning
-from stretto.units import format_s
+from stretto.units import counted, format_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -198,7 +198,7 @@ def _totals(row: dict[str, Any]) -> str:
 
 
 def _text(found: dict[str, Any]) -> str:
-    from stretto.report.burst import front_cells, gpus_text, measured_text
+    from stretto.report.burst import front_cells, measured_text
     from stretto.report.tables import plain_table
 
     lines = []
@@ -209,6 +209,6 @@ def _text(found: dict[str, Any]) -> str:
     lines += ["static partition", plain_table(heads, cells), ""]
     lines.append(
         "Rates are over those of each job alone; the foreground's step alone is "
-        f"{format_s(found['alone_s'])} on {gpus_text(found['gpus'])}."
+        f"{format_s(found['alone_s'])} on {counted(found['gpus'], 'GPU')}."
     )
     return "\n".join(lines)

@@ -215,7 +215,8 @@ def _summary(cluster: Cluster, output: Path) -> str:
     )
     reached = "" if fit["link_reached"] else " or more (never saturated)"
     return (
-        f"{output}: {cluster.ranks} ranks on {cluster.hosts} hosts, start-up "
+        f"{output}: {units.counted(cluster.ranks, 'rank')} on "
+        f"{units.counted(cluster.hosts, 'host')}, start-up "
         f"{units.format_s(cluster.allreduce.startup_s)}, one flow {flow}, link "
         f"{units.format_rate(link.bandwidth_bytes_per_s)}{reached}; the fit differs "
         f"from the samples by {100 * fit['median_error']:.1f} % in the median, "

@@ -137,7 +137,7 @@ def _launched() -> Iterator[None]:
 def _summary(workload: Workload, output: Path) -> str:
     spread = workload.provenance["backward_spread_ratio"]
     return (
-        f"{output}: {len(workload.tensors)} tensors, "
+        f"{output}: {units.counted(len(workload.tensors), 'tensor')}, "
         f"{units.format_bytes(workload.total_bytes)}, backward "
         f"{units.format_s(workload.backward_s)} (spread {100 * spread:.0f} %), rest of "
         f"a step {units.format_s(workload.forward_s)}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto.errors import SpecError
-from stretto.units import format_s
+from stretto.units import counted, format_s
 
 if TYPE_CHECKING:
     from stretto.tune.plan_cache import CachedPlan, PlanCache, Unreadable
@@ -125,7 +125,7 @@ def forget(number: int | None, everything: bool, path: Path | None) -> None:
     dropped = 0 if cache is None else cache.delete(number)
     if number is not None and not dropped:
         raise _unknown(number)
-    click.echo(f"forgot {dropped} plan{'s' if dropped != 1 else ''}")
+    click.echo(f"forgot {counted(dropped, 'plan')}")
 
 
 def _entries(path: Path | None) -> list[CachedPlan | Unreadable]:

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from stretto import zoo
-from stretto.units import format_s
+from stretto.units import counted, format_s
 
 
 @click.group(name="zoo")
@@ -130,7 +130,10 @@ def cluster(name: str, output: str, hosts: int | None) -> None:
     """Write the testbed NAME as a cluster."""
     made = zoo.cluster(name, hosts)
     made.save(output)
-    click.echo(f"{name}: {made.hosts} hosts of {made.ranks_per_host} ranks")
+    click.echo(
+        f"{name}: {counted(made.hosts, 'host')} of "
+        f"{counted(made.ranks_per_host, 'rank')}"
+    )
     for assumed in made.provenance.get("assumed", ()):
         click.echo(f"  assumed: {assumed}")
     if "note" in made.provenance:

@@ -19,6 +19,7 @@ from stretto.cluster.records import REQUEUE
 from stretto.cluster.state import by_host
 from stretto.errors import SpecError
 from stretto.schema.job import BACKGROUND, FOREGROUND
+from stretto.units import counted
 
 if TYPE_CHECKING:
     from stretto.cluster.policies.base import Decision
@@ -86,7 +87,7 @@ def _attach(decision: Attach, record: Record, state: State, now_s: float) -> Eve
     if view.role != BACKGROUND:
         raise SpecError("only a background's devices change while it runs")
     if len(view.devices) + len(decision.devices) > view.maximum:
-        raise SpecError(f"it can use at most {view.maximum} devices")
+        raise SpecError(f"it can use at most {counted(view.maximum, 'device')}")
     for host in by_host(decision.devices):
         part = attempt.parts.get(host)
         if part is not None and part.is_released and not part.has_ended:
@@ -109,7 +110,7 @@ def _detach(decision: Detach, record: Record, now_s: float) -> Event:
     if len(left) != len(view.devices) - len(decision.devices):
         raise SpecError("it does not have all these devices")
     if len(left) < view.minimum:
-        raise SpecError(f"it needs {view.minimum} devices: stop it")
+        raise SpecError(f"it needs {counted(view.minimum, 'device')}: stop it")
     return Event(
         ev.DETACHING,
         now_s,

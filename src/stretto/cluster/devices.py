@@ -248,11 +248,6 @@ def small_devices(memory_bytes: Sequence[int], min_bytes: int) -> int:
     return sum(1 << i for i, size in enumerate(memory_bytes) if 0 < size < min_bytes)
 
 
-def count_text(number: int) -> str:
-    """Return ``1 device`` or ``3 devices``."""
-    return "1 device" if number == 1 else f"{number} devices"
-
-
 def are_text(number: int) -> str:
     """Return ``1 is`` or ``3 are``."""
     return "1 is" if number == 1 else f"{number} are"

@@ -64,11 +64,11 @@ from stretto.cluster import events as ev
 from stretto.cluster import outstanding
 from stretto.cluster.consequences import follows
 from stretto.cluster.decisions import event_of
-from stretto.cluster.devices import count_text
 from stretto.cluster.events import Event
 from stretto.cluster.records import ENDS
 from stretto.cluster.state import State
 from stretto.errors import Infeasible, SpecError
+from stretto.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -204,7 +204,7 @@ class Ledger:
             devices = sum(len(h.memory_bytes) for h in hosts)
             of = f"{large} of that memory" if large < devices else str(devices)
             raise Infeasible(
-                f"job {spec.name!r} needs {count_text(need)}"
+                f"job {spec.name!r} needs {counted(need, 'device')}"
                 + (f" with {size} bytes of memory" if size else "")
                 + f", the cluster has {of}: ask for fewer, or add hosts"
             )
@@ -212,7 +212,7 @@ class Ledger:
         limit = self._policy.limit(spec.role, devices)
         if need > limit:
             raise Infeasible(
-                f"job {spec.name!r} needs {count_text(need)}, policy "
+                f"job {spec.name!r} needs {counted(need, 'device')}, policy "
                 f"{self._policy.name} gives {spec.role}s {limit} of {devices}: ask for "
                 "fewer, or start the cluster with another policy"
             )
@@ -423,7 +423,9 @@ class Ledger:
             return f"starts again in {left_s:.0f} s, because {record.why}"
         usable = self.cluster.free.num_usable
         if usable < view.minimum:
-            return f"needs {count_text(view.minimum)}, the open hosts have {usable}"
+            return (
+                f"needs {counted(view.minimum, 'device')}, the open hosts have {usable}"
+            )
         return self._policy.why_waiting(view, now_s, self.cluster, self.state.jobs)
 
     def job(self, job: str) -> JobView:

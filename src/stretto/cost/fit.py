@@ -22,7 +22,7 @@ from stretto.schema import (
     Link,
     RateCurve,
 )
-from stretto.units import format_bytes, format_rate, format_s
+from stretto.units import counted, format_bytes, format_rate, format_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -217,7 +217,7 @@ def check_capacity(cluster: Cluster) -> None:
         total = k * alone / value
         if total > link * (1 + 1e-6):
             raise Infeasible(
-                f"{k} all-reduce{'s' if k > 1 else ''} at once would send "
+                f"{counted(k, 'all-reduce')} at once would send "
                 f"{format_rate(total)} over a link of {format_rate(link)} in cluster "
                 f"{cluster.name!r}: gamma[{k - 1}] must be at least "
                 f"{k * alone / link:.4g}, got {value:.4g}. Measure the network again "

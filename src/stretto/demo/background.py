@@ -17,6 +17,7 @@ from stretto.demo.settings import Exchanged
 from stretto.lab import LabSpec, Mode
 from stretto.measure.others import OthersLoad, busy_note
 from stretto.report.background import Arrangement, save_background
+from stretto.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +80,7 @@ def run_background_demo(
     rows = arrangements(outcome, spec.hosts)
     busy = busy_note(load.cores())
     notes = (*_notes(outcome, spec), *([] if busy is None else [busy]))
-    title = f"{settings.model} on {spec.hosts} hosts with background jobs"
+    title = f"{settings.model} on {counted(spec.hosts, 'host')} with background jobs"
     save_background(out / "background.html", title=title, rows=rows, notes=notes)
     found = {
         "title": title,
@@ -99,10 +100,10 @@ def arrangements(outcome: BackgroundOutcome, hosts: int) -> list[Arrangement]:
     cycle counts for the foreground only.
     """
     words = {
-        ALONE: f"on {hosts} hosts",
+        ALONE: f"on {counted(hosts, 'host')}",
         BACKGROUND: f"one job on each of {hosts} hosts",
-        PARTITION: f"foreground on {hosts - 1} hosts, background on 1",
-        TOGETHER: f"both on {hosts} hosts, the background in idle time",
+        PARTITION: f"foreground on {counted(hosts - 1, 'host')}, background on 1",
+        TOGETHER: f"both on {counted(hosts, 'host')}, the background in idle time",
     }
     cycles = outcome.cycles
     measured = [cycle for cycle in cycles if cycle[BACKGROUND].background]

@@ -25,7 +25,7 @@ from stretto.report import (
 )
 from stretto.schema import Cluster, Plan, Timeline, Workload
 from stretto.tune.result import BOUND_HOLDS_RATIO
-from stretto.units import format_rate, format_s
+from stretto.units import counted, format_rate, format_s
 
 SETTINGS_FILE = "settings.json"
 OUTCOME_FILE = "outcome.json"
@@ -148,7 +148,7 @@ def _report(
             )
         )
     return RunReport(
-        title=f"{settings.model} on {spec.hosts} hosts, {_network(spec)}",
+        title=f"{settings.model} on {counted(spec.hosts, 'host')}, {_network(spec)}",
         cluster=cluster,
         workload=workload,
         methods=tuple(methods),

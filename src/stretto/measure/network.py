@@ -23,7 +23,7 @@ from stretto.errors import SpecError
 from stretto.measure.load import convolutions
 from stretto.measure.steady import quartile_distance
 from stretto.schema import CollectiveSample, ContentionSample
-from stretto.units import format_bytes, format_s
+from stretto.units import counted, format_bytes, format_s
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -383,8 +383,8 @@ class _Probe:
                 done += 1
                 self._progress(
                     0.65 * done / total,
-                    f"{format_bytes(point.size_bytes)} on {point.lanes} lane"
-                    f"{'s' if point.lanes > 1 else ''}",
+                    f"{format_bytes(point.size_bytes)} on "
+                    f"{counted(point.lanes, 'lane')}",
                 )
             if self._agree(self._elapsed_s())[0] >= end_s:
                 break
@@ -415,7 +415,7 @@ class _Probe:
                 longest_s = max(longest_s, self._elapsed_s() - before_s)
                 self._progress(
                     0.65 + 0.35 * sum(map(len, rows.values())) / total,
-                    f"computation beside {lanes} lane{'s' if lanes > 1 else ''}",
+                    f"computation beside {counted(lanes, 'lane')}",
                 )
         samples = []
         for lanes, values in rows.items():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stretto.report.curves import Chart, charts_svg
 from stretto.report.html import framed, section, table
 from stretto.schema import codec
-from stretto.units import format_s
+from stretto.units import counted, format_s
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -154,8 +154,8 @@ def render_collocation(found: Mapping[str, Any], network: str) -> str:
     )
     body = (
         f'<h1>{escape(title)}</h1><p class="why">Predicted steps of {found["batch"]} '
-        f"samples on {gpus_text(found['gpus'])}; network: {escape(network)}. Rates are "
-        "over those of each job alone; the foreground's step alone is "
+        f"samples on {counted(found['gpus'], 'GPU')}; network: {escape(network)}. "
+        "Rates are over those of each job alone; the foreground's step alone is "
         f"{format_s(found['alone_s'])}.</p>"
     )
     body += section(
@@ -193,7 +193,7 @@ def front_cells(
         for row in rows
     ]
     if "gpus" in rows[0]:
-        names = [gpus_text(row["gpus"]) for row in rows]
+        names = [counted(row["gpus"], "GPU") for row in rows]
         return (
             ["foreground on", *heads],
             [[name, *row] for name, row in zip(names, cells, strict=True)],
@@ -209,18 +209,13 @@ def front_cells(
     )
 
 
-def gpus_text(count: int) -> str:
-    """Return a number of GPUs in words."""
-    return "1 GPU" if count == 1 else f"{count} GPUs"
-
-
 def _limit(limit: float | None) -> str:
     return "none" if limit is None else f"{limit:g}"
 
 
 def measured_text(pair: Mapping[str, Any]) -> str:
     """Return what was measured of a pair, a row of a collocation file, in a line."""
-    compared = "1 pair" if pair["pairs"] == 1 else f"{pair['pairs']} pairs"
+    compared = counted(pair["pairs"], "pair")
     return (
         f"measured in {compared} of blocks: loss {pair['loss_ratio']:.1%} (quartiles "
         f"{100 * pair['loss_spread_ratio']:.1f} points apart), share "

@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from stretto.report.html import DASH, facts_list, section, table
-from stretto.units import format_bytes, format_rate, format_s
+from stretto.units import counted, format_bytes, format_rate, format_s
 
 if TYPE_CHECKING:
     from stretto.report.results import RunReport
@@ -97,7 +97,8 @@ def _workload_facts(workload: Workload) -> dict[str, str]:
 def _cluster_facts(cluster: Cluster) -> dict[str, str]:
     facts = {
         "name": cluster.name,
-        "ranks": f"{cluster.ranks}: {cluster.hosts} hosts of {cluster.ranks_per_host}",
+        "ranks": f"{cluster.ranks}: {counted(cluster.hosts, 'host')} of "
+        f"{cluster.ranks_per_host}",
     }
     if cluster.hosts > 1:
         facts |= _link_facts("between hosts", cluster.inter_host)

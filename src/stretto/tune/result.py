@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from stretto.schema import Cluster, Plan, Workload
 from stretto.schema.tuning import Tuning
-from stretto.units import format_s
+from stretto.units import counted, format_s
 
 MIN_GAIN_RATIO = 0.02
 """A plan predicted to save less than this, and not tried, is not applied."""
@@ -118,8 +118,8 @@ def summary(settled: TuningResult) -> str:
     word = "remembered" if settled.from_cache else "planned"
     extent = ", also during the next forward" if plan.overlap == "forward" else ""
     return (
-        f"{word}: {_count(len(plan.buckets), 'bucket')} in {numbers} "
-        f"slice{'s' if slices[-1] > 1 else ''} on {_count(_lanes_used(plan), 'lane')}"
+        f"{word}: {counted(len(plan.buckets), 'bucket')} in {numbers} "
+        f"slice{'s' if slices[-1] > 1 else ''} on {counted(_lanes_used(plan), 'lane')}"
         f"{extent}; "
         f"{figures}"
     )
@@ -180,7 +180,3 @@ def _against_bound(step_s: float, bound_s: float) -> str:
     if share > 1:
         return "as fast as the lower bound, within its error"
     return f"{1 / share:.2f} times the lower bound"
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' if number != 1 else ''}"

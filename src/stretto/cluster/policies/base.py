@@ -6,8 +6,9 @@ import abc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from stretto.cluster.devices import Device, are_text, count_text
+from stretto.cluster.devices import Device, are_text
 from stretto.cluster.views import DATA_PARALLEL
+from stretto.units import counted
 
 if TYPE_CHECKING:
     from stretto.cluster.views import ClusterView, JobsView, JobView
@@ -110,5 +111,5 @@ class AbstractPolicy(abc.ABC):
         del now_s, jobs
         free = cluster.free.num_free()
         if free < job.minimum:
-            return f"needs {count_text(job.minimum)}, {are_text(free)} free"
+            return f"needs {counted(job.minimum, 'device')}, {are_text(free)} free"
         return "waits for its turn"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, final
 
-from stretto.cluster.devices import EMPTY, NO_FOREGROUND, are_text, count_text
+from stretto.cluster.devices import EMPTY, NO_FOREGROUND, are_text
 from stretto.cluster.policies.base import (
     AbstractPolicy,
     Attach,
@@ -24,6 +24,7 @@ from stretto.cluster.policies.offers import NEVER_USED, Offers
 from stretto.cluster.policies.sized import SETTLE_S, best, growth
 from stretto.cluster.views import BURST, DATA_PARALLEL
 from stretto.schema.job import BACKGROUND, FOREGROUND
+from stretto.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -196,10 +197,12 @@ class DeepPoolPolicy(AbstractPolicy):
         among = NO_FOREGROUND if job.role == FOREGROUND else EMPTY
         free = cluster.free.num_free(among)
         if job.role == FOREGROUND:
-            return f"needs {count_text(job.minimum)}, without a foreground: {free}"
+            return (
+                f"needs {counted(job.minimum, 'device')}, without a foreground: {free}"
+            )
         offered = self._offers.num_offered(jobs)
         return (
-            f"needs {count_text(job.minimum)}, {are_text(free)} free and "
+            f"needs {counted(job.minimum, 'device')}, {are_text(free)} free and "
             f"{are_text(offered)} idle for "
             "long enough beside a foreground"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, final
 
-from stretto.cluster.devices import EMPTY, NO_FOREGROUND, count_text
+from stretto.cluster.devices import EMPTY, NO_FOREGROUND
 from stretto.cluster.policies.base import AbstractPolicy, Decision, Start
 from stretto.cluster.policies.exclusive import (
     PATIENCE_S,
@@ -14,6 +14,7 @@ from stretto.cluster.policies.exclusive import (
 )
 from stretto.errors import SpecError
 from stretto.schema.job import BACKGROUND, FOREGROUND
+from stretto.units import counted
 
 if TYPE_CHECKING:
     from stretto.cluster.devices import DeviceMap
@@ -106,7 +107,7 @@ class PartitionPolicy(AbstractPolicy):
         """Return what is missing in the role's part."""
         part = self.parts(cluster)[job.role]
         if part < job.minimum:
-            return f"needs {count_text(job.minimum)}, {job.role}s have {part}"
+            return f"needs {counted(job.minimum, 'device')}, {job.role}s have {part}"
         first = jobs.first(job.role)
         keeps = first is not None and self._keeps(first, now_s, part)
         if first is not None and first is not job and keeps:
