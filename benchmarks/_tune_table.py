@@ -87,15 +87,15 @@ def _cases(found: dict[str, dict]) -> str:
     head = [
         "case",
         "settled / best of grid",
-        "the other run's",
-        "times faster than DDP",
+        "another run / best of grid",
+        "DDP / settled",
         "steps to 5 %",
         "lost in trials",
         "lost in total",
         "second run / settled",
-        "blind / best of grid",
-        "blind steps",
-        "blind lost",
+        "without a model / best of grid",
+        "its steps to 5 %",
+        "its loss in trials",
     ]
     return _table(head, [reach, *rows, middle]) + NOTE
 
