@@ -2,10 +2,11 @@
 
 # Note [Forwards that wait for their backward]
 Other forwards may run before a forward's backward, with other shares of the batch and
-other parameters frozen. So each output remembers its own forward, and a backward works
-as the first output that it reaches says. This is the one computed last, on every rank.
-A gradient that reaches a parameter directly may come earlier, and waits for it. Outputs
-that one backward can't treat equally are rejected, from what all ranks know.
+other parameters frozen. So each output refers to its own forward. A backward belongs to
+the forward of the first output that it reaches: the one computed last, on every rank. A
+gradient that reaches a parameter directly may arrive earlier, and waits for that
+output. Outputs that one backward can't treat equally are rejected, from what all ranks
+know.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Simulated ranks in random interleavings: what rounds decide, without a net."""
+"""Simulated ranks in random interleavings: what rounds decide, without a network."""
 
 from __future__ import annotations
 

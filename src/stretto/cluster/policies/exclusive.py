@@ -185,7 +185,7 @@ def giving_way(
 
 
 def _num_alone(job: JobView, cluster: ClusterView) -> int:
-    """Return on how many devices that can be used a background is alone."""
+    """Return the number of usable devices on which a background runs alone."""
     return sum(
         device not in cluster.foreground and cluster.free.is_usable(device)
         for device in job.devices

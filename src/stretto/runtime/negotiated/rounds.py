@@ -1,4 +1,4 @@
-"""Rounds over the control group: small collectives on the CPU, next to all others.
+"""Rounds over the control group: small CPU collectives, apart from those of gradients.
 
 # Note [Tensors that ride along]
 A small all-reduce takes one exchange to agree on and one to execute, and on busy cores
