@@ -6,11 +6,13 @@ the change in CHANGELOG.md.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 from pathlib import Path
 
 LIST = Path(__file__).with_name("public_names.txt")
+SOURCES = Path(__file__).parents[2] / "src"
 
 PACKAGES = (
     "stretto",
@@ -80,6 +82,28 @@ def test_public_names_are_those_listed() -> None:
     )
     assert sorted(set(found) - set(listed)) == [], "added without a change of the list"
     assert listed == found
+
+
+SHARED = {
+    "DistributedDataParallel",  # the public one derives from the runtime's
+    "Kind",  # of a conversion's notes, and of requests of the negotiated engine
+}
+"""Public names that other classes have too."""
+
+
+def test_the_name_of_a_public_class_is_no_other_class_s():
+    """So a search for the name finds one class."""
+    public = {
+        name.rpartition(".")[2]
+        for name in LIST.read_text().split()
+        if name.rpartition(".")[2][0].isupper()
+    }
+    places: dict[str, list[str]] = {}
+    for file in sorted(SOURCES.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name in public - SHARED:
+                places.setdefault(node.name, []).append(file.name)
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 if __name__ == "__main__":

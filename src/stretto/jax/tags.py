@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RowPlan:
     """Which rows of a round hold each parameter."""
 
     what: RoundRows
@@ -58,7 +58,7 @@ class Plan:
 
 def plan_of(
     paths: Sequence[Any], leaves: Sequence[Any], op: Op, stacked: Collection[int] = ()
-) -> Plan:
+) -> RowPlan:
     """Return the rows for parameters, of which some are stacks of layers.
 
     Raises:
@@ -82,7 +82,9 @@ def plan_of(
         rows.append(
             ArrayRow(name=f"{name} elsewhere", shape=(), dtype=np.dtype(np.float32))
         )
-    return Plan(RoundRows(tuple(rows), op, tuple(flags.values())), tuple(first), flags)
+    return RowPlan(
+        RoundRows(tuple(rows), op, tuple(flags.values())), tuple(first), flags
+    )
 
 
 def whole_tag(row: int, sent: list[int]) -> Any:

@@ -85,7 +85,7 @@ class Move:
 
 
 @dataclass(slots=True)
-class Bucket:
+class BurstBucket:
     """A collective of some ranks."""
 
     name: str
@@ -118,7 +118,7 @@ class Script:
         self._profile, self._layouts = profile, layouts
         self.ops: list[list[Op]] = [[] for _ in range(plan.gpus)]
         self.moves: list[Move] = []
-        self.buckets: list[Bucket] = []
+        self.buckets: list[BurstBucket] = []
         self._at: list[Ranks] = [(e.first_gpu, e.gpus) for e in plan.layers]
         self._gpus = plan.gpus
         number = {layer.name: i for i, layer in enumerate(profile.layers)}
@@ -155,7 +155,7 @@ class Script:
             rounds = 1 if self._gpus <= MAX_DIRECT else self._gpus - 1
             host = self._profile.host
             asked_s = None if host is None else host.exchange_s
-            self.buckets.append(Bucket("counts", everyone, 0, rounds, asked_s))
+            self.buckets.append(BurstBucket("counts", everyone, 0, rounds, asked_s))
             for ops in self.ops:
                 ops += [Sum(0), Await(0)]
         moves: dict[tuple[int, Ranks], int] = {}
@@ -231,7 +231,7 @@ class Script:
         rounds = 2 if backward else NORM_STEPS - 2
         steps = layer.norms * rounds * (len(ranks) - 1)
         number = len(self.buckets)
-        self.buckets.append(Bucket(f"norms of {layer.name}", ranks, 0, steps))
+        self.buckets.append(BurstBucket(f"norms of {layer.name}", ranks, 0, steps))
         for rank in ranks:
             self.ops[rank] += [Sum(number), Await(number)]
 
@@ -293,7 +293,7 @@ class Script:
             ranks = tuple(range(at[0], at[0] + at[1])) if at else ()
             name = f"gradients to {self._profile.layers[layer].name}"
             closed[layer] = len(self.buckets)
-            self.buckets.append(Bucket(name, ranks, size, 2 * (len(ranks) - 1)))
+            self.buckets.append(BurstBucket(name, ranks, size, 2 * (len(ranks) - 1)))
 
         for i in reversed(range(len(self._profile.layers))):
             at, size = self._at[i], self._profile.layers[i].parameter_bytes

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from stretto.zoo.graph import Builder, image
 
 if TYPE_CHECKING:
-    from stretto.zoo.graph import LayerGraph, Value
+    from stretto.zoo.graph import ModelGraph, Value
 
 _DENSE_GROWTH = 32
 _DENSE_BOTTLENECK = 4
 
 
-def vgg(name: str, convolutions: tuple[int, ...], image_size: int) -> LayerGraph:
+def vgg(name: str, convolutions: tuple[int, ...], image_size: int) -> ModelGraph:
     """Build VGG with the given numbers of 3x3 convolutions before its five poolings."""
     net = Builder(name, f"3x{image_size}x{image_size}")
     x = image(3, image_size)
@@ -41,7 +41,7 @@ def vgg(name: str, convolutions: tuple[int, ...], image_size: int) -> LayerGraph
 
 def resnet(
     name: str, blocks: tuple[int, ...], image_size: int, *, width: int = 64
-) -> LayerGraph:
+) -> ModelGraph:
     """Build a residual network of bottleneck blocks.
 
     Args:
@@ -82,7 +82,7 @@ def _bottleneck(
     return net.add(f"{name}.add", [y, skip])
 
 
-def densenet(name: str, blocks: tuple[int, ...], image_size: int) -> LayerGraph:
+def densenet(name: str, blocks: tuple[int, ...], image_size: int) -> ModelGraph:
     """Build a network of dense blocks with the given numbers of layers."""
     net = Builder(name, f"3x{image_size}x{image_size}")
     x = net.conv("features.conv0", image(3, image_size), 64, 7, stride=2, padding=3)
@@ -106,7 +106,7 @@ def densenet(name: str, blocks: tuple[int, ...], image_size: int) -> LayerGraph:
     return net.graph()
 
 
-def xception(name: str, image_size: int) -> LayerGraph:
+def xception(name: str, image_size: int) -> ModelGraph:
     """Build Xception with its entry, middle and exit flow."""
     net = Builder(name, f"3x{image_size}x{image_size}")
     x = net.conv("conv1", image(3, image_size), 32, 3, stride=2)

@@ -68,7 +68,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerGraph:
+class ModelGraph:
     """A model's layers in the order of forward, each with its inputs.
 
     Consecutive layers that do not read each other are branches.
@@ -123,9 +123,9 @@ class Builder:
         self._sample = sample
         self._layers: list[Layer] = []
 
-    def graph(self) -> LayerGraph:
+    def graph(self) -> ModelGraph:
         """Return the collected graph."""
-        return LayerGraph(
+        return ModelGraph(
             name=self._name, sample=self._sample, layers=tuple(self._layers)
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stretto.zoo.graph import Builder, LayerGraph, image
+from stretto.zoo.graph import Builder, ModelGraph, image
 
 if TYPE_CHECKING:
     from stretto.zoo.graph import Size, Value
@@ -20,7 +20,7 @@ _Branch = tuple["_Step | str | tuple[_Step, ...]", ...]
 convolutions that all read the same input and end the branch."""
 
 
-def inception_v3(name: str, image_size: int) -> LayerGraph:
+def inception_v3(name: str, image_size: int) -> ModelGraph:
     """Build Inception-v3 without its auxiliary classifier."""
     net = Builder(name, f"3x{image_size}x{image_size}")
     x = _conv(net, "Conv2d_1a_3x3", image(3, image_size), 32, 3, stride=2)
@@ -49,7 +49,7 @@ def inception_v3(name: str, image_size: int) -> LayerGraph:
     return net.graph()
 
 
-def inception_v4(name: str, image_size: int) -> LayerGraph:
+def inception_v4(name: str, image_size: int) -> ModelGraph:
     """Inception-v4."""
     net = Builder(name, f"3x{image_size}x{image_size}")
     x = _conv(net, "features.0", image(3, image_size), 32, 3, stride=2)

@@ -8,7 +8,7 @@ from functools import cache
 
 from stretto.errors import SpecError
 from stretto.zoo.convolutional import densenet, resnet, vgg, xception
-from stretto.zoo.graph import LayerGraph
+from stretto.zoo.graph import ModelGraph
 from stretto.zoo.inception import inception_v3, inception_v4
 from stretto.zoo.transformer import bert, gpt2, transformer
 
@@ -20,7 +20,7 @@ class Model:
     size: int
     """The default height and width of its images, or number of tokens."""
 
-    build: Callable[[str, int], LayerGraph]
+    build: Callable[[str, int], ModelGraph]
 
 
 _MODELS = {
@@ -46,7 +46,7 @@ MODELS = tuple(_MODELS)
 """Names of all models."""
 
 
-def model(name: str, size: int | None = None) -> LayerGraph:
+def model(name: str, size: int | None = None) -> ModelGraph:
     """Return the layers of a model.
 
     Args:
@@ -65,5 +65,5 @@ def model(name: str, size: int | None = None) -> LayerGraph:
 
 
 @cache
-def _built(name: str, size: int) -> LayerGraph:
+def _built(name: str, size: int) -> ModelGraph:
     return _MODELS[name].build(name, size)

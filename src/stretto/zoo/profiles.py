@@ -12,7 +12,7 @@ from stretto.zoo.timing import DEVICES, layer_times_s
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stretto.zoo.graph import LayerGraph
+    from stretto.zoo.graph import ModelGraph
 
 SAMPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -116,7 +116,7 @@ def layer_profile(
     )
 
 
-def _holders(graph: LayerGraph) -> list[int]:
+def _holders(graph: ModelGraph) -> list[int]:
     """Return for each layer the one it counts with.
 
     A batch normalization counts with the convolution that only it reads, any other

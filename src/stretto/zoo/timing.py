@@ -21,7 +21,7 @@ from stretto.zoo.graph import ELEMENT_BYTES
 from stretto.zoo.models import model
 
 if TYPE_CHECKING:
-    from stretto.zoo.graph import LayerGraph
+    from stretto.zoo.graph import ModelGraph
 
 _MEMORY_SHARE = 0.8
 _LAUNCH_S = 5e-6
@@ -115,7 +115,7 @@ def anchor(name: str, device: str | None = None) -> Anchor | None:
 
 
 def layer_times_s(
-    graph: LayerGraph, batch: int, device: RooflineDevice
+    graph: ModelGraph, batch: int, device: RooflineDevice
 ) -> tuple[float, ...]:
     """Return each layer's forward by the roofline, for ``batch`` samples."""
     operations_per_s = device.reached * device.peak_flops
@@ -197,7 +197,7 @@ def workload(
 
 
 def _tensors(
-    graph: LayerGraph, times: tuple[float, ...], forward_s: float, backward_s: float
+    graph: ModelGraph, times: tuple[float, ...], forward_s: float, backward_s: float
 ) -> tuple[TensorSpec, ...]:
     """Return tensors in the order of backward.
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stretto.zoo.graph import Builder, LayerGraph, tokens
+from stretto.zoo.graph import Builder, ModelGraph, tokens
 
 if TYPE_CHECKING:
     from stretto.zoo.graph import Value
 
 
-def bert(name: str, layers: int, width: int, length: int) -> LayerGraph:
+def bert(name: str, layers: int, width: int, length: int) -> ModelGraph:
     """Build BERT with its pretraining heads; the word decoder shares the embedding."""
     vocabulary, positions = 30522, 512
     net = Builder(name, f"{length} tokens")
@@ -51,7 +51,7 @@ def bert(name: str, layers: int, width: int, length: int) -> LayerGraph:
     return net.graph()
 
 
-def gpt2(name: str, layers: int, width: int, length: int) -> LayerGraph:
+def gpt2(name: str, layers: int, width: int, length: int) -> ModelGraph:
     """Build GPT-2; the output layer shares the embedding's tensor."""
     vocabulary, positions = 50257, 1024
     net = Builder(name, f"{length} tokens")
@@ -84,7 +84,7 @@ def gpt2(name: str, layers: int, width: int, length: int) -> LayerGraph:
     return net.graph()
 
 
-def transformer(name: str, length: int) -> LayerGraph:
+def transformer(name: str, length: int) -> ModelGraph:
     """Build the base Transformer with one vocabulary for source, target and output.
 
     AIACC-Training's Table I gives 66.5 M parameters and 145 G operations but no

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class CallRecorder(Protocol):
-    """What calls are routed through: a `Recorder`."""
+    """What calls are routed through: an `OperationRecorder`."""
 
     _depth: int
 

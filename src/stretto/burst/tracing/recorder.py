@@ -102,7 +102,7 @@ class UnseenTensor(SpecError):
 
 
 @final
-class Recorder(AbstractRecorder, TorchFunctionMode):
+class OperationRecorder(AbstractRecorder, TorchFunctionMode):
     """Records operations while it is entered."""
 
     def __init__(
@@ -1079,7 +1079,7 @@ def record(
     trained = fakes.trained()
     registered = frozenset(id(parameter) for parameter in root.parameters())
     with swapped(root.named_modules(), fakes.of) as named:
-        recorder = Recorder(root, mode, trained, shape[0], check)
+        recorder = OperationRecorder(root, mode, trained, shape[0], check)
         recorder.registered = registered
         for name, tensor in named.items():
             recorder.knows(tensor, Fixed(name))
