@@ -26,6 +26,7 @@ from stretto.burst.reach import Reached
 from stretto.burst.refusals import text_of
 from stretto.burst.shadows import MODEL_GONE
 from stretto.burst.tracing.packing import Results
+from stretto.burst.tracing.proven import Proven
 from stretto.errors import StrettoError
 from stretto.runtime.torch_compat import without_dynamo
 
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from stretto.burst.rank_groups import RankGroups
     from stretto.burst.timings import StepClock, Timings
     from stretto.burst.torch_seam import TorchSeam
-    from stretto.burst.tracing.proven import Proven
     from stretto.burst.tracing.watching import Watch
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001

@@ -160,16 +160,22 @@ class Captures:
             graph.note_proven(self._plain(graph.ambient).proven)
             return True
         begin, changed = time.monotonic(), graph.unproven()
-        with self._stale_guard.opened():
-            is_usable = check_again(graph, self._module, *self._example)
+        try:
+            with self._stale_guard.opened():
+                is_usable = check_again(graph, self._module, *self._example)
+        except SpecError as exc:
+            raise SpecError(
+                f"{exc}. This was found when the layers were checked again, because "
+                f"{changed} changed after the burst model was built"
+            ) from exc
         if not is_usable:
             self._other_gradients.add(graph)
         self._checks += 1
         if self._checks in _TIMES_TO_WARN:
             _log.warning(
                 "the burst model's layers were checked again %d times, the last in "
-                "%.2g s, because %r, which its backward reads, had changed: let hooks "
-                "and backwards read what changes in each step from the model's buffers",
+                "%.2g s, because %s had changed: let hooks and backwards read what "
+                "changes in each step from buffers of the model",
                 self._checks,
                 time.monotonic() - begin,
                 changed,
@@ -184,9 +190,9 @@ class Captures:
         """
         plain = Ambient(grad=ambient.grad)
         for graph in self._graphs:
-            if graph.ambient == plain and graph.outdated() is None:
-                if graph.unproven() is None or self._is_proven_again(graph):
-                    return graph
+            is_valid = graph.ambient == plain and graph.outdated() is None
+            if is_valid and (graph.unproven() is None or self._is_proven_again(graph)):
+                return graph
         with self._stale_guard.opened():
             return capture(self._module, *self._example, ambient=plain)
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL
 from stretto.burst.tracing import grouping, operations, proof
 from stretto.burst.tracing.layers import layers_of
-from stretto.burst.tracing.reads import HOOKS, HOOKS_OF_ALL, Ambient
+from stretto.burst.tracing.reads import Ambient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

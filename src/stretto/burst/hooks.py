@@ -17,10 +17,19 @@ import torch
 import torch.utils.hooks
 from torch import nn
 
-from stretto.burst.tracing.reads import HOOKS, HOOKS_OF_ALL
-
 if TYPE_CHECKING:
     from torch import Tensor
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+HOOKS_OF_ALL: dict[str, dict[int, Any]] = {
+    kind: getattr(nn.modules.module, "_global" + kind) for kind in HOOKS
+}
+"""The hooks of all modules, by their kind."""
 
 
 def gradient_hooks(parameter: Tensor) -> list[Any]:
@@ -157,9 +166,12 @@ def after(
 _with_kwargs: dict[int, bool] = nn.modules.module._global_forward_hooks_with_kwargs  # noqa: SLF001
 
 
+_one, _two, _three, _four = HOOKS_OF_ALL.values()
+
+
 def has_of_all() -> bool:
     """Return whether there are hooks of all modules."""
-    return any(HOOKS_OF_ALL.values())
+    return bool(_one or _two or _three or _four)
 
 
 def backward_of_all(module: nn.Module) -> Any:

@@ -13,10 +13,10 @@ from stretto.burst.checks.guarded_tensors import require_current
 from stretto.burst.checks.structure import Structure, described_tensors
 from stretto.burst.checks.verify_first_step import require_comparable
 from stretto.burst.gradient_sync import GradientSync, SyncedLayer
+from stretto.burst.hooks import has_of_all
 from stretto.burst.ownership import LOOSE
 from stretto.burst.requirements import refuse_sparse
 from stretto.burst.schedule import rank_ranges_of
-from stretto.burst.tracing.reads import HOOKS_OF_ALL
 from stretto.errors import SpecError, StrettoError
 
 if TYPE_CHECKING:
@@ -206,31 +206,32 @@ class PlanFollower:
     def execution_now(self) -> tuple[ExecutionPlan, StrettoError | None]:
         """Return the execution of the next forward, and the reason if it can't run."""
         captures = self._parts.captures
-        hooks = self._parts.hooks
-        trouble = self._replaced() or hooks.refused() or self._refused_of_all()
+        of_all = has_of_all()
+        trouble = self._replaced() or self._parts.hooks.refused()
+        if trouble is None and of_all:
+            examples = captures.example_tensors()
+            trouble = self._parts.later_of_all(captures.planned, examples)
         if trouble is None and (trained := self._structure.trained()) != self.trained:
             self._use_trained(trained)
         if trouble is None:
             try:
-                graph = self.graph_now()
-                self._recheck(graph)
+                if of_all:
+                    with self._parts.hooks.set_aside():
+                        graph = self._graph_now()
+                        self._recheck(graph)
+                else:
+                    graph = self._graph_now()
+                    self._recheck(graph)
                 return captures.execution_plan(graph, self.trained), None
             except StrettoError as exc:
                 trouble = exc
         return self.planned_execution(), trouble
 
-    def _refused_of_all(self) -> StrettoError | None:
-        """Return the error of a later hook of all modules that changes something."""
-        if not any(HOOKS_OF_ALL.values()):
-            return None
-        captures = self._parts.captures
-        return self._parts.later_of_all(captures.planned, captures.example_tensors())
-
     def _recheck(self, graph: LayerGraph) -> None:
         """Compare a capture with what forward does now, if it is due."""
         parts = self._parts
         if not parts.timings.is_on:
-            with parts.stale_guard.opened(), parts.hooks.set_aside():
+            with parts.stale_guard.opened():
                 parts.recheck(graph, parts.forward.draws.step)
 
     def planned_execution(self) -> ExecutionPlan:
@@ -251,15 +252,8 @@ class PlanFollower:
             "BurstParallel again after changing the module"
         )
 
-    def graph_now(self) -> LayerGraph:
-        """Return the capture for the current modes; local to this rank."""
-        parts = self._parts
-        if not any(HOOKS_OF_ALL.values()):
-            return self._graph_now()
-        with parts.hooks.set_aside():
-            return self._graph_now()
-
     def _graph_now(self) -> LayerGraph:
+        """Return the capture for the current modes; local to this rank."""
         parts = self._parts
         graph = parts.captures.current()
         if graph is None:

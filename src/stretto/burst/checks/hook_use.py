@@ -27,14 +27,16 @@ from torch import Tensor, nn
 from stretto.burst.checks.later_hooks import LaterHook, ObservedHook
 from stretto.burst.checks.numbers import number_of_words
 from stretto.burst.hooks import (
+    HOOKS,
+    HOOKS_OF_ALL,
     gradient_hooks,
+    has_of_all,
     hooks_of_node,
     is_of_several,
     post_hooks,
     times_registered,
 )
 from stretto.burst.tracing.backward_reads import BACKWARD_HOOKS
-from stretto.burst.tracing.reads import HOOKS, HOOKS_OF_ALL
 from stretto.errors import RankDisagreement, StrettoError
 
 if TYPE_CHECKING:
@@ -256,7 +258,7 @@ class HookUse:
 
     def later_of_all(self) -> dict[tuple[str, int], Any]:
         """Return the hooks of all modules that no capture has checked."""
-        if self._of_all is None:
+        if self._of_all is None or not has_of_all():
             return {}
         known = self._of_all
         return {
@@ -280,7 +282,8 @@ class HookUse:
 
     def _look_at_root(self) -> None:
         """Notice hooks of the whole model, which run before the ranks' exchange."""
-        self._has_later |= bool(self.later_of_all())
+        if has_of_all() and not self._has_later:
+            self._has_later = bool(self.later_of_all())
         root = next(iter(self._modules), None)
         known = next(iter(self._hooked), None)
         if root is not known and root and any(root[1][kind] for kind in HOOKS):

@@ -17,17 +17,17 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, final
 
-from torch import Tensor, nn
-
 from stretto.burst.checks.later_hooks import LaterHook, ObservedHook
-from stretto.burst.hooks import place_of
+from stretto.burst.hooks import HOOKS_OF_ALL, place_of
 from stretto.burst.tracing.proof import run_module
-from stretto.burst.tracing.reads import HOOKS_OF_ALL, Reads
+from stretto.burst.tracing.reads import Reads
 from stretto.burst.tracing.recorder import is_leaf
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor, nn
 
     from stretto.burst.checks.hook_use import HookUse
     from stretto.burst.checks.stale_guard import StaleParameterGuard
@@ -60,7 +60,7 @@ class LaterOfAll:
     def __call__(
         self, graph: LayerGraph, examples: Sequence[Tensor]
     ) -> StrettoError | None:
-        """Return the error of a hook that changes something, if any; local to this rank.
+        """Return the error of a hook that changes something; local to this rank.
 
         Args:
             graph: a capture, which knows the model's arguments.

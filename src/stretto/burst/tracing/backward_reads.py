@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from stretto.burst.tracing.reads import HOOKS, HOOKS_OF_ALL, Reads
+from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL
+from stretto.burst.tracing.reads import Reads
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -74,11 +75,6 @@ class BackwardReads:
     def _trace_thread(self, _grad: Tensor) -> None:
         self._reads.trace_thread()
 
-    def note_written(self) -> None:
-        """Record which of the values have changed since the first backward."""
-        if self._early is not None:
-            self._written.update(self._early.all_changed())
-
     @contextlib.contextmanager
     def observed(self, parts: Iterable[nn.Module]) -> Iterator[None]:
         """Record which hooks of modules change gradients."""
@@ -96,11 +92,15 @@ class BackwardReads:
                 held.update(hooks)
 
     def require_unchanged(self) -> None:
-        """Require that no function reads a value to decide, and changes it.
+        """Require that no function decides by a value that it changes.
+
+        Values that have changed since the first backward are not watched.
 
         Raises:
             SpecError: one may; the message names its line.
         """
+        if self._early is not None:
+            self._written.update(self._early.all_changed())
         for name, key in self._written.items():
             if line := self._reads.line_deciding_by(key):
                 raise SpecError(
@@ -110,7 +110,7 @@ class BackwardReads:
                 )
 
     def watch(self) -> Watch | None:
-        """Return the values as they are now; None if there are none."""
+        """Return the values as they are now; None without any."""
         found = self._reads.watch_of_backward().without(self._written)
         return found or None
 

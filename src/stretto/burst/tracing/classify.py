@@ -19,11 +19,11 @@ from stretto.burst.tracing.cached_values import CachedValues
 from stretto.burst.tracing.caches import Cache, restored
 from stretto.burst.tracing.comparing import BATCHES, Counts, follows
 from stretto.burst.tracing.packing import Arguments, Results
+from stretto.burst.tracing.proven import Proven
 from stretto.burst.tracing.reads import Ambient
 from stretto.burst.tracing.recorder import set_item
 from stretto.burst.tracing.sample_positions import nodes_before, source_line_of
 from stretto.burst.tracing.source_lines import line_of_forward
-from stretto.burst.tracing.proven import Proven
 from stretto.burst.tracing.watching import Watch
 from stretto.errors import SpecError
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from stretto.burst.hooks import place_of
+from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL, place_of
 from stretto.burst.tracing.backward_reads import BackwardReads
 from stretto.burst.tracing.caches import keep_attributes
 from stretto.burst.tracing.custom_backward import has_own_backward
@@ -49,7 +49,6 @@ from stretto.burst.tracing.layer_runs import (
 from stretto.burst.tracing.other_values import other_values
 from stretto.burst.tracing.own_rows import OtherRows
 from stretto.burst.tracing.proven import Proven
-from stretto.burst.tracing.reads import HOOKS
 from stretto.burst.tracing.sample_positions import source_line_of
 from stretto.burst.tracing.source_lines import source_line_in
 from stretto.burst.tracing.torch_modules import BatchNorm
@@ -126,7 +125,6 @@ def require_equal(
     if len(mixed) == 2:
         raise mixed[0]
     if reads is not None:
-        reads.require_unchanged()
         graph.note_proven(Proven(module, reads.watch(), reads.active))
     else:
         graph.note_proven(Proven(module, None, ()))
@@ -284,7 +282,7 @@ class _Check:
             with self._observed(part for _, part in parts.values()):
                 values, grads, cotangents = self._layers(packed)
             if self._reads is not None:
-                self._reads.note_written()
+                self._reads.require_unchanged()
             self._compare(wanted, values[self._graph.output], whole, grads)
             self._find_hidden(values, cotangents)
             with fixed_norms(parts.values()):
@@ -466,6 +464,13 @@ class _Check:
             if not self._near(
                 zero if have is None else have, zero if want is None else want, largest
             ):
+                for hook in (h for k in HOOKS[2:] for h in HOOKS_OF_ALL[k].values()):
+                    raise SpecError(
+                        f"{place_of(hook)}a hook of all modules changes gradients of "
+                        f"modules in {name} that are no layers, and would not be "
+                        "called for them: register it on modules, which makes them "
+                        "layers"
+                    )
                 raise SpecError(
                     f"the captured layers of {name} give parameter "
                     f"{named[id(parameter)]!r} another gradient than {name} itself: "

@@ -3,8 +3,9 @@
 # Note [A check is valid while what it ran is unchanged]
 Layers are checked once, after their capture, and then trusted. What they run as it is
 may change later, without another forward: code that a backward calls reads other
-values, the forward of one of PyTorch's classes or modules is replaced, or the program
-calls the model within a mode of its own, or with hooks on saved tensors. Each step
+values, one of PyTorch's functions or the forward of one of its classes or modules is
+replaced, or the program calls the model within a mode of its own, or with hooks on
+saved tensors. Each step
 compares these with what they were, which takes a few calls; where they differ the
 layers are checked again.
 """
@@ -12,6 +13,7 @@ layers are checked again.
 from __future__ import annotations
 
 import operator
+from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -32,7 +34,20 @@ _saved_hooks: Any = _C._autograd._top_saved_tensors_default_hooks  # noqa: SLF00
 _calls_of = operator.attrgetter("forward", "__call__")
 _own_forward = operator.methodcaller("get", "forward")
 
+_functions = vars(nn.functional)
+_of_torch, _of_tensors = vars(torch), vars(torch.Tensor)
+_known_of_torch = len(_of_torch)  # those that are loaded on demand come after
+
 Around = tuple[Any, ...]
+
+
+def _functions_now() -> tuple[list[Any], list[Any], list[Any]]:
+    """Return PyTorch's functions, which a program may replace."""
+    return (
+        list(_functions.values()),
+        list(islice(_of_torch.values(), _known_of_torch)),
+        list(_of_tensors.values()),
+    )
 
 
 def around_now() -> Around:
@@ -73,6 +88,7 @@ class Proven:
         self.watch = watch
         self.active = frozenset(active)
         self.around = {around_now()}
+        self._functions = _functions_now()
         parts = list(module.modules())
         self._kinds = list(dict.fromkeys(map(type, parts)))
         self._calls = list(map(_calls_of, self._kinds))
@@ -81,12 +97,15 @@ class Proven:
 
     def changed(self) -> str | None:
         """Return what is no longer as it was, or None."""
-        if around_now() not in self.around:
+        inside = self.changed_inside()
+        if inside is None and around_now() not in self.around:
             return "a mode, or hooks on saved tensors"
-        return self.changed_inside()
+        return inside
 
     def changed_inside(self) -> str | None:
         """Return what is no longer as it was, apart from modes; or None."""
+        if _functions_now() != self._functions:
+            return "a function of PyTorch"
         if list(map(_calls_of, self._kinds)) != self._calls:
             return "the forward of a class"
         if list(map(_own_forward, self._held)) != self._own:

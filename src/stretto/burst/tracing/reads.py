@@ -23,6 +23,7 @@ import sys
 import textwrap
 import types
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL
 from stretto.burst.tracing.freezing import (
     INSTALLED,
     LRU_CACHE,
@@ -47,18 +49,9 @@ if TYPE_CHECKING:
     """A function's code and globals."""
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-HOOKS_OF_ALL: dict[str, dict[int, Any]] = {
-    kind: getattr(nn.modules.module, "_global" + kind) for kind in HOOKS
-}
-"""The hooks of all modules, by their kind."""
 _REPLACED = (Dropout, BatchNorm, InstanceNorm)
 """Torch's modules of which the executor replaces the forward."""
+_own_forward = operator.methodcaller("get", "forward")
 _OF_LAYERS = ("training", "p", "dropout")
 """Attributes that change the meaning of torch's own modules, which run as they are."""
 
@@ -226,16 +219,13 @@ class Reads:
                         if prefix
                         else "the hooks of the model",
                     )
-        for hooks in HOOKS_OF_ALL.values() if is_between else ():
-            for key in hooks:
-                rows.add(hooks, key, "a hook of all modules")
+        if is_between:
+            _add_hooks(rows, HOOKS_OF_ALL, "a hook of all modules")
         self._add_globals(rows)
         self._add_functions(rows, helpers, is_between=is_between)
         self._add_tests(rows, trained=trained)
         _add_flags(rows, {name for code, _ in helpers for name in code.co_names})
-        for prefix, part in self._modules.values() if is_between else ():
-            if isinstance(part, _REPLACED):
-                rows.add(vars(part), "forward", f"{prefix}.forward")
+        self._add_forwards(rows)
         return rows.watch()
 
     def watch_of_backward(self) -> Watch:
@@ -253,12 +243,9 @@ class Reads:
             if is_users:
                 self._add_read(rows, number, key, is_users=True)
         for prefix, part in self._modules.values():
-            for kind in HOOKS[2:]:
-                for key in vars(part)[kind]:
-                    rows.add(vars(part)[kind], key, f"a hook of {prefix!r}")
-        for kind in HOOKS[2:]:
-            for key in HOOKS_OF_ALL[kind]:
-                rows.add(HOOKS_OF_ALL[kind], key, "a hook of all modules")
+            held = {kind: vars(part)[kind] for kind in HOOKS[2:]}
+            _add_hooks(rows, held, f"a hook of {prefix!r}")
+        _add_hooks(rows, HOOKS_OF_ALL, "a hook of all modules")
         self._add_functions(rows, helpers, is_between=True)
         return rows.watch()
 
@@ -345,6 +332,18 @@ class Reads:
 
             rows.add_test(is_same, "requires_grad")
 
+    def _add_forwards(self, rows: Rows) -> None:
+        """Add the forwards that the executor replaces, if the program replaces them."""
+        parts = [p for _, p in self._modules.values() if isinstance(p, _REPLACED)]
+        held = [vars(part) for part in parts]
+        own = list(map(_own_forward, held))
+        if held:
+            rows.add_test(
+                lambda: list(map(_own_forward, held)) == own, "the forward of a module"
+            )
+        for kind in set(map(type, parts)):
+            rows.add_member(kind, "forward")
+
     def _add_globals(self, rows: Rows) -> None:
         """Add plain globals that the modules' own functions name."""
         kinds = {
@@ -406,12 +405,21 @@ class Reads:
         )
 
 
+def _add_hooks(rows: Rows, held: dict[str, dict[int, Any]], name: str) -> None:
+    for hooks in held.values():
+        for number in hooks:
+            rows.add(hooks, number, name)
+
+
 def _add_flags(rows: Rows, names: Collection[str]) -> None:
     """Add settings of PyTorch that functions called by forward name."""
     for name in sorted(_FLAGS.keys() & names):
         now = _FLAGS[name]
-        known = now()
-        rows.add_test(lambda now=now, known=known: now() == known, name)
+        rows.add_test(partial(_is_now, now, now()), name)
+
+
+def _is_now(now: Callable[[], Any], known: Any) -> bool:
+    return bool(now() == known)
 
 
 def _backend_flags(name: str) -> Callable[[], list[Any]]:
@@ -577,6 +585,7 @@ def _may_return(code: types.CodeType) -> bool:
             return True
         if step.opname == "RETURN_VALUE" and not (
             before is not None
+            and not step.is_jump_target
             and before.opname.startswith("LOAD_CONST")
             and before.argval is None
         ):

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from stretto.burst.hooks import HOOKS
 from stretto.burst.tracing.aligning import Alignment, aligned
 from stretto.burst.tracing.cached_values import Entry
 from stretto.burst.tracing.caches import (
@@ -35,7 +36,6 @@ from stretto.burst.tracing.caches import (
 from stretto.burst.tracing.comparing import BATCHES, compare
 from stretto.burst.tracing.copied_norms import is_copied
 from stretto.burst.tracing.fakes import Fakes, without_log
-from stretto.burst.tracing.reads import HOOKS, Reads
 from stretto.burst.tracing.recorder import UnseenTensor, record
 from stretto.burst.tracing.records import Fixed, Recording, Ref
 from stretto.burst.tracing.source_lines import line_setting, line_where, source_line_in
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from stretto.burst.tracing.packing import Arguments
+    from stretto.burst.tracing.reads import Reads
     from stretto.burst.tracing.tables import NormInputs
     from stretto.burst.tracing.watching import Watch
 
