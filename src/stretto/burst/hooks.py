@@ -97,12 +97,17 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-def place_of(hook: Any) -> str:
-    """Return where a function is written, as the start of a sentence."""
+def code_of(hook: Any) -> Any:
+    """Return the code that a call of a hook runs; None if it is written in C."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     call = type(hook).__call__
-    code = getattr(hook, "__code__", None) or getattr(call, "__code__", None)
+    return getattr(hook, "__code__", None) or getattr(call, "__code__", None)
+
+
+def place_of(hook: Any) -> str:
+    """Return where a function is written, as the start of a sentence."""
+    code = code_of(hook)
     return f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
 
 

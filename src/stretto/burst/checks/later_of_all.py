@@ -15,6 +15,7 @@ decide by what it changes itself, such as a counter, is rejected.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import TYPE_CHECKING, Any, final
 
 from stretto.burst.checks.later_hooks import LaterHook, ObservedHook
@@ -96,7 +97,12 @@ class LaterOfAll:
         reads = Reads(self._module)
         first: Watch | None = None
         for _ in range(2):  # the second shows what hooks themselves change
-            with self._stale_guard.opened(), self._tried(reads, inner):
+            with (
+                self._stale_guard.opened(),
+                self._tried(reads, inner),
+                warnings.catch_warnings(),
+            ):
+                warnings.simplefilter("ignore")  # of hooks for inputs without gradients
                 run_module(graph, self._module, examples)
             if first is None:
                 first = reads.watch_of_backward()

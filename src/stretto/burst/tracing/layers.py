@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import fx, nn
@@ -162,6 +162,12 @@ class LayerGraph:
     def note_proven(self, proven: Proven | None) -> None:
         """Record that the layers were checked, also those of joined layers."""
         self._traced.proven = proven
+        if proven is not None and proven.changing:
+            self._traced.watch = self._traced.watch.without(proven.changing)
+
+    def changed_hooks(self) -> dict[str, Any]:
+        """Return hooks on values that changed their own state, by their names."""
+        return self._traced.watch.changed_hooks()
 
     def unproven(self) -> str | None:
         """Return what the last check of the layers depends on and changed, or None."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL, place_of
+from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL, code_of, place_of
 from stretto.burst.tracing.backward_reads import BackwardReads
 from stretto.burst.tracing.caches import keep_attributes
 from stretto.burst.tracing.custom_backward import has_own_backward
@@ -49,6 +49,7 @@ from stretto.burst.tracing.layer_runs import (
 from stretto.burst.tracing.other_values import other_values
 from stretto.burst.tracing.own_rows import OtherRows
 from stretto.burst.tracing.proven import Proven
+from stretto.burst.tracing.reads import may_return
 from stretto.burst.tracing.sample_positions import source_line_of
 from stretto.burst.tracing.source_lines import source_line_in
 from stretto.burst.tracing.torch_modules import BatchNorm
@@ -124,10 +125,16 @@ def require_equal(
             mixed.append(found)
     if len(mixed) == 2:
         raise mixed[0]
-    if reads is not None:
-        graph.note_proven(Proven(module, reads.watch(), reads.active))
-    else:
-        graph.note_proven(Proven(module, None, ()))
+    changing = graph.changed_hooks()
+    for name, hook in changing.items():
+        if may_return(code_of(hook)):
+            raise SpecError(
+                f"{place_of(hook)}{name} changes its own state in each call, so what "
+                "it returns may change at any time: change it in the training loop, "
+                "between steps"
+            )
+    watch, active = (reads.watch(), reads.active) if reads is not None else (None, ())
+    graph.note_proven(Proven(module, watch, active, changing))
     return frozenset.intersection(*missing)
 
 

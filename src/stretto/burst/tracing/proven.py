@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from stretto.burst.tracing.freezing import may_read_users
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from stretto.burst.tracing.backward_reads import Place
     from stretto.burst.tracing.watching import Watch
@@ -80,11 +80,17 @@ class Proven:
         module: the model.
         watch: what backwards read; None if nothing.
         active: hooks of modules that changed gradients.
+        changing: names of hooks on values that change their own state.
     """
 
     def __init__(
-        self, module: nn.Module, watch: Watch | None, active: Iterable[Place]
+        self,
+        module: nn.Module,
+        watch: Watch | None,
+        active: Iterable[Place],
+        changing: Collection[str],
     ) -> None:
+        self.changing = frozenset(changing)
         self.watch = watch
         self.active = frozenset(active)
         self.around = {around_now()}

@@ -221,6 +221,7 @@ class Reads:
                     )
         if is_between:
             _add_hooks(rows, HOOKS_OF_ALL, "a hook of all modules")
+            self._add_objects_in_hooks(rows)
         self._add_globals(rows)
         self._add_functions(rows, helpers, is_between=is_between)
         self._add_tests(rows, trained=trained)
@@ -288,7 +289,7 @@ class Reads:
                 name in (*code.co_names, *code.co_freevars)
                 and not _only_appends(code, name)
             )
-            if is_named and _may_return(code):
+            if is_named and may_return(code):
                 return f"{code.co_filename}:{code.co_firstlineno}"
         return ""
 
@@ -343,6 +344,14 @@ class Reads:
             )
         for kind in set(map(type, parts)):
             rows.add_member(kind, "forward")
+
+    def _add_objects_in_hooks(self, rows: Rows) -> None:
+        """Add hooks of layers that are objects, of which other state is read."""
+        for prefix, part in self._modules.values():
+            for kind in HOOKS[:2] if _is_layer(part) else ():
+                for number, hook in vars(part)[kind].items():
+                    if not isinstance(hook, types.FunctionType):
+                        rows.add(vars(part)[kind], number, f"a hook of {prefix!r}")
 
     def _add_globals(self, rows: Rows) -> None:
         """Add plain globals that the modules' own functions name."""
@@ -575,8 +584,10 @@ def _makes_names(code: types.CodeType) -> bool:
 _APPENDS = frozenset(("append", "appendleft", "extend", "add"))
 
 
-def _may_return(code: types.CodeType) -> bool:
+def may_return(code: types.CodeType | None) -> bool:
     """Return whether a function may return something else than None."""
+    if code is None:
+        return True
     before = None
     for step in dis.get_instructions(code):
         if step.opname in ("YIELD_VALUE", "RETURN_GENERATOR"):

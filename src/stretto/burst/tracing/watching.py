@@ -151,6 +151,15 @@ class Watch:
         found = {name: row.key for row, name in pairs if not row.holds()}
         return found | {name: name for holds, name in self._tests if not holds()}
 
+    def changed_hooks(self) -> dict[str, Any]:
+        """Return hooks, which have a number, that changed; by their names."""
+        rows = [*(row for *_, row in (*self._quick, *self._empty)), *self._rows]
+        return {
+            row.name: row.value
+            for row in rows
+            if isinstance(row.key, int) and not row.holds()
+        }
+
     def without(self, names: Collection[str]) -> Watch:
         """Return a watch of the values with other names."""
         rows = [row for *_, row in (*self._quick, *self._empty)] + self._rows
