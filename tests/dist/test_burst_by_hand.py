@@ -73,6 +73,7 @@ class Gained(nn.Module):
 
     def __init__(self, gain: Any = None) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
         self.gain = gain
         self.held: dict[str, Any] = {}
@@ -516,6 +517,79 @@ def later_hook_that_mixes_samples(side: Side) -> None:
     train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
 
 
+class Own(nn.Module):
+    """A module of the program's own, which is no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.last(self.inner(self.first(x)))
+        return found
+
+
+def hook_of_all_modules_of_the_model(side: Side) -> Any:
+    """It asks for the class of the model that it is registered for, before building."""
+    handle = register_module_forward_hook(
+        lambda m, _i, o: o * 2 if isinstance(m, Own) else None
+    )
+    try:
+        module: Any = Own()
+        model = apart(side, module)
+        train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+        return side.state(model)
+    finally:
+        handle.remove()
+
+
+def later_hook_of_all_modules(side: Side) -> None:
+    """It changes only what modules return that are no layers."""
+    module: Any = Own()
+    model = apart(side, module)
+    handle = register_module_forward_hook(
+        lambda m, _i, o: o * 2 if type(m) is nn.Sequential else None
+    )
+    try:
+        train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    finally:
+        handle.remove()
+
+
+MIXED = {"share": 0.0}
+
+
+def _mixing(_part: Any, grads: Any, _of_output: Any) -> Any:
+    return (grads[0] - MIXED["share"] * grads[0].mean(0),)
+
+
+def backward_hook_that_begins_to_mix_samples(side: Side) -> None:
+    _begins_to_mix(side, is_after_forward=False)
+
+
+def backward_hook_changed_after_the_forward(side: Side) -> None:
+    _begins_to_mix(side, is_after_forward=True)
+
+
+def _begins_to_mix(side: Side, *, is_after_forward: bool) -> None:
+    MIXED["share"] = 0.0
+    module: Any = deep()
+    module[2].register_full_backward_hook(_mixing)
+    model = apart(side, module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(side, model, optimizer, 1)
+    x, y = side.data(1)
+    if is_after_forward:
+        loss = cross(model(x), y)
+        MIXED["share"] = 0.5
+    else:
+        MIXED["share"] = 0.5
+        loss = cross(model(x), y)
+    loss.backward()
+
+
 def hook_after_a_backward_in_no_sync(side: Side) -> None:
     model = apart(side, deep())
     with model.no_sync():
@@ -645,6 +719,7 @@ RIGHT: list[Callable[[Side], Any]] = [
     hooks_that_look_on_one_rank,
     hook_of_all_modules_that_looks_on_one_rank,
     hooks_that_look_where_no_rank_calls_them,
+    hook_of_all_modules_of_the_model,
     buffers_changed_on_all_ranks,
     optimizer_of_own_layers,
 ]
@@ -704,6 +779,9 @@ REFUSED = {
     backward_hook_of_another_ranks_layer: ON_ONE_RANK,
     hook_of_all_modules_on_one_rank: "of all modules is on rank 1 and missing on rank",
     later_hook_that_mixes_samples: "of module '2' was registered after the burst model",
+    later_hook_of_all_modules: "of all modules was registered after the burst model",
+    backward_hook_that_begins_to_mix_samples: "it mixes samples in backward",
+    backward_hook_changed_after_the_forward: "changed after the forward, so that it",
     hook_after_a_backward_in_no_sync: "register hooks on parameters before the forward",
     hook_before_a_backward_in_no_sync: "register hooks on parameters before the",
     buffer_changed_on_one_rank: "ranks 0, 1 hold different values of buffer 'shift'",
