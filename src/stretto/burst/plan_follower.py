@@ -217,10 +217,10 @@ class PlanFollower:
             try:
                 if of_all:
                     with self._parts.hooks.set_aside():
-                        graph = self._graph_now()
+                        graph = self.graph_now()
                         self._recheck(graph)
                 else:
-                    graph = self._graph_now()
+                    graph = self.graph_now()
                     self._recheck(graph)
                 return captures.execution_plan(graph, self.trained), None
             except StrettoError as exc:
@@ -252,7 +252,7 @@ class PlanFollower:
             "BurstParallel again after changing the module"
         )
 
-    def _graph_now(self) -> LayerGraph:
+    def graph_now(self) -> LayerGraph:
         """Return the capture for the current modes; local to this rank."""
         parts = self._parts
         graph = parts.captures.current()
