@@ -128,6 +128,198 @@ def test_a_mean_over_samples_is_not_listed(loss):
     assert "WORLD_SIZE).backward()" not in convert(source).after
 
 
+SIZED = [
+    "z = torch.zeros(len(x), 1)\nz[:, 0] = 1",
+    "z = torch.zeros(len(x), 3)\nz[torch.arange(len(x)), (y[:, 0] > 0).long()] = 1",
+    "z = torch.zeros(len(x), 1)\nz[y > 0] = 1",
+    "z = torch.zeros(len(x), 1)\nfor i in range(len(x)):\n    z[i] = y[i] * 2",
+    "z = torch.FloatTensor(len(x), 1).fill_(1.0)",
+    "z = torch.ones(len(x), 1).mean()",
+    "z = torch.tensor([0.5]).repeat(len(x)).view(len(x), 1)",
+    "z = model.head.weight[:, :1].expand(len(x), 1)",
+    "z = torch.ones(x.shape[0], 1)",
+    "z = torch.ones(len(x)).sum() / len(x)",
+]
+
+
+@pytest.mark.parametrize("made", SIZED)
+def test_a_constant_of_the_batchs_size_is_not_listed(made):
+    loss = "loss = ((out - y) ** 2 * (1 + z.mean(-1, keepdim=True))).mean()"
+    assert doubts(script(f"{made}\n{loss}")) == []
+
+
+COUNTED = [
+    "1 / len(x) ** 0.5",
+    "len(x) % 3",
+    "math.sqrt(len(x))",
+    "max(len(x), 3)",
+    "10 - len(x)",
+    "{2: 1.0, 4: 2.0}.get(len(x), 3.0)",
+    "[0.1, 0.2, 0.3, 0.4, 0.5][len(x)]",
+    "float(f'{len(x)}')",
+    "torch.tensor(0.5) ** len(x)",
+    "torch.hann_window(len(x))[:, None]",
+    "Scale(len(x)).get()",
+    "functools.partial(pow, len(x))(-0.5)",
+    "float(Fraction(1, len(x)))",
+    "w[len(x)]",
+    "w[-len(x) :][:, None]",
+    "w[slice(0, len(x))][:, None]",
+    "w[range(len(x))][:, None]",
+    "w[list(range(len(x)))][:, None]",
+    "w.narrow(0, 0, len(x))[:, None]",
+    "w.split(len(x))[0][:, None]",
+    "w.view(len(x), -1)[:, :1]",
+    "w.roll(len(x))[0]",
+    "w[:: len(x)].mean()",
+    "F.interpolate(w[None, None], size=len(x))[0, 0][:, None]",
+    "torch.as_strided(w, (len(x), 1), (1, 1))",
+    "sum(i for i in range(len(x)))",
+    "torch.stack([next(rows) for _ in range(len(x))])",
+    "torch.tensor([1.0, 2.0] * len(x)).sum()",
+]
+"""Numbers that a rank's part of a batch does not change in proportion."""
+
+TABLES = """\
+import functools, math
+from fractions import Fraction
+w = torch.linspace(0.1, 2, 64)
+rows = iter(w)
+
+class Scale:
+    def __init__(self, n):
+        self.n = n
+
+    def get(self):
+        return 2.0**-self.n
+
+"""
+
+
+@pytest.mark.parametrize("number", COUNTED)
+def test_a_number_that_is_not_proportional_to_the_batch_is_listed(number):
+    loss = f"c = {number}\nloss = ((out - y) ** 2 * c).mean()"
+    assert doubts(script(loss, before=TABLES))
+
+
+COUNTED_LOSSES = [
+    "loss = F.smooth_l1_loss(out, y, beta=len(x) / 8)",
+    "loss = crit(out.clamp(max=len(x) / 8), y)",
+    "loss = crit(model(x + 0.1 * len(x)), y)",
+    "loss = ((out - y) ** 2).sum() / (len(x) - 1)",
+    "loss = ((out - y) ** 2).sum() / (len(x) // 3)",
+    "loss = ((out - y) ** 2).sum() / len(x) ** 2",
+    "loss = crit(out, y) + model.head.weight.square().sum() * len(x)",
+    "loss = torch.add(crit(out, y), model.head.bias.square().sum(), alpha=len(x))",
+    "n = 0\nfor row in x:\n    n += 1\nloss = ((out - y) ** 2).sum() / n",
+]
+
+
+@pytest.mark.parametrize("loss", COUNTED_LOSSES)
+def test_a_loss_with_another_power_of_the_batchs_size_is_listed(loss):
+    assert doubts(script(loss))
+
+
+PLACED = [
+    "z = torch.zeros(len(x), 1)\nz[0] = 1",
+    "z = torch.zeros(y.shape)\nz[-1] = 1",
+    "z = y.new_zeros(len(x), 1)\nz[:2] = 1",
+    "z = torch.zeros(len(x), 1)\nz[0] += 1",
+    "z = torch.zeros(len(x), 1)\nz[0].fill_(1)",
+    "z = torch.zeros(len(x), 1)\nv = z[0]\nv += 1",
+    "z = torch.zeros(len(x), 1)\nv = z.view(-1)\nv[0] = 1",
+    "z = torch.zeros(len(x), 1)\nz.select(0, 0).fill_(1)",
+    "z = torch.zeros(len(x), 1)\nz.__setitem__(0, 1)",
+    "z = torch.zeros(len(x), 1)\nmark(z)",
+    "z = torch.zeros(len(x), 1).index_fill(0, torch.tensor([0]), 1)",
+    "z = torch.zeros(len(x), 1)\nfor i in range(3):\n    z[i] = i",
+    "z = torch.zeros(len(x), 1)\nfor i in range(len(x)):\n    z[i] = i / 8",
+    "z = torch.zeros(len(x), 1)\nfor i in range(0, len(x), 2):\n    z[i] = 1",
+    "z = torch.cat([torch.ones(2, 1), torch.zeros(len(x) - 2, 1)])",
+    "z = [0.0] * len(x)\nz[0] = 1.0\nz = torch.tensor(z)[:, None]",
+    "z = torch.tril(torch.ones_like(x))[:, :1]",
+    "z = torch.triu(torch.ones(len(x), 3))[:, 2:]",
+]
+"""What is at a fixed place of the batch, and so once on each rank."""
+
+
+@pytest.mark.parametrize("made", PLACED)
+def test_a_fixed_place_of_the_batch_is_listed(made):
+    mark = "def mark(t):\n    t[0] = 1\n\n"
+    loss = f"{made}\nloss = ((out - y) ** 2 * (1 + z)).mean()"
+    assert doubts(script(loss, before=mark))
+
+
+BACKWARDS = {
+    "g.mm(e.t()).mm(e)": True,
+    "g / e.size(0)": True,
+    "g - g.mean(0)": True,
+    "g.clamp(-1, 1)": True,
+    "g * torch.arange(len(e))[:, None]": True,
+    "foreign(g)": True,
+    "g": False,
+    "g.neg() * ctx.rate": False,
+    "g * (e > 0)": False,
+    "g * 1.5 * (5 * e**2 - 1)": False,
+}
+"""Gradients of a function's own ``backward``, and whether they are listed."""
+
+OWN_BACKWARD = """\
+from elsewhere import foreign
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, e):
+        ctx.save_for_backward(e)
+        ctx.rate = 0.5
+        return e * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        e, = ctx.saved_tensors
+        return GRADIENT
+
+own = Own.apply
+
+"""
+
+
+@pytest.mark.parametrize(("gradient", "listed"), BACKWARDS.items())
+def test_a_backward_is_read_for_what_it_does_to_samples(gradient, listed):
+    before = OWN_BACKWARD.replace("GRADIENT", gradient)
+    found = doubts(script("loss = crit(own(out), y)", before=before))
+    assert bool(found) is listed, found
+
+
+LINEAR = """\
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, e, w):
+        ctx.save_for_backward(e, w)
+        return e.mm(w.t())
+
+    @staticmethod
+    def backward(ctx, g):
+        e, w = ctx.saved_tensors
+        a = b = None
+        if ctx.needs_input_grad[0]:
+            a = g.mm(w)
+        if ctx.needs_input_grad[1]:
+            b = GRADIENT
+        return a, b
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("gradient", "listed"), [("g.t().mm(e)", False), ("g.t().mm(e) / len(e)", True)]
+)
+def test_a_backward_for_a_parameter_must_be_a_sum_over_samples(gradient, listed):
+    before = LINEAR.replace("GRADIENT", gradient)
+    loss = "loss = crit(Own.apply(x, model.body.weight).mean(1, keepdim=True), y)"
+    assert bool(doubts(script(loss, before=before))) is listed
+
+
 SUMS = [
     "loss = ((out - y) ** 2).sum()",
     "loss = crit(out, y) * len(x)",

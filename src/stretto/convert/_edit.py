@@ -40,6 +40,9 @@ class AbstractProofs(Protocol):
     def degree(self, call: cst.Call) -> int | None:
         """Return 0 for a mean over samples, 1 for a sum, ``None`` for neither."""
 
+    def is_summed(self, node: cst.CSTNode) -> bool:
+        """Return whether a loss is proved with a number of samples over all ranks."""
+
     def is_mixed(self, call: cst.Call) -> bool:
         """Return whether a loss adds a sum over samples to something else."""
 

@@ -235,6 +235,9 @@ class Numbers:
                 or not self._in_body(on, body)
             ):
                 continue
+            if self._work.proofs.is_summed(call):
+                self._reduce(call, Amount.SUM)
+                continue
             amount = self._classify.of(on, body)
             whole = self._widest(call, body)
             node: cst.BaseExpression = call

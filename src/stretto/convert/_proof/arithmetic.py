@@ -14,17 +14,20 @@ from stretto.convert._proof.batch_values import (
     Item,
     Iter,
     Linear,
+    Method,
     Rows,
     Seq,
+    Shape,
     Why,
     first_bad,
     first_nonlinear,
     first_rows,
+    has_count,
     is_of_batch,
     joined,
     with_elements,
 )
-from stretto.convert._proof.fixed_tensors import computed
+from stretto.convert._proof.fixed_tensors import as_rows, computed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,7 +38,10 @@ if TYPE_CHECKING:
 
 
 def combined(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
-    """Return the value of ``a op b``; any operator but ``+ - * /`` is ``?``."""
+    """Return the value of ``a op b``.
+
+    Any operator but ``+ - * /``, ``//`` and ``**`` is ``?``.
+    """
     for value in (a, b):
         if isinstance(value, Bad):
             return value
@@ -47,6 +53,8 @@ def combined(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
         return Seq(a.items + b.items)
     several = (Seq, Iter)
     if op == "+" and isinstance(a, several) and isinstance(b, several):
+        if any(isinstance(v, Iter) and v.samples for v in (a, b)):
+            return Iter(Bad(Why.PLACED, node), samples=True)
         return Iter(joined([_element(a), _element(b)], node))
     a, b = _plain(a, node), _plain(b, node)
     if isinstance(a, Bad) or isinstance(b, Bad):
@@ -85,6 +93,9 @@ def _plain(value: Value, node: cst.CSTNode) -> Value:
         return bad
     if (rows := first_rows([value])) is not None:
         return rows
+    of_rows = isinstance(value, Method) and isinstance(value.of, Rows)
+    if has_count(value) or isinstance(value, Shape) or of_rows:
+        return Bad(Why.COUNTED, node)
     return Bad(Why.UNREAD, node) if is_of_batch(value) else Fixed()
 
 
@@ -127,10 +138,12 @@ def _with_item(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
                 if op == "+" and other.degree == one.degree + 1:
                     return other
                 return Bad(Why.UNREAD, node)
-            if isinstance(other, Count) and op == "/" and one is a:
+            if isinstance(other, Count) and op == "/" and one is a and not other.affine:
                 return Item(one.degree - other.degree)
-            if isinstance(other, Count) and op == "*":
+            if isinstance(other, Count) and op == "*" and not other.affine:
                 return Item(one.degree + other.degree)
+            if isinstance(other, Count):
+                return Bad(Why.COUNTED, node)
             if isinstance(other, Item) and other.degree != one.degree:
                 return Bad(Why.MIXED, node)
             return one
@@ -139,25 +152,20 @@ def _with_item(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
 
 def _with_count(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
     if isinstance(a, Count) and isinstance(b, Count):
-        if op == "*":
-            return Count(a.degree + b.degree, exact=False)
-        if op == "/":
-            rest = a.degree - b.degree
-            return Count(rest, exact=False) if rest else Fixed()
-        same = a.degree == b.degree
-        return Count(a.degree, exact=False) if same else Bad(Why.UNREAD, node)
+        return _counts(op, a, b, node)
     count = a if isinstance(a, Count) else b
     other = b if isinstance(a, Count) else a
     if not isinstance(count, Count):
         return Bad(Why.UNREAD, node)
-    by = count.degree
     if isinstance(other, Fixed):
-        if op == "/" and count is b:
-            return Count(-by, exact=False)
-        exact = count.exact and op in "+*/" and other.value in (0, 1, True, False)
-        return Count(by, exact=exact)
-    if op not in "*/":
-        return other
+        return _count_with_fixed(op, count, other, node, inverse=count is b)
+    if isinstance(other, Linear) and op in "+-":
+        if other.degree == 0 and not count.grad:
+            return other
+        return replace(other, mixed=True)
+    if op not in "*/" or count.affine:
+        return Bad(Why.COUNTED, node)
+    by = count.degree
     if isinstance(other, Rows):
         if op == "*":
             return replace(other, degree=other.degree + by)
@@ -173,6 +181,46 @@ def _with_count(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
             return Linear(other.degree - by)
         return Bad(Why.NONLINEAR, node)
     return Bad(Why.UNREAD, node)
+
+
+def _counts(op: str, a: Count, b: Count, node: cst.CSTNode) -> Value:
+    """Return the value of an operation on two numbers of samples."""
+    affine, grad = a.affine or b.affine, a.grad or b.grad
+    if op == "*":
+        return Count(a.degree + b.degree, exact=False, affine=affine, grad=grad)
+    if op == "/":
+        rest = a.degree - b.degree
+        if rest:
+            return Count(rest, exact=False, affine=affine, grad=grad)
+        return Bad(Why.COUNTED, node) if affine else Fixed(grad=grad)
+    if op in "+-" and a.degree == b.degree:
+        return Count(a.degree, exact=False, affine=affine, grad=grad)
+    return Bad(Why.COUNTED, node)
+
+
+def _count_with_fixed(
+    op: str, count: Count, other: Fixed, node: cst.CSTNode, *, inverse: bool
+) -> Value:
+    """Return the value of an operation on a number of samples and a constant."""
+    by, grad, number = count.degree, count.grad or other.grad, other.value
+    out = replace(count, exact=False, grad=grad)
+    if other.counted:
+        rows = as_rows(other)
+        if inverse:
+            return _with_count(op, rows, count, node)
+        return _with_count(op, count, rows, node)
+    if op == "*" or (op == "/" and not inverse):
+        return replace(out, exact=count.exact and number in (1, True))
+    if op == "/":
+        return Bad(Why.COUNTED, node) if count.affine else replace(out, degree=-by)
+    if op in "+-":
+        same = number in (0, False) and not (inverse and op == "-")
+        return replace(out, affine=True) if not same else replace(count, grad=grad)
+    if op == "//" and not inverse:
+        return replace(out, affine=True, exact=count.exact and number in (1, True))
+    if op == "**" and not inverse and isinstance(number, int) and not count.affine:
+        return replace(out, degree=by * int(number))
+    return Bad(Why.COUNTED, node)
 
 
 def rows_with_rows(op: str, a: Rows, b: Rows, node: cst.CSTNode) -> Value:
@@ -235,7 +283,7 @@ def _rows_with_fixed(op: str, a: Rows, node: cst.CSTNode, *, inverse: bool) -> V
 
 def kept_kind(op: str, a: Rows) -> str:
     """Return the kind of what an operation makes of a tensor."""
-    return a.kind if op != "?" or a.kind == "order" else ""
+    return a.kind if op in "+-*/" or a.kind == "order" else ""
 
 
 def _rows_with_linear(op: str, a: Rows, b: Linear, node: cst.CSTNode) -> Value:
@@ -278,7 +326,7 @@ def elementwise(values: Iterable[Value], node: cst.CSTNode) -> Value:
         if isinstance(value, Fixed):
             continue
         if isinstance(value, Count):
-            continue
+            return Bad(Why.COUNTED, node)
         out = combined("?", out, value, node) if out != Fixed() else value
         if isinstance(out, Bad):
             return out

@@ -24,8 +24,10 @@ from stretto.convert._proof.batch_values import (
     joined,
 )
 from stretto.convert._proof.class_lookups import class_attribute, object_attribute
+from stretto.convert._proof.fixed_tensors import as_rows, fixed_method
 from stretto.convert._proof.given_arguments import as_call
 from stretto.convert._proof.loaders import is_loader
+from stretto.convert._proof.own_gradients import has_own_gradient
 from stretto.convert._proof.tensor_methods import tensor_method
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ def attribute_of(run: Run, on: Value, name: str, node: cst.CSTNode) -> Value:
     if isinstance(on, Ref):
         return object_attribute(run, on, name, node)
     if isinstance(on, Class):
+        if name == "apply" and has_own_gradient(run, on):
+            return Method(on, name)
         known = run.get(run.key("class", id(on.node)), name)
         if known is not None:
             return known
@@ -64,6 +68,8 @@ def attribute_of(run: Run, on: Value, name: str, node: cst.CSTNode) -> Value:
             return replace(on, kind="")
         if name == "loss" and on.trusted:
             return Linear(0)
+        if name in ("size", "nbytes", "strides", "itemsize"):
+            return Method(on, name)
         if on.raw or on.opaque is not None:
             return replace(on, whole=False)
         return Method(on, name)
@@ -76,6 +82,9 @@ def attribute_of(run: Run, on: Value, name: str, node: cst.CSTNode) -> Value:
             return on.items[name == "indices"]
         return Method(on, name)
     if isinstance(on, Made):
+        known = run.get(run.key("made", id(on.node)), name)
+        if known is not None:
+            return known
         if name == "batch_size" and is_loader(run, on):
             return Count()
         if name in ("weight", "bias"):
@@ -96,6 +105,12 @@ def attribute_of(run: Run, on: Value, name: str, node: cst.CSTNode) -> Value:
         return on
     if isinstance(on, Count) and name in ("shape", "device", "dtype"):
         return Fixed()
+    if isinstance(on, Fixed) and on.counted:
+        if name == "shape":
+            return Shape(as_rows(on))
+        if name in ("data", "T", "mT", "real"):
+            return fixed_method(name, on, run.given(as_call(node), (on,), {}))
+        return Fixed() if name in ("device", "dtype", "grad") else Method(on, name)
     return Fixed(
         grad=isinstance(on, Fixed)
         and on.grad

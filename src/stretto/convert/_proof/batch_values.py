@@ -31,7 +31,13 @@ class Why(enum.Enum):
         "as a product, a root or a maximum"
     )
     DECIDED = "depends on a decision on the rank's samples"
+    COUNTED = (
+        "depends on the number of a rank's samples, which is a part of the batch's, in "
+        "a way that is not shown to be proportional"
+    )
+    PLACED = "sets something at a fixed place of the batch, which each rank has once"
     DRAWN = "depends on a number that each rank draws for itself"
+    BACKWARD = "has a backward that is not shown to treat each sample by itself"
     UNREAD = "cannot be read here"
     MIXED = "adds values that grow differently with the number of samples"
 
@@ -54,8 +60,10 @@ class Fixed:
     """Whether it may depend on parameters."""
     uniform: bool = False
     """Whether all elements of a tensor are certainly equal."""
-    shape: tuple[int | None, ...] | None = None
+    shape: tuple[int | Count | None, ...] | None = None
     """The sizes of a tensor, ``None`` where one is not known."""
+    counted: bool = False
+    """Whether it has a dimension of the samples, along which elements are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +130,10 @@ class Count:
     degree: int = 1
     exact: bool = True
     """Whether it is the number itself."""
+    affine: bool = False
+    """Whether a constant was added, or it was rounded: it may only be a size."""
+    grad: bool = False
+    """Whether it may depend on parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +154,26 @@ class Shape:
     """The shape of a tensor."""
 
     of: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A slice."""
+
+    lower: Value
+    upper: Value
+    step: Value
+
+    @property
+    def ends(self) -> tuple[Value, Value]:
+        """Return where it begins and where it ends."""
+        return self.lower, self.upper
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether it takes everything."""
+        begins = self.lower in (NONE, Fixed(0))
+        return begins and self.upper == NONE and self.step in (NONE, Fixed(1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +269,7 @@ Value = (
     | Draw
     | Bad
     | Shape
+    | Cut
     | Seq
     | Iter
     | Ref
@@ -249,6 +282,7 @@ Value = (
 )
 
 NONE = Fixed(None)
+ELLIPSIS = Fixed(...)
 _MOST = 12
 """The largest number of values of an `Alt`."""
 
@@ -266,6 +300,21 @@ def is_of_batch(value: Value) -> bool:
     if isinstance(value, Alt):
         return any(is_of_batch(v) for v in value.values)
     return isinstance(value, Rows | Linear | Item | Bad | Draw)
+
+
+def has_count(value: Value) -> bool:
+    """Return whether a value is, or contains, a number of samples."""
+    if isinstance(value, Seq):
+        return any(has_count(v) for v in value.items)
+    if isinstance(value, Iter):
+        return has_count(value.item)
+    if isinstance(value, Alt):
+        return any(has_count(v) for v in value.values)
+    if isinstance(value, Cut):
+        return any(has_count(v) for v in (*value.ends, value.step))
+    if isinstance(value, Made):
+        return any(has_count(v) for v in (*value.args, *dict(value.options).values()))
+    return isinstance(value, Count)
 
 
 def first_rows(values: Iterable[Value]) -> Rows | None:
@@ -337,7 +386,8 @@ def join(one: Value, other: Value, node: cst.CSTNode) -> Value:
         if isinstance(a, Fixed):
             if isinstance(b, Fixed):
                 shape = a.shape if a.shape == b.shape else None
-                return Fixed(grad=a.grad or b.grad, shape=shape)
+                counted = a.counted or b.counted
+                return Fixed(grad=a.grad or b.grad, shape=shape, counted=counted)
             if a.value is None or not isinstance(b, Count | Draw | Alt):
                 return b
             if isinstance(b, Draw):
@@ -366,7 +416,12 @@ def join(one: Value, other: Value, node: cst.CSTNode) -> Value:
         return Bad(Why.MIXED, node)
     if isinstance(one, Count) and isinstance(other, Count):
         if one.degree == other.degree:
-            return Count(one.degree, exact=False)
+            return Count(
+                one.degree,
+                exact=False,
+                affine=one.affine or other.affine,
+                grad=one.grad or other.grad,
+            )
         return Bad(Why.UNREAD, node)
     of_data = (Rows, Linear, Item, Count, Draw)
     if isinstance(one, of_data) and isinstance(other, of_data):

@@ -14,6 +14,7 @@ from stretto.convert._proof.batch_values import (
     UNSET,
     Bad,
     Count,
+    Cut,
     Fixed,
     Item,
     Iter,
@@ -21,11 +22,13 @@ from stretto.convert._proof.batch_values import (
     Ref,
     Rows,
     Seq,
+    Shape,
     Why,
     is_of_batch,
     joined,
 )
 from stretto.convert._proof.containers import items_in, items_of, new_dict, new_list
+from stretto.convert._proof.fixed_tensors import as_rows
 
 if TYPE_CHECKING:
     from stretto.convert._proof.batch_values import Value
@@ -94,14 +97,16 @@ def builtin_call(run: Run, name: str, given: Given, frame: Frame) -> Value:
             return Bad(Why.DECIDED, node)
         return elementwise([*values, Fixed()], node)
     if name in ("float", "int", "abs", "round", "bool", "complex", "pow"):
-        if isinstance(first, Count) and name in ("float", "int"):
-            return first
+        if isinstance(first, Count) and name == "int":
+            return replace(first, affine=first.affine or not first.exact)
         if name == "float":
             return number_in(run, first, node)
         if isinstance(first, Fixed) and name == "int" and isinstance(first.value, int):
             return first
         return elementwise(args, node)
     if name in ("list", "tuple", "sorted", "set", "reversed", "iter", "frozenset"):
+        if isinstance(first, Shape):
+            return first
         items, samples = items_of(run, first, node) if args else ([], False)
         if name == "sorted" and any(isinstance(v, Linear) for v in items):
             return new_list(run, Iter(Bad(Why.DECIDED, node)), node, frame)
@@ -154,6 +159,9 @@ def builtin_call(run: Run, name: str, given: Given, frame: Frame) -> Value:
                 return first
             known["*"] = joined(items_in(run, first, node), node)
         return new_dict(run, known, node, frame)
+    if name == "slice":
+        ends = (NONE, *args, NONE) if len(args) == 1 else (*args, NONE)
+        return Cut(*ends[:3]) if len(ends) > 2 else Fixed()
     if name in ("isinstance", "hasattr", "callable", "issubclass", "type", "id"):
         return Fixed()
     if name in ("any", "all"):
@@ -172,6 +180,8 @@ def _length_of(run: Run, value: Value, node: cst.CSTNode) -> Value:
     """Return the value of ``len(value)``."""
     if isinstance(value, Ref):
         value = run.items_of_ref(value)
+    if isinstance(value, Fixed) and value.counted:
+        value = as_rows(value)
     if isinstance(value, Rows):
         if value.whole or value.axis not in (0, None):
             return (
@@ -221,11 +231,17 @@ def _sum_of(
 
 def number_in(run: Run, value: Value, node: cst.CSTNode) -> Value:
     """Return the number in a tensor, which is reduced over ranks in a step."""
-    if isinstance(value, Linear | Rows | Bad):
-        around = (id(a) for a in run.tree.ancestors(node))
-        if any(a in run.reducing for a in around):
-            return Fixed()
-    return value
+    counted = isinstance(value, Bad) and value.why in (Why.COUNTED, Why.PLACED)
+    if counted or not isinstance(value, Linear | Rows | Bad | Count):
+        return value
+    around = (id(a) for a in run.tree.ancestors(node))
+    if not any(a in run.reducing for a in around):
+        return value
+    if isinstance(value, Count):
+        if value.degree != 1 or value.affine or value.grad:
+            return Bad(Why.COUNTED, node)
+        run.summed.add(node)
+    return Fixed()
 
 
 def _loop_of(node: cst.CSTNode, above: cst.CSTNode | None) -> cst.CSTNode:

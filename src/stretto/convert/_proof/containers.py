@@ -24,10 +24,13 @@ from stretto.convert._proof.batch_values import (
     Rows,
     Seq,
     Shape,
-    is_of_batch,
+    Why,
+    has_count,
     joined,
 )
 from stretto.convert._proof.class_lookups import bound_method, method_of
+from stretto.convert._proof.dimensions import size_of
+from stretto.convert._proof.fixed_tensors import sample_axis
 from stretto.convert._proof.loaders import batch_of, is_loader
 from stretto.convert._proof.script_run import MODULE
 
@@ -66,13 +69,23 @@ def extend(run: Run, ref: Ref, values: Sequence[Value], node: cst.CSTNode) -> No
     if isinstance(old, Seq) and not run.loops and len(old.items) < 64:
         run.set(ref.key, "items", Seq((*old.items, *values)))
         return
+    if isinstance(old, Iter) and old.samples and not samples:
+        values = [Bad(Why.PLACED, node)]
     items = list(old.items) if isinstance(old, Seq) else []
     if isinstance(old, Iter):
         items, samples = [old.item], samples or old.samples
     several = joined([*items, *values], node)
-    samples = samples and is_of_batch(several)
+    several = by_place(several) if samples else several
     chosen = samples and (bool(run.written) or (isinstance(old, Iter) and old.chosen))
     run.set(ref.key, "items", Iter(several, samples, chosen))
+
+
+def by_place(value: Value) -> Value:
+    """Return what is made for each sample of a batch, which may differ by its place."""
+    known = isinstance(value, Fixed) and (value.uniform or value.value is not UNSET)
+    if isinstance(value, Fixed) and not known and not value.grad:
+        return Item(place="moved")
+    return value
 
 
 def items_in(run: Run, value: Value, node: cst.CSTNode) -> list[Value]:
@@ -101,7 +114,12 @@ def items_of(
     if isinstance(value, Iter):
         return [value.item], value.samples
     if isinstance(value, Shape):
-        return [Fixed()], False
+        ndim = value.of.ndim
+        if ndim is None:
+            return [Bad(Why.COUNTED, node)], False
+        return [size_of(value.of, i) for i in range(ndim)], False
+    if isinstance(value, Fixed) and value.counted:
+        return [replace(value, shape=None, counted=False)], sample_axis(value) == 0
     if isinstance(value, Rows):
         if value.opaque is not None or value.axis is None:
             return [replace(value, whole=False)], False
@@ -182,6 +200,8 @@ def container_method(run: Run, on: Ref, name: str, given: Given, frame: Frame) -
         return Iter(Seq((Fixed(), value)))
     if name in ("get", "pop", "setdefault"):
         key = first.value if isinstance(first, Fixed) else UNSET
+        if has_count(first):
+            return Bad(Why.COUNTED, node)
         return dict_value(run, on, key, node)
     if name == "update":
         if isinstance(first, Ref) and first.kind == "dict":

@@ -27,12 +27,19 @@ from stretto.convert._proof.batch_values import (
     Seq,
     Why,
     first_rows,
+    has_count,
     is_of_batch,
     join,
     joined,
 )
 from stretto.convert._proof.branches import afresh, decide, either, truth_of
-from stretto.convert._proof.containers import items_in, items_of, new_dict, new_list
+from stretto.convert._proof.containers import (
+    by_place,
+    items_in,
+    items_of,
+    new_dict,
+    new_list,
+)
 from stretto.convert._proof.script_run import Frame
 from stretto.convert._proof.targets import bind
 from stretto.convert._proof.tensor_joins import product
@@ -49,10 +56,14 @@ OPERATORS = {
     cst.Subtract: "-",
     cst.Multiply: "*",
     cst.Divide: "/",
+    cst.FloorDivide: "//",
+    cst.Power: "**",
     cst.AddAssign: "+",
     cst.SubtractAssign: "-",
     cst.MultiplyAssign: "*",
     cst.DivideAssign: "/",
+    cst.FloorDivideAssign: "//",
+    cst.PowerAssign: "**",
 }
 
 
@@ -96,7 +107,12 @@ def operation(run: Run, node: cst.BinaryOperation, frame: Frame) -> Value:
         if isinstance(node.operator, cst.Multiply):
             listed = parts[0] if isinstance(a, Ref) else parts[1]
             inner = joined(items_in(run, listed, node), node)
-            return new_list(run, Iter(inner), node, frame)
+            times = parts[1] if isinstance(a, Ref) else parts[0]
+            one = isinstance(listed, Seq) and len(listed.items) == 1
+            exact = isinstance(times, Count) and times.exact and times.degree == 1
+            if has_count(times) and not (one and exact):
+                inner = Bad(Why.COUNTED, node)
+            return new_list(run, Iter(inner, samples=exact), node, frame)
         both = combined("+", parts[0], parts[1], node)
         return new_list(
             run, both if isinstance(both, Seq | Iter) else Iter(both), node, frame
@@ -214,11 +230,11 @@ def comprehension(run: Run, node: cst.BaseComp, frame: Frame) -> Value:
         value = joined(unrolled, node) if unrolled else run.value(node.value, inner)
         run.state.pop(inner.key, None)
         return new_dict(run, {"*": value}, node, frame)
-    result: Value = (
-        Seq(tuple(unrolled))
-        if unrolled is not None
-        else Iter(_comprehension_result(run, node, inner), samples, chosen)
-    )
+    if unrolled is not None:
+        result: Value = Seq(tuple(unrolled))
+    else:
+        item = _comprehension_result(run, node, inner)
+        result = Iter(by_place(item) if samples else item, samples, chosen)
     run.state.pop(inner.key, None)
     if isinstance(node, cst.GeneratorExp):
         return result

@@ -5,19 +5,35 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import libcst as cst
-
-from stretto.convert._proof.batch_values import NONE, UNSET, Count, Fixed, Seq
-from stretto.convert._proof.given_arguments import known_ints
+from stretto.convert._proof.batch_values import (
+    ELLIPSIS,
+    NONE,
+    UNSET,
+    Bad,
+    Count,
+    Cut,
+    Fixed,
+    Item,
+    Rows,
+    Seq,
+    Shape,
+    Why,
+    first_bad,
+    has_count,
+    with_elements,
+)
+from stretto.convert._proof.given_arguments import known_int, known_ints
 from stretto.convert._proof.tensor_names import ELEMENTWISE, LINEAR_SHAPE, REDUCING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import libcst as cst
+
     from stretto.convert._proof.batch_values import Value
     from stretto.convert._proof.given_arguments import Given
 
-Sizes = tuple[int | None, ...]
+Sizes = tuple[int | Count | None, ...]
 
 _SAME = frozenset(
     [
@@ -58,6 +74,11 @@ _UNEVEN = frozenset(
 )
 """Functions that make elements differ that were equal."""
 
+EVEN_METHODS = (
+    (_SAME | LINEAR_SHAPE | ELEMENTWISE) - _UNEVEN - RANK_CHANGING - SIZE_CHANGING
+) - {"expand", "repeat", "view", "reshape", "tile", "conv1d", "conv2d", "tolist"}
+"""Functions that keep elements equal that are equal."""
+
 
 def made_shape(sizes: Sequence[Value]) -> Sizes | None:
     """Return the shape that arguments such as those of ``torch.zeros`` ask for."""
@@ -71,27 +92,61 @@ def made_shape(sizes: Sequence[Value]) -> Sizes | None:
 
 
 def _sizes(sizes: Sequence[Value]) -> Sizes | None:
-    out: list[int | None] = []
+    out: list[int | Count | None] = []
     for size in sizes:
         if not isinstance(size, Fixed | Count):
             return None
         number = known_ints(size)
-        out.append(number[0] if number is not None else None)
+        plain = number[0] if number is not None else None
+        out.append(size if isinstance(size, Count) else plain)
     return tuple(out)
+
+
+def made(sizes: Sequence[Value], *, uniform: bool) -> Fixed:
+    """Return what functions such as ``torch.zeros`` make."""
+    shape = made_shape(sizes)
+    counted = any(
+        has_count(v) or isinstance(v, Shape | Bad) for v in with_elements(sizes)
+    )
+    if shape is None and len(sizes) == 1 and isinstance(sizes[0], Shape):
+        shape = shape_of(sizes[0].of)
+    return Fixed(uniform=uniform, shape=shape, counted=counted)
+
+
+def shape_of(rows: Rows) -> Sizes | None:
+    """Return the shape of a tensor of samples, if its rank is known."""
+    if rows.ndim is None or rows.axis is None:
+        return None
+    count = Count(exact=rows.copies == 1)
+    return tuple(count if i == rows.axis else None for i in range(rows.ndim))
+
+
+def sample_axis(on: Fixed) -> int | None:
+    """Return the dimension of a counted tensor that is that of the samples."""
+    places = [i for i, s in enumerate(on.shape or ()) if isinstance(s, Count)]
+    return places[0] if len(places) == 1 else None
+
+
+def as_rows(on: Fixed) -> Rows:
+    """Return a counted tensor as one with a row for each sample."""
+    ndim = None if on.shape is None else len(on.shape)
+    return Rows(axis=sample_axis(on), ndim=ndim)
 
 
 def computed(values: Iterable[Fixed]) -> Fixed:
     """Return what a function of the elements of its arguments makes of them."""
     shape: Sizes | None = ()
-    grad, uniform, several = False, True, False
+    grad, uniform, several, counted = False, True, False, False
     for value in values:
+        counted = counted or value.counted
         number = isinstance(value.value, int | float)
         grad = grad or value.grad
         uniform = uniform and (value.uniform or number)
         several = several or not number
         if not number and shape is not None:
             shape = None if value.shape is None else _broadcast(shape, value.shape)
-    return Fixed(grad=grad, uniform=uniform, shape=shape if several else None)
+    known = shape if several else None
+    return Fixed(grad=grad, uniform=uniform, shape=known, counted=counted)
 
 
 def multiplied(a: Fixed, b: Fixed) -> Fixed:
@@ -121,6 +176,8 @@ def fixed_method(name: str, on: Fixed, given: Given) -> Fixed:
     )
     if name in _SAME:
         return same
+    if name in ("fill_", "zero_"):
+        return replace(same, uniform=True)
     shape = _moved(name, on.shape, given)
     if shape is not None or name in LINEAR_SHAPE:
         return replace(same, shape=shape)
@@ -128,9 +185,12 @@ def fixed_method(name: str, on: Fixed, given: Given) -> Fixed:
         others = [v for v in (*rest, *given.options.values()) if isinstance(v, Fixed)]
         out = computed([same, *others])
         return replace(out, grad=grad, uniform=out.uniform and name not in _UNEVEN)
-    if name in REDUCING and on.shape is not None:
-        return Fixed(grad=grad, shape=_reduced(on.shape, given))
-    return Fixed(grad=grad)
+    if name in REDUCING:
+        shape = None if on.shape is None else _reduced(on.shape, given)
+        by_dim = given.get("dim", 1) is not None or given.get("axis") is not None
+        left = by_dim if shape is None else any(isinstance(s, Count) for s in shape)
+        return Fixed(grad=grad, shape=shape, counted=on.counted and left)
+    return Fixed(grad=grad, counted=on.counted)
 
 
 def _moved(name: str, shape: Sizes | None, given: Given) -> Sizes | None:
@@ -170,6 +230,16 @@ def _reduced(shape: Sizes, given: Given) -> Sizes | None:
     return tuple(s for i, s in enumerate(shape) if i not in gone) or None
 
 
+def repeated(on: Fixed, sizes: Sequence[Value]) -> Fixed:
+    """Return what ``expand`` and ``repeat`` make of a tensor by the batch's size."""
+    shape = made_shape(sizes)
+    if shape is not None and -1 in shape:
+        ahead = (None,) * (len(shape) - len(on.shape or ()))
+        old = (*ahead, *on.shape) if on.shape is not None else (None,) * len(shape)
+        shape = tuple(b if a == -1 else a for a, b in zip(shape, old, strict=False))
+    return replace(on, value=UNSET, shape=shape, counted=True)
+
+
 def tiles(on: Fixed, counts: Sequence[bool]) -> bool:
     """Return whether a dimension of several elements is repeated by the batch's size.
 
@@ -184,38 +254,71 @@ def tiles(on: Fixed, counts: Sequence[bool]) -> bool:
     return any(counted and size not in (1, None) for size, counted in pairs)
 
 
-def part_of(on: Fixed, parts: Sequence[tuple[cst.BaseSlice, Value]]) -> Fixed:
+def part_of(on: Fixed, parts: Sequence[Value]) -> Fixed:
     """Return a part of a tensor without samples, by the parts of an index."""
-    out = Fixed(grad=on.grad, uniform=on.uniform)
+    out = Fixed(grad=on.grad, uniform=on.uniform, counted=on.counted)
     if on.shape is None:
         return out
-    left, shape = list(on.shape), list[int | None]()
-    for part, value in parts:
-        if value == NONE and isinstance(part, cst.Index):
+    left, shape = list(on.shape), list[int | Count | None]()
+    for value in parts:
+        if value == NONE:
             shape.append(1)
         elif not left:
             return out
-        elif isinstance(part, cst.Slice):
-            shape.append(_sliced(left.pop(0), part))
+        elif isinstance(value, Cut):
+            shape.append(_sliced(left.pop(0), value))
         elif isinstance(value, Fixed) and isinstance(value.value, int):
             left.pop(0)
         else:
             return out
-    return replace(out, shape=(*shape, *left))
+    sizes = (*shape, *left)
+    counted = on.counted and any(isinstance(s, Count) for s in sizes)
+    return replace(out, shape=sizes, counted=counted)
 
 
-def _sliced(size: int | None, part: cst.Slice) -> int | None:
+def _sliced(size: int | Count | None, part: Cut) -> int | Count | None:
     """Return the size of a slice of a dimension."""
-    if part.lower is None and part.upper is None and part.step is None:
+    if part.is_whole:
         return size
-    if part.step is not None:
+    if isinstance(size, Count):
+        ends = [v for v in part.ends if v not in (NONE, Fixed(0))]
+        return Count(exact=False, affine=True) if any(map(has_count, ends)) else None
+    lower = 0 if part.lower == NONE else known_int(part.lower)
+    upper = size if part.upper == NONE else known_int(part.upper)
+    if part.step != NONE or lower is None or upper is None:
         return None
-    lower = 0 if part.lower is None else _number(part.lower)
-    upper = size if part.upper is None else _number(part.upper)
-    if lower is None or upper is None or lower < 0 or upper < lower:
+    if lower < 0 or upper < lower:
         return None
     return upper - lower if size is None or upper <= size else None
 
 
-def _number(node: cst.BaseExpression) -> int | None:
-    return int(node.value) if isinstance(node, cst.Integer) else None
+def stored_in(
+    on: Fixed, parts: Sequence[Value], value: Value, node: cst.CSTNode
+) -> Value:
+    """Return a counted tensor after some of its elements were set."""
+    if (bad := first_bad([value, *parts])) is not None:
+        return bad
+    if isinstance(value, Item) and value.place:
+        return Bad(Why.PLACED, node)
+    axis, place = sample_axis(on), 0
+    of_samples = isinstance(value, Rows | Item)
+    for part in parts:
+        if part == NONE:
+            continue
+        if part == ELLIPSIS:
+            if on.shape is None:
+                return Bad(Why.PLACED, node)
+            after = [p for p in parts[parts.index(part) + 1 :] if p != NONE]
+            place = len(on.shape) - len(after)
+            continue
+        here = axis is None or place == axis
+        place += 1
+        if isinstance(part, Rows) or part == Item(place="here"):
+            of_samples = True
+        elif here and not (isinstance(part, Cut) and part.is_whole):
+            return Bad(Why.PLACED, node)
+    if of_samples:
+        return as_rows(on)
+    if isinstance(value, Fixed):
+        return replace(on, grad=on.grad or value.grad, uniform=False)
+    return value

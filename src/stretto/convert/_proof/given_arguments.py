@@ -49,6 +49,12 @@ def known_ints(value: Value | None) -> list[int] | None:
     return None
 
 
+def known_int(value: Value | None) -> int | None:
+    """Return the number that a value certainly is."""
+    numbers = known_ints(value) if isinstance(value, Fixed) else None
+    return None if numbers is None else numbers[0]
+
+
 def known_text(value: Value | None) -> str | None:
     """Return the text that a value certainly is."""
     return (

@@ -15,6 +15,7 @@ import libcst as cst
 
 from stretto.convert._proof.attributes import attribute_of
 from stretto.convert._proof.batch_values import (
+    ELLIPSIS,
     Alt,
     Bad,
     Class,
@@ -26,6 +27,8 @@ from stretto.convert._proof.batch_values import (
     Ref,
     Rows,
     Seq,
+    Why,
+    has_count,
     joined,
 )
 from stretto.convert._proof.calls import evaluate_call
@@ -209,10 +212,12 @@ class Interpreter(Run):
         if isinstance(node, cst.Await):
             return self.value(node.expression, frame)
         if isinstance(node, cst.FormattedString | cst.ConcatenatedString):
-            for part in found(node, cst.FormattedStringExpression):
+            shown = [
                 self.value(part.expression, frame)
-            return Fixed()
-        return Fixed()
+                for part in found(node, cst.FormattedStringExpression)
+            ]
+            return Bad(Why.COUNTED, node) if any(map(has_count, shown)) else Fixed()
+        return ELLIPSIS if isinstance(node, cst.Ellipsis) else Fixed()
 
     def call(
         self,

@@ -25,11 +25,13 @@ from stretto.convert._proof.batch_values import (
     Why,
     first_bad,
     first_rows,
+    has_count,
     is_of_batch,
     with_elements,
 )
 from stretto.convert._proof.builtin_calls import builtin_call
 from stretto.convert._proof.containers import new_dict, new_list
+from stretto.convert._proof.counts import followed
 from stretto.convert._proof.draws import numpy_drawn
 from stretto.convert._proof.known_names import BUILTINS, SAME
 from stretto.convert._proof.library_modules import module_call
@@ -39,6 +41,15 @@ if TYPE_CHECKING:
     from stretto.convert._proof.batch_values import Value
     from stretto.convert._proof.given_arguments import Given
     from stretto.convert._proof.script_run import Frame, Run
+
+
+_COMBINING = frozenset(
+    [
+        *("combinations", "permutations", "product", "pairwise", "accumulate"),
+        *("combinations_with_replacement", "groupby", "batched"),
+    ]
+)
+"""Functions of itertools that combine elements with each other."""
 
 
 def made_call(run: Run, made: Made, given: Given, frame: Frame) -> Value:
@@ -76,6 +87,10 @@ def _is_chain(made: Made) -> bool:
 
 def library_call(run: Run, full: str, given: Given, frame: Frame) -> Value:
     """Return the value of a call of a library's function."""
+    return followed(full, given, _library_call(run, full, given, frame))
+
+
+def _library_call(run: Run, full: str, given: Given, frame: Frame) -> Value:
     node = given.node
     last_given = given.args[-1] if given.args else None
     if "*" in given.options and isinstance(last_given, Iter) and full != "zip":
@@ -121,6 +136,9 @@ def library_call(run: Run, full: str, given: Given, frame: Frame) -> Value:
             if k not in ("use_reentrant", "preserve_rng_state")
         }
         return run.call(given.args[0], given.args[1:], rest, node, frame)
+    combines = full.startswith("itertools.") and last in _COMBINING
+    if combines and any(is_of_batch(v) or has_count(v) for v in given.all):
+        return Bad(Why.ACROSS, node)
     if full.startswith(("random.", "numpy.random.")):
         rows = first_rows(given.all)
         return rows if rows is not None else numpy_drawn(given)

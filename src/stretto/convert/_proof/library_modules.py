@@ -20,6 +20,7 @@ from stretto.convert._proof.batch_values import (
     Why,
     first_bad,
     first_rows,
+    has_count,
     is_list_of_samples,
     with_elements,
 )
@@ -74,6 +75,8 @@ def module_call(made: Made, given: Given, *, trusted: bool) -> Value:
     node = given.node
     full, last = made.name, made.name.rpartition(".")[2]
     values = with_elements(given.all)
+    if has_count(made):
+        return Bad(Why.COUNTED, node)
     if full in TRUSTED_LOSSES:
         return Linear(0) if first_rows(values) is not None else Fixed(grad=True)
     if (bad := first_bad(values)) is not None:

@@ -26,6 +26,7 @@ from stretto.convert._proof.script_run import MODULE
 
 if TYPE_CHECKING:
     from stretto.convert._proof.batch_values import Value
+    from stretto.convert._proof.fixed_tensors import Sizes
     from stretto.convert._proof.script_run import Run
 
 
@@ -66,7 +67,7 @@ def _sample_of(run: Run, data: Ref) -> Value | None:
     return sample
 
 
-def _batch_of_shapes(shapes: list[tuple[int | None, ...] | None]) -> Value | None:
+def _batch_of_shapes(shapes: list[Sizes | None]) -> Value | None:
     """Return a batch of tensors, by the shapes of a sample's."""
     if not shapes or None in shapes:
         return None

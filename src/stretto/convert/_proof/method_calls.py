@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from stretto.convert._flow import SAME_OBJECT
+from stretto.convert._proof import own_gradients
 from stretto.convert._proof.arithmetic import elementwise
 from stretto.convert._proof.attributes import attribute_of
 from stretto.convert._proof.batch_values import (
@@ -33,17 +34,17 @@ from stretto.convert._proof.batch_values import (
     joined,
 )
 from stretto.convert._proof.builtin_calls import number_in
-from stretto.convert._proof.class_lookups import method_of
 from stretto.convert._proof.containers import container_method
+from stretto.convert._proof.counts import followed
 from stretto.convert._proof.given_arguments import as_call
 from stretto.convert._proof.known_names import PASSING, TENSOR_NAMES, TRUSTED
 from stretto.convert._proof.loaders import batch_of, is_loader
 from stretto.convert._proof.objects import object_method
-from stretto.convert._proof.own_gradients import counts_samples
-from stretto.convert._proof.script_run import MODULE
+from stretto.convert._proof.own_gradients import has_own_gradient
 from stretto.convert._proof.targets import bind_again
 from stretto.convert._proof.tensor_functions import tensor_function
 from stretto.convert._proof.tensor_methods import tensor_method
+from stretto.convert._proof.tensor_names import VIEWING
 from stretto.convert._tree import dotted
 
 if TYPE_CHECKING:
@@ -64,6 +65,23 @@ def method_call(
     frame: Frame,
 ) -> Value:
     """Return the value of a call of a method."""
+    out = _method_call(run, on, name, args, options, node, frame)
+    if isinstance(on, Alt | Class | Func | Lib | Bad):
+        return out
+    if isinstance(on, Ref) and isinstance(on.kind, cst.ClassDef):
+        return out
+    return followed(name, run.given(as_call(node), args, options), out)
+
+
+def _method_call(
+    run: Run,
+    on: Value,
+    name: str,
+    args: tuple[Value, ...],
+    options: Mapping[str, Value],
+    node: cst.CSTNode,
+    frame: Frame,
+) -> Value:
     if isinstance(on, Alt):
         return joined(
             [method_call(run, v, name, args, options, node, frame) for v in on.values],
@@ -80,24 +98,9 @@ def method_call(
             return object_method(run, on, name, given, frame)
         return container_method(run, on, name, given, frame)
     if isinstance(on, Class):
+        if name == "apply" and has_own_gradient(run, on):
+            return own_gradients.apply(run, on, args, options, node, frame)
         func = attribute_of(run, on, name, node)
-        if func == Fixed() and name == "apply":
-            method = method_of(run, on.node, "forward")
-            back = method_of(run, on.node, "backward")
-            if (
-                back is not None
-                and is_of_batch(Seq(args))
-                and counts_samples(run.tree, method and method[0], back[0])
-            ):
-                return Bad(Why.UNREAD, node)
-            if method is not None:
-                return run.call(
-                    Func(method[0], MODULE, Fixed(), method[1]),
-                    args,
-                    options,
-                    node,
-                    frame,
-                )
         if isinstance(func, Func) and "classmethod" in {
             dotted(d.decorator) for d in getattr(func.node, "decorators", ())
         }:
@@ -146,6 +149,8 @@ def method_call(
             return next((v for v in values if is_of_batch(v)), Fixed())
         if name not in TENSOR_NAMES:
             return run.unread(node, whole.all)
+    if name == "__setitem__":
+        run.write(on, Bad(Why.PLACED, node), node)
     known = tensor_method(name, whole)
     if known is not None:
         if (
@@ -153,7 +158,10 @@ def method_call(
             and not name.startswith("_")
             and isinstance(call.func, cst.Attribute)
         ):
+            run.write(on, known, node)
             bind_again(run, call.func.value, known, frame)
+        elif name in VIEWING:
+            run.note_view(known, on)
         return known
     if isinstance(on, Rows) and not on.raw and on.opaque is None:
         return Bad(Why.UNREAD, node)

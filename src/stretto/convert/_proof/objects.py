@@ -107,6 +107,10 @@ def object_method(run: Run, ref: Ref, name: str, given: Given, frame: Frame) -> 
     if isinstance(value, Method) and value.of == ref:
         if name in SAME_OBJECT:
             return ref
+        if name == "save_for_backward":
+            run.set(ref.key, "saved_tensors", Seq(args))
+            run.set(ref.key, "saved_variables", Seq(args))
+            return NONE
         if name in ("parameters", "buffers"):
             return Iter(Fixed(grad=True))
         if name in ("named_parameters", "named_modules", "named_children"):

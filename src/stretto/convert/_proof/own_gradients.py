@@ -1,137 +1,135 @@
-"""Backward methods of the script's own ``torch.autograd.Function`` classes."""
+"""Functions of the script with a backward method of its own.
+
+The gradient of such a function is what its ``backward`` returns, so this runs it too.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import libcst as cst
-
-from stretto.convert._tree import dotted, found, stored_names
+from stretto.convert._proof.batch_values import (
+    NONE,
+    Bad,
+    Class,
+    Fixed,
+    Func,
+    Linear,
+    Ref,
+    Rows,
+    Seq,
+    Why,
+    first_bad,
+    is_of_batch,
+)
+from stretto.convert._proof.class_lookups import library_base, method_of
+from stretto.convert._proof.script_run import MODULE
 
 if TYPE_CHECKING:
-    from stretto.convert._tree import Tree
+    from collections.abc import Mapping
+
+    import libcst as cst
+
+    from stretto.convert._proof.batch_values import Value
+    from stretto.convert._proof.script_run import Frame, Run
 
 
-_COUNTING = frozenset(
-    [
-        "mean",
-        "std",
-        "var",
-        "norm",
-        "max",
-        "min",
-        "amax",
-        "amin",
-        "median",
-        "softmax",
-        "numel",
-        "nelement",
-    ]
-)
-"""Methods that depend on all samples, or on their number."""
-
-_READ = ("torch", "numpy", "math", "typing")
-"""Packages whose functions are known by their names."""
+def has_own_gradient(run: Run, value: Value) -> bool:
+    """Return whether a value is a class with a backward method."""
+    base = library_base(run, value.node) if isinstance(value, Class) else ""
+    return base.startswith("torch.") and base.endswith("Function")
 
 
-def counts_samples(
-    tree: Tree, forward: cst.FunctionDef | None, backward: cst.FunctionDef
-) -> bool:
-    """Return whether a backward may depend on all samples, or on their number.
+def apply(
+    run: Run,
+    made: Class,
+    args: tuple[Value, ...],
+    options: Mapping[str, Value],
+    node: cst.CSTNode,
+    frame: Frame,
+) -> Value:
+    """Return the value of ``Function.apply``.
 
-    What it calls in the script counts too, and what ``forward`` keeps for it.
+    Its backward must return, for the gradient of a mean over samples, what belongs to a
+    mean: rows for each tensor of samples, and a sum over samples for each parameter.
     """
-    if _counts(tree, backward, []):
-        return True
-    if forward is None or not forward.params.params:
-        return False
-    context = forward.params.params[0].name.value
-    kept = set()
-    for line in found(forward.body, cst.Assign):
-        for target in line.targets:
-            on = target.target
-            of_context = isinstance(on, cst.Attribute) and dotted(on.value) == context
-            if isinstance(on, cst.Attribute) and of_context and _is_number(line.value):
-                kept.add(on.attr.value)
-    saves = (
-        call
-        for call in found(forward.body, cst.Call)
-        if dotted(call.func) == f"{context}.save_for_backward"
-    )
-    if any(_is_number(given.value) for call in saves for given in call.args):
-        return True
-    return any(
-        part.attr.value in kept and isinstance(part.value, cst.Name)
-        for part in found(backward.body, cst.Attribute)
-    )
+    context = Ref(run.key("object", frame.key, id(node), "context"), made.node)
+    run.state[context.key] = {}
+
+    def call(name: str, *given: Value, own: Value | None = context) -> Value | None:
+        method = method_of(run, made.node, name)
+        if method is None:
+            return None
+        func = Func(method[0], MODULE, own, method[1])
+        named = options if name == "forward" else {}
+        return run.call(func, given, named, node, frame)
+
+    if method_of(run, made.node, "setup_context") is not None:
+        out = call("forward", *args, own=None)
+        call("setup_context", Seq(args), out or Fixed())
+    else:
+        out = call("forward", *args)
+    if out is None:
+        return run.unread(node, list(args))
+    if not is_of_batch(Seq(args)) or not is_of_batch(out) or first_bad([out]):
+        return out
+    asked = _gradients_of(out)
+    if asked is None:
+        return Bad(Why.UNREAD, node)
+    gradients, degree = asked
+    back = call("backward", *gradients)
+    if back is None:
+        back = call("vjp", *gradients)
+    if back is None:
+        return Bad(Why.UNREAD, node)
+    given = back.items if isinstance(back, Seq) else (back,)
+    for argument, gradient in zip(args, given, strict=False):
+        wrong = _wrong(argument, gradient, degree, node)
+        if wrong is not None:
+            return wrong
+    return out
 
 
-def _counts(
-    tree: Tree, function: cst.FunctionDef, around: list[cst.FunctionDef]
-) -> bool:
-    """Return whether a function, or one that it calls, may count samples."""
-    if function in around:
-        return False
-    if _is_number(function.body) or _divides_by_size(function):
-        return True
-    for call in found(function.body, cst.Call):
-        path = dotted(call.func) or ""
-        head, _, last = path.rpartition(".")
-        package = tree.imported.get(path.partition(".")[0])
-        if package is not None and not package.startswith(_READ):
-            return True
-        if package is not None:
-            continue
-        helpers = [f for f in tree.functions if f.name.value == last]
-        of_class = head.rpartition(".")[2] in tree.classes or head in ("cls", "self")
-        if (not head or of_class) and any(
-            _counts(tree, helper, [*around, function]) for helper in helpers
-        ):
-            return True
-    return False
+def _gradients_of(out: Value) -> tuple[list[Value], int] | None:
+    """Return the gradients of a mean for the results, and the mean's degree.
+
+    A mean over samples is of degree 0, also of those of which it is a sum: they have a
+    row for each sample.
+    """
+    gradients: list[Value] = []
+    degrees = set()
+    for part in out.items if isinstance(out, Seq) else (out,):
+        if isinstance(part, Rows):
+            plain = replace(part, raw=False, whole=False, kind="", opaque=None)
+            gradients.append(replace(plain, degree=-1 - part.degree, shifted=None))
+            degrees.add(0)
+        elif isinstance(part, Linear) and not part.mixed:
+            gradients.append(Fixed())
+            degrees.add(part.degree)
+        elif isinstance(part, Fixed):
+            gradients.append(Fixed())
+        else:
+            return None
+    return (gradients, degrees.pop()) if len(degrees) == 1 else None
 
 
-def _is_number(node: cst.CSTNode) -> bool:
-    """Return whether code computes a number of samples, or with all of them."""
-    for call in found(node, cst.Call):
-        name = (dotted(call.func) or "").rpartition(".")[2]
-        if isinstance(call.func, cst.Attribute):
-            name = call.func.attr.value
-        numbers = [a.value for a in call.args]
-        first = any(isinstance(n, cst.Integer) and n.value == "0" for n in numbers)
-        if name in _COUNTING or name == "len" or (name == "size" and first):
-            return True
-        if name == "sum" and not numbers:
-            return True
-    for part in found(node, cst.Subscript):
-        inner = part.slice[0].slice
-        if (
-            isinstance(part.value, cst.Attribute)
-            and part.value.attr.value == "shape"
-            and isinstance(inner, cst.Index)
-            and isinstance(inner.value, cst.Integer)
-            and inner.value.value == "0"
-        ):
-            return True
-    return False
-
-
-def _divides_by_size(function: cst.FunctionDef) -> bool:
-    """Return whether a function computes with the first of a tensor's sizes."""
-    sizes: set[str] = set()
-    for line in found(function.body, cst.Assign):
-        value = line.value.func if isinstance(line.value, cst.Call) else line.value
-        if not isinstance(value, cst.Attribute) or value.attr.value not in (
-            "shape",
-            "size",
-        ):
-            continue
-        for target in line.targets:
-            if isinstance(target.target, cst.Tuple | cst.List):
-                first = target.target.elements[0].value
-                sizes |= {name.value for name in stored_names(first)}
-    return any(
-        isinstance(side, cst.Name) and side.value in sizes
-        for operation in found(function.body, cst.BinaryOperation)
-        for side in (operation.left, operation.right)
-    )
+def _wrong(
+    argument: Value, gradient: Value, degree: int, node: cst.CSTNode
+) -> Bad | None:
+    """Return why a gradient is not that of one process, averaged over ranks."""
+    if isinstance(gradient, Bad) or gradient == NONE:
+        return gradient if isinstance(gradient, Bad) else None
+    if isinstance(argument, Rows):
+        if argument.kind:
+            return None  # numbers of places, and conditions, have no gradient
+        fits = isinstance(gradient, Rows) and gradient.shifted is None
+        wanted = degree - 1 - argument.degree
+        if fits and isinstance(gradient, Rows) and gradient.degree == wanted:
+            return None
+    elif isinstance(argument, Fixed):
+        summed = isinstance(gradient, Linear) and gradient == Linear(degree)
+        if summed or (isinstance(gradient, Fixed) and not argument.grad):
+            return None
+    elif not is_of_batch(gradient):
+        return None
+    return Bad(Why.BACKWARD, node)

@@ -70,6 +70,10 @@ class Proofs:
         value = self._run().losses.get(id(call))
         return isinstance(value, Linear) and value.mixed
 
+    def is_summed(self, node: cst.CSTNode) -> bool:
+        """Return whether a loss is proved with a number of samples over all ranks."""
+        return node in self._run().summed
+
     def is_rowwise(self, node: cst.CSTNode) -> bool:
         """Return whether an expression is shown to treat each sample by itself."""
         return self._run().is_rowwise(node)

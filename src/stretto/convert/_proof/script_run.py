@@ -24,6 +24,7 @@ from stretto.convert._proof.batch_values import (
     Why,
     first_bad,
     first_rows,
+    has_count,
     is_list_of_samples,
     joined,
     with_elements,
@@ -83,6 +84,8 @@ class Loop:
     continues: list[State] = field(default_factory=list)
     added: set[tuple[int, str]] = field(default_factory=set)
     """Variables to which something is added."""
+    updated: set[tuple[int, str]] = field(default_factory=set)
+    """Variables that are computed from what they were."""
 
 
 class Run(ABC):
@@ -97,6 +100,7 @@ class Run(ABC):
         loops: The loops around the present statement, in its function.
         losses: The values on which each call of ``backward`` is made, by its ``id``.
         repeated: Calls that draw the same numbers on each rank for its samples.
+        summed: Numbers of samples that are summed over ranks where they are taken.
         rowwise: Whether an expression has a row for each sample, by its ``id``.
         backwards: The calls of ``backward``, by their ``id``.
         training: The training loops, by their ``id``.
@@ -118,6 +122,7 @@ class Run(ABC):
         self.loops: list[Loop] = []
         self.losses: dict[int, Value] = {}
         self.repeated: set[cst.Call] = set()
+        self.summed: set[cst.CSTNode] = set()
         self.rowwise: dict[int, bool] = {}
         self.in_step = 0
         self.active: list[cst.CSTNode] = []
@@ -132,6 +137,7 @@ class Run(ABC):
             for call in work.job.backwards
             if (scope := work.tree.function(call)) is not None
         }
+        self._views: dict[int, tuple[Value, Value]] = {}
         self._keys: dict[tuple[object, ...], int] = {}
         names = {full.partition(".")[0] for full in work.tree.imported.values()}
         self.trusted = not names.isdisjoint(TRUSTED)
@@ -187,6 +193,30 @@ class Run(ABC):
         """Make a name refer to a value."""
         self.set(frame.foreign.get(name, frame.key), name, value)
 
+    def note_view(self, part: Value, of: Value) -> None:
+        """Note that a tensor may share its memory with another."""
+        tensors = isinstance(part, Fixed | Rows | Bad) and part is not of
+        if tensors and (isinstance(of, Rows) or (isinstance(of, Fixed) and of.counted)):
+            self._views[id(part)] = part, of
+
+    def write(self, old: Value, new: Value, node: cst.CSTNode) -> None:
+        """Set all variables with a tensor's memory after a change in place."""
+        tensor = isinstance(old, Rows) and isinstance(new, Bad)
+        if tensor or (isinstance(old, Fixed) and old.counted):
+            for key, names in list(self.state.items()):
+                for name, value in names.items():
+                    if value is old:
+                        self.set(key, name, new)
+        part, of = self._views.get(id(old), (None, None))
+        if part is not old or of is None:
+            return
+        chosen = isinstance(of, Fixed) and isinstance(old, Fixed) and not old.counted
+        if chosen or isinstance(new, Bad):
+            self.write(of, Bad(Why.PLACED, node), node)
+        elif isinstance(of, Fixed):
+            after = Fixed(grad=of.grad, shape=of.shape, counted=True)
+            self.write(of, after if isinstance(new, Fixed) else new, node)
+
     def items_of_ref(self, ref: Ref) -> Value:
         """Return what a list or a dict contains."""
         if ref.kind == "list":
@@ -213,6 +243,8 @@ class Run(ABC):
         values = [self.items_of_ref(v) if isinstance(v, Ref) else v for v in values]
         if (bad := first_bad(values)) is not None:
             return bad
+        if any(map(has_count, values)):
+            return Bad(Why.COUNTED, node)
         rows = first_rows(values)
         if rows is not None:
             if rows.shifted is not None:

@@ -139,12 +139,16 @@ def _note_addition(
         _note_added(run, target, frame)
 
 
-def _note_added(run: Run, target: cst.BaseExpression, frame: Frame) -> None:
-    """Note for all loops around that something is added to a variable."""
+def _note_added(
+    run: Run, target: cst.BaseExpression, frame: Frame, *, plain: bool = True
+) -> None:
+    """Note for all loops around that a variable is computed from what it was."""
     place = _place_of(run, target, frame)
     if place is not None:
         for loop in run.loops:
-            loop.added.add(place)
+            loop.updated.add(place)
+            if plain:
+                loop.added.add(place)
 
 
 def _place_of(
@@ -168,6 +172,7 @@ def _augment(run: Run, node: cst.AugAssign, frame: Frame) -> None:
         extend(run, old, items_in(run, more, node), node)
         return
     op = OPERATORS.get(type(node.operator), "?")
-    bind(run, node.target, combined(op, old, more, node), frame)
-    if op == "+":
-        _note_added(run, node.target, frame)
+    new = combined(op, old, more, node)
+    run.write(old, new, node)
+    bind(run, node.target, new, frame)
+    _note_added(run, node.target, frame, plain=op == "+")

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from stretto.convert._proof.batch_values import (
+    ELLIPSIS,
     NONE,
     UNSET,
     Alt,
     Bad,
     Count,
+    Cut,
     Draw,
     Fixed,
     Item,
@@ -25,6 +27,7 @@ from stretto.convert._proof.batch_values import (
     Shape,
     Why,
     first_rows,
+    has_count,
     is_of_batch,
     joined,
 )
@@ -32,6 +35,7 @@ from stretto.convert._proof.class_lookups import bound_method, method_of
 from stretto.convert._proof.containers import dict_value
 from stretto.convert._proof.dimensions import size_of
 from stretto.convert._proof.fixed_tensors import part_of
+from stretto.convert._proof.given_arguments import known_int
 
 if TYPE_CHECKING:
     from stretto.convert._proof.batch_values import Value
@@ -39,18 +43,17 @@ if TYPE_CHECKING:
 
 
 def index_values(run: Run, node: cst.Subscript, frame: Frame) -> list[Value]:
-    """Return the values of an index."""
+    """Return the values of an index, with those of a tuple one by one."""
     out: list[Value] = []
     for part in node.slice:
         inner = part.slice
         if isinstance(inner, cst.Index):
             value = run.value(inner.value, frame)
-            if isinstance(value, Seq) and len(node.slice) == 1:
-                out += value.items
-            else:
-                out.append(value)
-        else:
-            out.append(Fixed())
+            out += value.items if isinstance(value, Seq) else (value,)
+        elif isinstance(inner, cst.Slice):
+            ends = (inner.lower, inner.upper, inner.step)
+            values = (NONE if e is None else run.value(e, frame) for e in ends)
+            out.append(Cut(*values))
     return out
 
 
@@ -59,18 +62,19 @@ def subscript(run: Run, node: cst.Subscript, frame: Frame) -> Value:
     on = run.value(node.value, frame)
     if isinstance(on, Alt):
         return joined([_subscript_of(run, v, node, frame) for v in on.values], node)
-    return _subscript_of(run, on, node, frame)
+    out = _subscript_of(run, on, node, frame)
+    run.note_view(out, on)
+    return out
 
 
 def _subscript_of(run: Run, on: Value, node: cst.Subscript, frame: Frame) -> Value:
     """Return an element of one value."""
-    first = node.slice[0].slice
     index = index_values(run, node, frame)
-    number = index[0].value if index and isinstance(index[0], Fixed) else UNSET
-    sliced = isinstance(first, cst.Slice)
-    part = first if isinstance(first, cst.Slice) else None
-    if isinstance(on, Ref | Seq | Iter) and not sliced:
-        chosen = _chosen_by(index[0] if index else Fixed(), node)
+    first = index[0] if index else Fixed()
+    number = first.value if isinstance(first, Fixed) else UNSET
+    part = first if isinstance(first, Cut) else None
+    if isinstance(on, Ref | Seq | Iter) and part is None:
+        chosen = _chosen_by(first, node)
         if chosen is not None and not (
             isinstance(on, Ref) and isinstance(on.kind, cst.ClassDef)
         ):
@@ -82,27 +86,32 @@ def _subscript_of(run: Run, on: Value, node: cst.Subscript, frame: Frame) -> Val
             method = method_of(run, on.kind, "__getitem__")
             if method is None:
                 return Fixed()
-            given = (index[0] if index else Fixed(),)
+            given = (first if len(index) == 1 else Seq(tuple(index)),)
             return run.call(bound_method(run, method, on), given, {}, node, frame)
         on = run.items_of_ref(on)
     if isinstance(on, Seq):
         if part is not None:
-            return _cut(run, on, part, frame)
+            return _cut(on, part, node)
         if isinstance(number, int) and -len(on.items) <= number < len(on.items):
             return on.items[int(number)]
         return joined(on.items, node)
     if isinstance(on, Iter):
-        if part is not None and _is_counted(run, part, frame):
-            return _places(on.item, on)
-        return on if sliced else on.item
+        if part is not None and has_count(part):
+            return _places(on, on.item)
+        return on if part is not None else on.item
     if isinstance(on, Shape):
-        if sliced:
-            return Iter(Fixed()) if not _is_whole(first) else on
+        if part is not None:
+            return _sizes(on, part, node)
         return size_of(on.of, int(number)) if isinstance(number, int) else Fixed()
+    index = [as_index(run, v) for v in index]
     if isinstance(on, Rows):
-        return rows_subscript(run, on, node, index, frame)
-    if isinstance(on, Linear | Item | Bad | Draw):
+        return rows_subscript(on, node, index)
+    if isinstance(on, Linear | Item | Bad | Draw | Count):
         return on
+    if isinstance(on, Fixed) and on.counted:
+        return part_of(on, index)
+    if any(isinstance(v, Count) for v in index):
+        return Bad(Why.COUNTED, node)
     parts = [v for v in index if is_of_batch(v)]
     if parts:
         rows = first_rows(parts)
@@ -118,6 +127,8 @@ def _subscript_of(run: Run, on: Value, node: cst.Subscript, frame: Frame) -> Val
                 ndim=None,
             )
         return parts[0]
+    if isinstance(on, Made) and has_count(on):
+        return Bad(Why.COUNTED, node)
     if isinstance(on, Made):
         return (
             Made(f"{on.name}[]", on.node, on.args, on.options)
@@ -126,18 +137,28 @@ def _subscript_of(run: Run, on: Value, node: cst.Subscript, frame: Frame) -> Val
         )
     if not isinstance(on, Fixed):
         return Fixed()
-    return _fixed_part(run, on, _index_parts(run, node, frame), frame)
+    return _fixed_part(on, index, node)
 
 
-def _fixed_part(
-    run: Run, on: Fixed, parts: list[tuple[cst.BaseSlice, Value]], frame: Frame
-) -> Value:
+def as_index(run: Run, value: Value) -> Value:
+    """Return a list of indices as a tensor."""
+    listed = isinstance(value, Ref) and value.kind == "list"
+    items = run.items_of_ref(value) if isinstance(value, Ref) and listed else value
+    if isinstance(items, Iter) and items.samples and isinstance(items.item, Item):
+        kind = "order" if items.item.place else ""
+        return Rows(ndim=1, kind=kind, even=not items.chosen)
+    return value
+
+
+def _fixed_part(on: Fixed, parts: list[Value], node: cst.CSTNode) -> Value:
     """Return a part of a tensor without samples."""
     out = part_of(on, parts)
-    if on.uniform:
-        return out
-    for place, (part, _) in enumerate(parts):
-        if isinstance(part, cst.Slice) and _is_counted(run, part, frame):
+    for place, part in enumerate(parts):
+        if isinstance(part, Cut) and has_count(part):
+            if on.uniform:
+                return replace(out, counted=True)
+            if has_count(part.step):
+                return Bad(Why.COUNTED, node)
             ndim = None if out.shape is None else len(out.shape)
             return Rows(axis=place, ndim=ndim, kind="order")
     return out
@@ -149,118 +170,92 @@ def _chosen_by(index: Value, node: cst.CSTNode) -> Value | None:
         return index
     if isinstance(index, Linear | Rows):
         return Bad(Why.DECIDED, node)
-    return None
+    return Bad(Why.COUNTED, node) if isinstance(index, Count) else None
 
 
-def _cut(run: Run, on: Seq, part: cst.Slice, frame: Frame) -> Value:
+def _cut(on: Seq, part: Cut, node: cst.CSTNode) -> Value:
     """Return a slice of a tuple or a list."""
-    if _is_counted(run, part, frame):
-        return _places(joined(on.items, part), Iter(joined(on.items, part)))
+    inner = joined(on.items, node)
+    if has_count(part):
+        return _places(Iter(inner), inner)
     ends = []
-    for end in (part.lower, part.upper, part.step):
-        value = run.value(end, frame) if end is not None else NONE
+    for value in (part.lower, part.upper, part.step):
         known = value.value if isinstance(value, Fixed) else UNSET
         if known is not None and not isinstance(known, int):
-            return Iter(joined(on.items, part))
+            return Iter(inner)
         ends.append(known)
     return Seq(on.items[slice(*ends)])
 
 
-def _is_counted(run: Run, part: cst.Slice, frame: Frame) -> bool:
-    """Return whether a slice has as many elements as the batch has samples."""
-    ends = [e for e in (part.lower, part.upper) if e is not None]
-    return any(isinstance(run.value(e, frame), Count) for e in ends)
-
-
-def _places(item: Value, listed: Value) -> Value:
+def _places(listed: Value, item: Value) -> Value:
     """Return a list of as many numbers as samples, which depend on their places."""
-    if item == Fixed(grad=isinstance(item, Fixed) and item.grad):
+    if isinstance(item, Fixed):
         return Iter(Item(place="moved"), samples=True)
     return listed
 
 
-def _is_whole(part: cst.BaseSlice) -> bool:
-    """Return whether a slice takes everything."""
-    return isinstance(part, cst.Slice) and (
-        part.lower is None and part.upper is None and part.step is None
-    )
+def _sizes(on: Shape, part: Cut, node: cst.CSTNode) -> Value:
+    """Return some sizes of a tensor."""
+    lower = 0 if part.lower == NONE else known_int(part.lower)
+    upper = known_int(part.upper)
+    axis, whole = on.of.axis, part.upper == NONE
+    if lower is not None and upper is not None and 0 <= lower <= upper:
+        return Seq(tuple(size_of(on.of, i) for i in range(lower, upper)))
+    if axis is None or lower is None or lower < 0 or (upper is None and not whole):
+        return Iter(Bad(Why.COUNTED, node))
+    if axis < lower:
+        return Iter(Fixed())
+    if whole and lower == 0:
+        return on
+    return Shape(replace(on.of, axis=axis - lower, ndim=None, thin=False))
 
 
-def rows_subscript(
-    run: Run, on: Rows, node: cst.Subscript, index: list[Value], frame: Frame
-) -> Value:
+def rows_subscript(on: Rows, node: cst.Subscript, index: list[Value]) -> Value:
     """Return elements of a tensor of samples."""
-    inner = node.slice[0].slice
     key = index[0] if index else Fixed()
-    if (
-        isinstance(inner, cst.Index)
-        and len(node.slice) == 1
-        and isinstance(inner.value, cst.BinaryOperation)
-        and not isinstance(key, Rows | Item | Fixed | Bad)
-    ):
+    plain = isinstance(key, Fixed) and len(index) == 1
+    if len(index) == 1 and isinstance(key, Iter):
         return replace(on, whole=False, ndim=None)
     if isinstance(key, Fixed) and isinstance(key.value, str):
         if key.value == "loss" and on.trusted:
             return Linear(0)
         return replace(on, whole=False)
-    if on.whole and isinstance(key, Fixed) and isinstance(inner, cst.Index):
+    if on.whole and isinstance(key, Fixed):
         return replace(on, whole=False)
-    if (
-        on.opaque is not None and len(node.slice) == 1 and isinstance(inner, cst.Index)
-    ) and isinstance(key, Fixed):
+    if on.opaque is not None and plain:
         return on
-    return _rows_indexed(run, on, _index_parts(run, node, frame), node, frame)
+    return _rows_indexed(on, index, node)
 
 
-def _index_parts(
-    run: Run, node: cst.Subscript, frame: Frame
-) -> list[tuple[cst.BaseSlice, Value]]:
-    """Return the parts of an index, with their values."""
-    parts: list[tuple[cst.BaseSlice, Value]] = []
-    for part in node.slice:
-        if isinstance(part.slice, cst.Index):
-            value = run.value(part.slice.value, frame)
-            several = value.items if isinstance(value, Seq) else (value,)
-            parts += [(part.slice, v) for v in several]
-        else:
-            parts.append((part.slice, Fixed()))
-    return parts
-
-
-def _rows_indexed(
-    run: Run,
-    on: Rows,
-    parts: list[tuple[cst.BaseSlice, Value]],
-    node: cst.Subscript,
-    frame: Frame,
-) -> Value:
+def _rows_indexed(on: Rows, parts: list[Value], node: cst.Subscript) -> Value:
     """Return a tensor of samples after each part of an index."""
     axis, ndim = on.axis, on.ndim
     place = new = taken = 0
     out = replace(on, raw=False, whole=False, thin=False, least=1)
     found_rows = False
     kept: int | None = None
-    for part, value in parts:
-        dotdot = isinstance(part, cst.Index) and isinstance(part.value, cst.Ellipsis)
-        if dotdot:
+    for value in parts:
+        if value == ELLIPSIS:
             if axis is not None and place <= axis and kept is None:
                 kept = new + axis - place if place <= axis else None
             place = 10**6
             continue
-        if isinstance(part, cst.Index) and value == NONE:
+        if value == NONE:
             new += 1
             ndim = None if ndim is None else ndim + 1
             continue
         here = axis is not None and place == axis
-        if isinstance(part, cst.Slice):
+        if isinstance(value, Cut):
             if here:
                 kept = new
-                if not _keeps_samples(run, part, on, frame):
+                if not _keeps_samples(value, on):
                     return Bad(Why.ACROSS, node)
-                if part.lower is not None or part.upper is not None:
+                if value.ends != (NONE, NONE):
                     out = replace(out, copies=1)
+            elif has_count(value):
+                return Bad(Why.COUNTED, node)
             new += 1
-        elif isinstance(value, Rows) and isinstance(part, cst.Index):
+        elif isinstance(value, Rows):
             if value.kind == "order" or value.kind == "bool" or here or axis is None:
                 if not found_rows:
                     kept = new if here or kept is None else kept
@@ -279,13 +274,10 @@ def _rows_indexed(
             if value.place != "here":
                 return Bad(Why.ACROSS, node)
             return Item(on.degree)
-        elif here and isinstance(value, Fixed):
-            listed = isinstance(part, cst.Index) and isinstance(part.value, cst.List)
-            if value.value is UNSET and not listed:
-                return Bad(Why.ACROSS, node)
-            return Bad(Why.ACROSS, node)
         elif here:
             return Bad(Why.ACROSS, node)
+        elif has_count(value):
+            return Bad(Why.COUNTED, node)
         else:
             ndim = None if ndim is None else ndim - 1
             taken += 1
@@ -304,16 +296,11 @@ def _rows_indexed(
     )
 
 
-def _keeps_samples(run: Run, part: cst.Slice, on: Rows, frame: Frame) -> bool:
+def _keeps_samples(part: Cut, on: Rows) -> bool:
     """Return whether a slice keeps all samples, or a group of all of them."""
-    if part.step is not None:
-        step = run.value(part.step, frame)
-        if not (isinstance(step, Fixed) and step.value in (1, None)):
-            return False
-    for end in (part.lower, part.upper):
-        if end is None:
-            continue
-        value = run.value(end, frame)
+    if part.step not in (NONE, Fixed(1)):
+        return False
+    for value in part.ends:
         if isinstance(value, Count) and value.exact:
             continue
         if on.copies > 1 and isinstance(value, Count):

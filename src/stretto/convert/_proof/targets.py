@@ -24,13 +24,16 @@ from stretto.convert._proof.batch_values import (
     Seq,
     Shape,
     Why,
+    first_bad,
+    has_count,
     is_of_batch,
     join,
     joined,
 )
 from stretto.convert._proof.containers import extend, items_of
 from stretto.convert._proof.dimensions import size_of
-from stretto.convert._proof.subscripts import index_values, rows_subscript
+from stretto.convert._proof.fixed_tensors import stored_in
+from stretto.convert._proof.subscripts import as_index, index_values, rows_subscript
 
 if TYPE_CHECKING:
     from stretto.convert._proof.batch_values import Value
@@ -52,6 +55,8 @@ def bind(run: Run, target: cst.BaseExpression, value: Value, frame: Frame) -> No
                 run.set(ref.key, target.attr.value, value)
             elif isinstance(ref, Class):
                 run.set(run.key("class", id(ref.node)), target.attr.value, value)
+            elif isinstance(ref, Made) and (is_of_batch(value) or has_count(value)):
+                run.set(run.key("made", id(ref.node)), target.attr.value, value)
     elif isinstance(target, cst.Subscript):
         _store(run, target, value, frame)
 
@@ -97,24 +102,39 @@ def _store(run: Run, target: cst.Subscript, value: Value, frame: Frame) -> None:
             old = run.get(on.key, "*")
             run.set(on.key, "*", value if old is None else join(old, value, target))
     elif isinstance(on, Ref) and on.kind == "list":
+        if any(map(has_count, index)):
+            value = Bad(Why.COUNTED, target)
         extend(run, on, [value], target)
     elif isinstance(on, Ref | Made | Lib | Class):
         return
     else:
+        index = [as_index(run, v) for v in index]
         mixed = _stored(on, value, [*index], target)
         if isinstance(on, Rows):
-            part = rows_subscript(run, on, target, index, frame)
+            part = rows_subscript(on, target, index)
             mixed = part if isinstance(part, Bad) else mixed
+        run.write(on, mixed, target)
         bind_again(run, target.value, mixed, frame)
 
 
 def _stored(on: Value, value: Value, index: list[Value], node: cst.CSTNode) -> Value:
     """Return a tensor after some of its elements were set."""
+    if isinstance(on, Fixed) and on.counted:
+        return stored_in(on, index, value, node)
+    if (bad := first_bad([value, *index])) is not None:
+        return bad
     parts = [v for v in (on, value, *index) if is_of_batch(v)]
+    if not isinstance(on, Rows) and any(map(has_count, (value, *index))):
+        return Bad(Why.COUNTED, node)
     if not parts:
         return replace(on, uniform=False) if isinstance(on, Fixed) else on
     if any(isinstance(i, Item) for i in index) and not isinstance(on, Rows):
         return Rows()
+    if isinstance(value, Item) and value.place:
+        return Bad(Why.PLACED, node)
+    by_sample = Item(place="here") in index
+    if isinstance(on, Rows) and by_sample and isinstance(value, Item):
+        return on
     if isinstance(value, Linear):
         return Bad(Why.ACROSS, node) if isinstance(on, Rows) else value
     if isinstance(on, Rows) and isinstance(value, Fixed):

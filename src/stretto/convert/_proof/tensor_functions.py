@@ -16,9 +16,11 @@ from stretto.convert._proof.batch_values import (
     Made,
     Rows,
     Seq,
+    Shape,
     Why,
     first_bad,
     first_rows,
+    has_count,
     is_of_batch,
     with_elements,
 )
@@ -30,7 +32,7 @@ from stretto.convert._proof.dimensions import (
 )
 from stretto.convert._proof.draws import drawn
 from stretto.convert._proof.equations import einops_function, einsum
-from stretto.convert._proof.fixed_tensors import made_shape
+from stretto.convert._proof.fixed_tensors import made
 from stretto.convert._proof.given_arguments import known_ints
 from stretto.convert._proof.known_names import TRUSTED_LOSSES
 from stretto.convert._proof.tensor_joins import joined_along, product
@@ -104,6 +106,8 @@ def tensor_function(full: str, given: Given) -> Value | None:
         is_of_batch(v) for v in with_elements(given.args)
     ):
         first = given.args[0] if len(given.args) == 1 else None
+        if any(has_count(v) or isinstance(v, Shape) for v in given.args):
+            return made(given.args, uniform=True)
         of_data = isinstance(first, Fixed) and first.value is UNSET
         return first if of_data and isinstance(first, Fixed) else Fixed()
     if last in DRAWS or last in ("bernoulli", "randperm"):
@@ -111,6 +115,7 @@ def tensor_function(full: str, given: Given) -> Value | None:
     if last in ("arange", "range"):
         counted = any(isinstance(v, Count) for v in given.args)
         plain = len(given.args) == 1 or known_ints(given.args[0]) == [0]
+        plain = plain and len(given.args) < 3 and "step" not in given.options
         if counted and not plain:
             return Bad(Why.ACROSS, given.node)
         return Rows(ndim=1, kind="order") if counted else Fixed(shape=_length(given, 0))
@@ -122,13 +127,16 @@ def tensor_function(full: str, given: Given) -> Value | None:
         if len(counts) > 1 or (counts and last == "eye"):
             return Bad(Why.ACROSS, given.node)
         if last == "linspace":
+            steps = given.get("steps", 2) or given.get("num")
+            if counts and [steps] != counts:
+                return Bad(Why.COUNTED, given.node)
             return (
                 Rows(ndim=1, kind="order") if counts else Fixed(shape=_length(given, 2))
             )
-        sizes = given.args[:1] if last == "full" else given.args
+        sizes = given.args[:1] if last in ("full", "eye") else given.args
         size = given.options.get("size", given.options.get("shape"))
-        shape = made_shape(sizes if size is None else (size,))
-        return Fixed(uniform=last != "eye", shape=shape if last != "eye" else None)
+        out = made(sizes if size is None else (size,), uniform=last != "eye")
+        return out if last != "eye" else replace(out, shape=None)
     if last == "einsum":
         return einsum(given)
     if last in (

@@ -19,14 +19,22 @@ from stretto.convert._proof.batch_values import (
     Seq,
     Why,
     first_bad,
+    has_count,
     joined,
     with_elements,
 )
 from stretto.convert._proof.dimensions import is_sample_dim, without_dims
-from stretto.convert._proof.fixed_tensors import multiplied
+from stretto.convert._proof.fixed_tensors import (
+    as_rows,
+    computed,
+    multiplied,
+    sample_axis,
+)
 from stretto.convert._proof.given_arguments import known_ints
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import libcst as cst
 
     from stretto.convert._proof.batch_values import Value
@@ -63,6 +71,10 @@ def joined_along(name: str, given: Given) -> Value | None:
             even = not parts.chosen and name == "stack"
             kind = "order" if item.place else ""
             return Rows(degree=item.degree, even=even, kind=kind)
+        if parts.samples and isinstance(item, Fixed):
+            count = Count(exact=not parts.chosen)
+            shape = None if item.shape is None else (count, *item.shape)
+            return Fixed(grad=item.grad, shape=shape, counted=True)
         values: tuple[Value, ...] = (item,)
         several = True
     elif isinstance(parts, Seq):
@@ -74,6 +86,10 @@ def joined_along(name: str, given: Given) -> Value | None:
     if (bad := first_bad(values)) is not None:
         return bad
     rows = [v for v in with_elements(values) if isinstance(v, Rows)]
+    if not rows and any(isinstance(v, Fixed) and v.counted for v in values):
+        return _joined_counted(name, values, at, node)
+    if any(has_count(v) for v in values):
+        return Bad(Why.COUNTED, node)
     if not rows:
         linear = [v for v in values if isinstance(v, Linear)]
         if linear:
@@ -108,6 +124,27 @@ def joined_along(name: str, given: Given) -> Value | None:
         copies = sum(r.copies for r in rows) if not (several and len(rows) == 1) else 0
         return replace(first, copies=copies or 1)
     return replace(first, single=False)
+
+
+def _joined_counted(
+    name: str, values: Sequence[Value], at: int, node: cst.CSTNode
+) -> Value:
+    """Return what ``cat`` and ``stack`` make of constants of the batch's size."""
+    fixed = [v for v in values if isinstance(v, Fixed)]
+    out = computed(fixed)
+    if name == "stack":
+        return replace(out, shape=None)
+    first = fixed[0]
+    axis = sample_axis(first)
+    count = len(first.shape) if first.shape is not None else None
+    if axis is None or count is None:
+        return Bad(Why.UNREAD, node)
+    if at % count != axis:
+        return replace(out, shape=None)
+    sizes = [v.shape[axis] if v.shape and len(v.shape) > axis else None for v in fixed]
+    if all(isinstance(s, Count) and s.exact for s in sizes):
+        return Rows(axis=axis, ndim=count, copies=len(fixed))
+    return Bad(Why.PLACED, node)
 
 
 def parts_of(name: str, on: Rows, given: Given) -> Value:
@@ -149,7 +186,10 @@ def product(a: Value, b: Value, node: cst.CSTNode, *, dot: bool = False) -> Valu
     if isinstance(a, Alt) or isinstance(b, Alt):
         return elementwise([a, b], node)
     if isinstance(a, Fixed) and isinstance(b, Fixed):
-        return multiplied(a, b)
+        if not (a.counted or b.counted):
+            return multiplied(a, b)
+        a = as_rows(a) if a.counted else a
+        b = as_rows(b) if b.counted else b
     if isinstance(a, Rows) and isinstance(b, Rows):
         shifted = a.shifted or b.shifted
         if shifted is not None:

@@ -19,6 +19,7 @@ from stretto.convert._proof.batch_values import (
     Seq,
     Shape,
     Why,
+    has_count,
     is_of_batch,
     joined,
     with_elements,
@@ -30,9 +31,14 @@ from stretto.convert._proof.dimensions import (
     without_dims,
 )
 from stretto.convert._proof.fixed_tensors import (
+    EVEN_METHODS,
     RANK_CHANGING,
     SIZE_CHANGING,
+    as_rows,
     fixed_method,
+    made,
+    repeated,
+    sample_axis,
     tiles,
 )
 from stretto.convert._proof.given_arguments import known_ints
@@ -47,6 +53,8 @@ from stretto.convert._proof.tensor_names import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from stretto.convert._proof.batch_values import Value
     from stretto.convert._proof.given_arguments import Given
 
@@ -97,7 +105,8 @@ def tensor_method(name: str, given: Given) -> Value | None:
         "std",
     ):
         inner = joined_along("stack", replace(given, options={}, args=(on,)))
-        if inner is not None and is_of_batch(inner):
+        counted = isinstance(inner, Fixed) and inner.counted
+        if inner is not None and (is_of_batch(inner) or counted):
             if name in ("mean", "sum", "max", "min", "std"):
                 return tensor_method(
                     name, replace(given, args=(inner, *given.args[1:]))
@@ -127,8 +136,10 @@ def tensor_method(name: str, given: Given) -> Value | None:
         return (
             on
             if name in ("float", "to", "long", "int", "clone", "tensor", "as_tensor")
-            else Bad(Why.UNREAD, node)
+            else Bad(Why.COUNTED, node)
         )
+    if isinstance(on, Fixed) and on.counted:
+        return _counted_method(name, on, given)
     # A value without samples, with others that may have some.
     if name in ("matmul", "mm", "bmm", "mv", "dot") and rest:
         return product(on, rest[0], node)
@@ -136,18 +147,12 @@ def tensor_method(name: str, given: Given) -> Value | None:
         if given.in_step:
             return Rows()
         return replace(on, uniform=False) if isinstance(on, Fixed) else on
-    if name in ("new_zeros", "new_ones", "new_full"):
-        return Fixed(uniform=True)
+    if name in ("new_zeros", "new_ones", "new_full", "new_empty"):
+        return _new(name, given)
     if name in ("zeros_like", "ones_like"):
         return Fixed(uniform=True, shape=on.shape if isinstance(on, Fixed) else None)
-    counts = [isinstance(v, Count) for v in with_elements(rest)]
-    if any(counts) and isinstance(on, Fixed):
-        if name in ("repeat", "tile") and not on.uniform and tiles(on, counts):
-            return Rows(axis=counts.index(True), kind="order")
-        if name in ("repeat", "expand"):
-            return Fixed(grad=on.grad)
-        if name in ("narrow", "resize_") and not on.uniform:
-            return Rows(axis=None if name == "narrow" else 0, kind="order")
+    if isinstance(on, Fixed) and _is_counted(rest):
+        return _sized_by_count(name, on, given)
     others = [v for v in with_elements(rest) if is_of_batch(v)]
     if others and name.startswith(("scatter", "index_add", "index_copy", "index_red")):
         dims = known_ints(given.get("dim", 1))
@@ -157,10 +162,8 @@ def tensor_method(name: str, given: Given) -> Value | None:
         return Seq((Fixed(), Fixed()))
     if name in ("sort", "topk"):
         return Seq((Fixed(), Fixed()))
-    if name in ("mul", "mul_", "multiply"):
-        return combined("*", on, rest[0], node) if rest else on
-    if name in ("add", "add_", "sub", "sub_"):
-        return combined("+", on, rest[0], node) if rest else on
+    if name in _ARITHMETIC and rest:
+        return combined(_ARITHMETIC[name], on, rest[0], node)
     if others:
         if name in ("index_select", "gather", "take"):
             return (
@@ -172,6 +175,80 @@ def tensor_method(name: str, given: Given) -> Value | None:
             )
         return elementwise([on, *rest], node)
     return fixed_method(name, on, given) if isinstance(on, Fixed) else Fixed()
+
+
+def _is_counted(values: Sequence[Value]) -> bool:
+    """Return whether sizes contain that of the batch."""
+    return any(has_count(v) or isinstance(v, Shape) for v in values)
+
+
+def _new(name: str, given: Given) -> Value:
+    """Return what ``x.new_zeros`` and similar methods make."""
+    if name == "new_full" and is_of_batch(given.get("fill_value", 2) or Fixed()):
+        return Bad(Why.ACROSS, given.node)
+    sizes = given.args[1:2] if name == "new_full" else given.args[1:]
+    size = given.options.get("size")
+    return made(sizes if size is None else (size,), uniform=True)
+
+
+def _sized_by_count(name: str, on: Fixed, given: Given) -> Value:
+    """Return what a method with the batch's size makes of a constant."""
+    rest = list(given.args[1:])
+    if name in _ARITHMETIC:
+        return combined(_ARITHMETIC[name], on, rest[0], given.node)
+    counts = [isinstance(v, Count) for v in with_elements(rest)]
+    if name in ("repeat", "tile") and not on.uniform and tiles(on, counts):
+        return Rows(axis=counts.index(True), kind="order")
+    if name in ("repeat", "tile", "expand", "broadcast_to"):
+        return repeated(on, rest)
+    one = on.uniform or (on.shape is not None and set(on.shape) <= {1})
+    if one and name in ("view", "reshape", "narrow", "repeat_interleave"):
+        return replace(on, shape=None, counted=True)
+    return Bad(Why.COUNTED, given.node)
+
+
+_EVEN = frozenset(
+    ["mean", "max", "min", "amax", "amin", "median", "all", "any", "mode"]
+)
+"""Functions of equal elements that return one of them, however many there are."""
+
+
+def _counted_method(name: str, on: Fixed, given: Given) -> Value:
+    """Return the value of a method of a constant with as many elements as samples."""
+    rest = list(given.args[1:])
+    node = given.node
+    others = with_elements([*rest, *given.options.values()])
+    if name in _ARITHMETIC and rest and not given.options:
+        return combined(_ARITHMETIC[name], on, rest[0], node)
+    if name in ("uniform_", "normal_", "random_", "bernoulli_", "exponential_"):
+        return as_rows(on)
+    if name == "item":
+        return Fixed(grad=on.grad)
+    if name == "tolist":
+        return Iter(Fixed(), samples=True)
+    dim = given.get("dim", 1) or given.get("axis")
+    over = known_ints(dim) if dim is not None else None
+    axis = sample_axis(on)
+    count = len(on.shape) if on.shape is not None else None
+    within = axis is not None and count is not None and over is not None
+    if within and over is not None and count is not None:
+        within = all(d % count != axis for d in over)
+    plain = not any(isinstance(v, Rows | Linear | Item | Bad) for v in others)
+    if name in REDUCING and plain and (name in _EVEN or within):
+        out = fixed_method(name, on, given)
+        pair = over is not None and name in ("max", "min", "median", "mode")
+        return Seq((out, out)) if pair else out
+    if name in ("sum", "nansum") and plain:
+        return Count(exact=False, grad=on.grad)
+    keeps = name in EVEN_METHODS or (name in ALONG and within)
+    if keeps and plain and not any(map(has_count, others)):
+        return fixed_method(name, on, given)
+    if name in ("expand", "repeat", "view", "reshape", "tile") and plain:
+        return replace(repeated(on, rest), uniform=on.uniform)
+    if name in ELEMENTWISE and not plain:
+        return elementwise([on, *others], node)
+    known = tensor_method(name, replace(given, args=(as_rows(on), *rest)))
+    return Bad(Why.PLACED, node) if known is None else known
 
 
 def _linear_method(name: str, on: Linear, given: Given) -> Value:
@@ -207,6 +284,8 @@ def _rows_method(name: str, on: Rows, given: Given) -> Value | None:
     node = given.node
     rest = list(given.args[1:])
     plain = replace(on, raw=False, whole=False)
+    if name.startswith("new_") and name != "new_tensor":
+        return _new(name, given)
     if name in ("size",):
         if not rest and "dim" not in given.options:
             return Shape(on)
@@ -220,6 +299,10 @@ def _rows_method(name: str, on: Rows, given: Given) -> Value | None:
         return Fixed() if on.ndim is None else Fixed(on.ndim)
     if name in _ARITHMETIC and rest:
         return combined(_ARITHMETIC[name], on, rest[0], node)
+    if name.startswith(("tril", "triu")):
+        ahead = None if on.ndim is None or on.axis is None else on.ndim - on.axis
+        if (ahead is None and on.least < 3) or (ahead is not None and ahead < 3):
+            return Bad(Why.UNREAD if ahead is None else Why.ACROSS, node)
     if name in ("matmul", "mm", "bmm", "mv", "dot") and rest:
         return product(on, rest[0], node, dot=name == "dot")
     if name in REDUCING:
@@ -285,16 +368,12 @@ def _rows_method(name: str, on: Rows, given: Given) -> Value | None:
         "ones_like",
         "empty_like",
         "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
         "new_tensor",
     ):
         filled = given.get("fill_value", 1)
         if isinstance(filled, Linear | Bad):
             return Bad(Why.ACROSS, node)
-        if name.startswith("new_"):
+        if name == "new_tensor":
             return Fixed()
         return replace(plain, kind="", shifted=None, degree=0, opaque=None)
     if name == "where":

@@ -50,6 +50,17 @@ LINEAR_SHAPE = frozenset(
 """Methods and attributes that keep what is linear linear."""
 
 
+VIEWING = frozenset(
+    [
+        *("view", "reshape", "squeeze", "unsqueeze", "flatten", "ravel", "transpose"),
+        *("permute", "t", "select", "narrow", "detach", "expand", "view_as", "numpy"),
+        *("diagonal", "unfold", "movedim", "swapaxes", "contiguous", "to", "cpu"),
+        *("as_strided", "chunk", "split", "unbind", "float", "cuda", "reshape_as"),
+    ]
+)
+"""Methods whose result may share the memory of the tensor."""
+
+
 MOVING = frozenset(
     ["to", "cuda", "cpu", "float", "long", "int", "detach", "clone", "contiguous"]
 )
