@@ -370,3 +370,49 @@ def test_a_noise_that_the_loss_does_not_use_is_not_listed(where):
     assert not [
         s for s in open_notes(convert(step_of(line, head=head))) if "batch size" in s
     ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "print(len(data) // batch_size + 1)",
+        "print(f'{epoch * batch_size} of {len(data)}')",
+        "seen = epoch * batch_size\n        print('%d' % seen)",
+        "if epoch % (len(data) // batch_size) == 0:\n            print(epoch)",
+    ],
+)
+def test_a_batch_size_that_is_only_shown_is_not_listed(line):
+    conversion = convert(step_of(line, named=True))
+    assert open_notes(conversion) == []
+    assert line in conversion.after.replace("print0", "print")
+
+
+def test_a_batch_size_that_is_not_only_shown_is_listed():
+    line = "seen = epoch * batch_size\n        print(seen)\n        x = x[:seen]"
+    assert any(
+        "reads `batch_size`" in n
+        for n in open_notes(convert(step_of(line, named=True)))
+    )
+
+
+def test_samples_seen_so_far_are_counted_over_ranks_under_a_name():
+    line = "seen = epoch * batch_size + len(x)\n        print(seen)"
+    conversion = convert(step_of(line, named=True))
+    assert open_notes(conversion) == []
+    assert "seen = epoch * batch_size + sum_over_ranks(len(x))" in conversion.after
+
+
+@pytest.mark.parametrize(
+    "given", ["model.parameters()", "[p for p in model.parameters()]"]
+)
+def test_the_norm_of_gradients_is_the_same_on_all_ranks(given):
+    clip = (
+        f"norm = torch.nn.utils.clip_grad_norm_({given}, 1.0)\n"
+        "        norms.append(float(norm))"
+    )
+    source = step_of("pass", "4").replace(
+        "        opt.step()", f"        {clip}\n        opt.step()"
+    )
+    conversion = convert("norms = []\n" + source + "print(sum(norms))\n")
+    assert open_notes(conversion) == []
+    assert "norms.append(float(norm))" in conversion.after

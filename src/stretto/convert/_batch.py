@@ -6,10 +6,12 @@ A shape or a comparison with the batch size must use this rank's part.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
+from stretto.convert._shown import Shown
 from stretto.convert._tree import Scope, argument, dotted, found
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class Batch:
         self._texts = {
             self._tree.text(s) for s in sizes if isinstance(s, cst.Name | cst.Attribute)
         }
+        self._shown = Shown(work.tree)
         self._values = {v for s in sizes if (v := self._value(s)) is not None}
 
     def convert(self) -> None:
@@ -177,13 +180,40 @@ class Batch:
                 f"whether {text} in this shape is the loader's batch size: the tensors "
                 f"here hold this rank's part of the batch, which is per_rank({text})",
             )
-        elif named and in_step:
+        elif (
+            named
+            and in_step
+            and not (self._counts_steps(node) or self._shown.only(node))
+        ):
             self._work.undecided(
                 node,
                 f"a step reads `{text}`, which is the batch of all ranks, while the "
                 "tensors here hold this rank's part, which is "
                 f"per_rank({text})",
             )
+
+    def _counts_steps(self, node: cst.BaseExpression) -> bool:
+        """Return whether the length of a data set is divided by the batch size."""
+        parent = self._tree.parent(node)
+        return (
+            isinstance(parent, cst.BinaryOperation)
+            and parent.right is node
+            and isinstance(parent.operator, cst.Divide | cst.FloorDivide | cst.Modulo)
+            and isinstance(parent.left, cst.Call)
+            and self._tree.called(parent.left) == "len"
+            and bool(parent.left.args)
+            and self._tree.text(parent.left.args[0].value) in self._data
+        )
+
+    @cached_property
+    def _data(self) -> set[str]:
+        """The data sets of loaders, as the script writes them."""
+        given = (
+            argument(call, 0, "dataset")
+            for call in self._tree.calls
+            if self._work.job.batches.is_loader(call)
+        )
+        return {self._tree.text(data) for data in given if data is not None}
 
     def _value(self, node: cst.BaseExpression) -> int | None:
         """Return the number that an expression certainly is, except 1."""

@@ -54,6 +54,14 @@ class AbstractShares(Protocol):
         """Return whether a value may come from this rank's part of a batch."""
 
 
+_NORMS = frozenset(
+    f"torch.nn.utils.{module}{name}"
+    for module in ("", "clip_grad.")
+    for name in ("clip_grad_norm_", "clip_grad_norm", "get_total_norm")
+)
+"""Functions that return a norm of the gradients of parameters."""
+
+
 @final
 class Classifier:
     """Classify the numbers of a training step."""
@@ -169,7 +177,7 @@ class Classifier:
     def _of_call(self, node: cst.Call, within: cst.CSTNode, depth: int) -> Amount:
         full = self._tree.called(node)
         method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
-        if self._is_of_parameters(node):
+        if self._is_of_parameters(node) or self._is_norm(node, full):
             return Amount.SAME
         if full in ("float", "int", "round") and node.args:
             return self.of(node.args[0].value, within, depth)
@@ -224,6 +232,22 @@ class Classifier:
                 ):
                     return Amount.UNKNOWN  # kept from step to step
         return Amount.SUM
+
+    def _is_norm(self, node: cst.Call, full: str) -> bool:
+        """Return whether a call returns the norm of exchanged gradients."""
+        if full not in _NORMS or not node.args:
+            return False
+        given: list[cst.BaseExpression] = [node.args[0].value]
+        if (path := dotted(given[0])) is not None:
+            scope = self._tree.function(node)
+            given = [o.value for o in self._flow.assigned(path, scope)]
+        return bool(given) and all(
+            any(
+                self._tree.method_called(call, "parameters") is not None
+                for call in found(part, cst.Call)
+            )
+            for part in given
+        )
 
     def _is_of_parameters(self, node: cst.Call) -> bool:
         """Return whether a method is called on a parameter that a loop iterates over.

@@ -17,6 +17,7 @@ from stretto.convert._edit import theirs
 from stretto.convert._loop_sums import LoopSums, added_in
 from stretto.convert._losses import Loss
 from stretto.convert._result import Evaluation
+from stretto.convert._shown import SHOWING, Shown
 from stretto.convert._tree import Scope, dotted, found
 
 if TYPE_CHECKING:
@@ -25,22 +26,6 @@ if TYPE_CHECKING:
     from stretto.convert._edit import Work
     from stretto.convert._loaders import Loaders
     from stretto.convert._models import Models
-
-_SHOWN = frozenset(
-    [
-        "print",
-        "debug",
-        "info",
-        "warning",
-        "log",
-        "add_scalar",
-        "append",
-        "set_postfix",
-        "update",
-        "write",
-        "set_description",
-    ]
-)
 
 
 @final
@@ -56,6 +41,7 @@ class Numbers:
         self._losses = self._classify.loss_names()
         self._graph = work.graph_names
         self._sums = LoopSums(work, models)
+        self._shown_names = Shown(work.tree)
         self._handled: set[int] = set()
         self.reduced_after: list[tuple[cst.CSTNode, list[str]]] = []
         """Loops, and the variables that are reduced after each."""
@@ -295,11 +281,11 @@ class Numbers:
         """Handle a loss that is shown as a tensor, without ``item()``."""
         for call in found(body, cst.Call):
             last = self._tree.called(call).rpartition(".")[2]
-            if last not in _SHOWN and not isinstance(call.func, cst.Attribute):
+            if last not in SHOWING and not isinstance(call.func, cst.Attribute):
                 continue
             if (
                 isinstance(call.func, cst.Attribute)
-                and call.func.attr.value not in _SHOWN
+                and call.func.attr.value not in SHOWING
             ):
                 continue
             if (
@@ -339,6 +325,10 @@ class Numbers:
             ]
             if not made or any(self._is_handled(o.value) for o in made):
                 continue
+            if len(made) == 1 and self._shown_names.only(name):
+                self._counted_in(made[0].value, body)
+                if self._is_handled(made[0].value):
+                    continue
             amount = self._classify.of(name, body)
             if amount is Amount.MEAN:
                 self._reduce(name, amount)
