@@ -416,3 +416,19 @@ def test_the_norm_of_gradients_is_the_same_on_all_ranks(given):
     conversion = convert("norms = []\n" + source + "print(sum(norms))\n")
     assert open_notes(conversion) == []
     assert "norms.append(float(norm))" in conversion.after
+
+
+@pytest.mark.parametrize("name", ["size", "self.size"])
+def test_a_state_that_a_method_makes_without_arguments_is_listed(name):
+    head = "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n\n\n"
+    source = head + BEFORE_A_STEP.replace("HIDDEN", "model.init_hidden()")
+    source = source.replace("def init_hidden(self, n)", "def init_hidden(self)")
+    source = source.replace("zeros(1, n, 1)", f"zeros(1, {name}, 1)")
+    source = source.replace("model = Net()", "size = 16\nmodel = Net(size)")
+    source = source.replace("0.1)\nsize = 16\n", "0.1)\n")
+    source = source.replace(
+        "__init__(self):\n        super().__init__()",
+        "__init__(self, size):\n        super().__init__()\n        self.size = size",
+    )
+    said = open_notes(convert(source))
+    assert [s for s in said if s.startswith("line 12:") and "batch size here" in s]

@@ -716,3 +716,99 @@ def test_losses_noted_before_the_script_is_given_up_are_not_shown(error, monkeyp
     monkeypatch.setattr(calls, "_note_loss", failing)
     (doubt,) = doubts(source)
     assert "`loss.backward()`" in doubt
+
+
+FIXED_SIZES = [
+    "loss = ((out - y)[:, 0] ** 2 * torch.linspace(0.5, 1.5, 4)).mean()",
+    "loss = F.mse_loss(out[:, 0], weights)",
+    "loss = ((out[:, 0] - weights) ** 2).mean()",
+    "loss = F.cross_entropy(out, classes)",
+]
+
+
+@pytest.mark.parametrize("loss", FIXED_SIZES)
+def test_a_constant_with_an_element_for_each_sample_is_listed(loss):
+    before = "weights = torch.zeros(4)\nclasses = torch.zeros(4).long()\n\n"
+    assert doubts(script(loss, before=before))
+
+
+def test_a_constant_with_an_element_for_each_feature_is_not_listed():
+    before = "weights = torch.linspace(0.5, 1.5, 3)\n\n"
+    assert doubts(script("loss = crit(model(x * weights), y)", before=before)) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "listed"),
+    [
+        ("x = x.view(self.size, -1)", False),
+        ("x = x * torch.ones(self.size)[:, None]", False),
+        ("x = x.view(2, -1).view(-1, 3)", True),
+        ("x = x[: self.size]", True),
+        ("x = x.reshape(self.size * 2, -1).view(-1, 3)", True),
+    ],
+)
+def test_the_batch_size_in_an_attribute_is_this_ranks_part(line, listed):
+    net = NET.replace("__init__(self)", "__init__(self, size)")
+    net = net.replace("self.body =", "self.size = size\n        self.body =")
+    net = net.replace("return self", f"{line}\n        return self")
+    source = script("loss = crit(out, y)", net=net, before="SIZE = 4\n")
+    source = source.replace("model = Net()", "model = Net(SIZE)")
+    source = source.replace("(data, batch_size=4)", "(data, batch_size=SIZE)")
+    source = source.replace("data = Tensor", "SIZE = 4\ndata = Tensor")
+    assert bool(doubts(source)) is listed
+    if not listed:
+        assert "per_rank(self.size)" in convert(source).after
+
+
+RECURRENT = """\
+from elsewhere import Data
+loader = DataLoader(Data(), batch_size=4)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 3)
+        self.layer = LAYER
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        FORWARD
+
+"""
+
+LAYERS = {
+    "h, _ = self.layer(x)\n        return self.head(h)": True,
+    "h, _ = self.layer(x)\n        return self.head(h[:, -1])": True,
+    "h, _ = self.layer(self.embed(x))\n        return self.head(h)": True,
+    "h, _ = self.layer(x)\n        return self.head(h[:, -1, :])": False,
+    "n, t, w = x.shape\n        h, _ = self.layer(x)\n        return h": False,
+    "x = x.transpose(1, 2)\n        h, _ = self.layer(x)\n        return h": (False),
+    (
+        "first = torch.zeros(1, x.size(0), 8)\n        h, _ = self.layer(x, first)\n"
+        "        return self.head(h)"
+    ): False,
+    (
+        "_, h = self.layer(x)\n"
+        "        return self.head(torch.cat((h[-1], h[-1]), dim=1)[:, :8])"
+    ): False,
+}
+"""What a network does with a layer, and whether the layer is listed."""
+
+
+@pytest.mark.parametrize(("forward", "listed"), LAYERS.items())
+def test_a_layer_that_may_take_a_batch_for_one_sequence_is_listed(forward, listed):
+    net = RECURRENT.replace("LAYER", "nn.GRU(3, 8, batch_first=True)")
+    source = script("loss = crit(out, y)", net=net.replace("FORWARD", forward))
+    notes = [n for n in open_notes(convert(source)) if "for one sequence" in n]
+    assert bool(notes) is listed
+    assert all("shape`" in n for n in notes)
+
+
+@pytest.mark.parametrize(("loss", "listed"), [("nn.MSELoss", 1), ("nn.NLLLoss", 0)])
+def test_targets_of_classes_show_that_attention_takes_a_batch(loss, listed):
+    layer = "nn.TransformerEncoderLayer(8, 2, batch_first=True)"
+    forward = "return self.head(self.layer(x).mean(1)).log_softmax(-1)"
+    net = RECURRENT.replace("LAYER", layer).replace("FORWARD", forward)
+    source = script(f"loss = {loss}()(out, y)", net=net)
+    notes = [n for n in open_notes(convert(source)) if "for one sequence" in n]
+    assert len(notes) == listed

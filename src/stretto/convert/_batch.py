@@ -15,7 +15,7 @@ from stretto.convert._shown import Shown
 from stretto.convert._tree import Scope, argument, dotted, found
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from stretto.convert._edit import Work
 
@@ -56,7 +56,8 @@ class Batch:
     """The batch size of the training loaders, in the steps that use it."""
 
     def __init__(self, work: Work, sizes: list[cst.BaseExpression]) -> None:
-        self._work, self._tree = work, work.tree
+        self._work, self._tree, self._flow = work, work.tree, work.flow
+        self._sizes = sizes
         self._texts = {
             self._tree.text(s) for s in sizes if isinstance(s, cst.Name | cst.Attribute)
         }
@@ -99,13 +100,16 @@ class Batch:
             if not isinstance(made, cst.Call):
                 continue
             if self._tree.called(made) in _MAKING:
-                several = self._has_several_dimensions(made)
-                for node in found(made, cst.BaseExpression):
-                    if self._place(node) is not None:
-                        self._list_made(node, several=several)
-            elif any(self._makes_a_tensor(f) for f in self._methods(made)):
+                self._list_sizes(made)
+            making = [f for f in self._methods(made) if self._makes_a_tensor(f)]
+            if making and self._tree.called(made) not in _MAKING:
                 for given in made.args:
                     self._list_made(given.value, several=True)
+            for function in making:
+                params = {p.name.value for p in found(function.params, cst.Param)}
+                for call in found(function.body, cst.Call):
+                    if self._tree.called(call) in _MAKING:
+                        self._list_sizes(call, params)
 
     def _is_aside(self, node: cst.CSTNode, loop: cst.CSTNode) -> bool:
         """Return whether a branch without ``backward`` reads a value: now and then."""
@@ -119,9 +123,16 @@ class Batch:
             here = self._tree.parent(here)
         return False
 
+    def _list_sizes(self, made: cst.Call, listed: Collection[str] = ()) -> None:
+        """List the batch's size in the shape of a tensor, except where it is listed."""
+        several = self._has_several_dimensions(made)
+        for node in found(made, cst.BaseExpression):
+            if dotted(node) not in listed and self._place(node) is not None:
+                self._list_made(node, several=several)
+
     def _list_made(self, node: cst.BaseExpression, *, several: bool) -> None:
         literal = isinstance(node, cst.Integer) and self._value(node) in self._values
-        if self._is_named(node) or (literal and several):
+        if self._is_named(node) or self._is_size(node) or (literal and several):
             text = self._tree.text(node)
             self._work.undecided(
                 node,
@@ -153,17 +164,23 @@ class Batch:
         )
 
     def _look(self, node: cst.BaseExpression, seen: set[int], *, in_step: bool) -> None:
-        named = self._is_named(node)
+        if id(node) in seen:
+            return
         literal = isinstance(node, cst.Integer) and self._value(node) in self._values
-        if id(node) in seen or not (named or literal):
+        named = read = not literal and self._is_named(node)
+        place = self._place(node)
+        compared = self._of_a_length(node)
+        if not (literal or named) and (compared or place is not None):
+            named = self._is_size(node)
+        if not (named or literal):
             return
         seen.add(id(node))
         if self._tree.without_gradient(node) and not in_step:
             return
         text = self._tree.text(node)
-        place = self._place(node)
-        if self._of_a_length(node) or (place == 0 and (named or in_step)):
+        if compared or (place == 0 and (named or in_step)):
             self._work.call_around(node, "per_rank")
+            self._work.divided.add(node)
             if named:
                 self._work.done(
                     node, f"`{text}` in a step is this rank's part of the batch"
@@ -181,7 +198,7 @@ class Batch:
                 f"here hold this rank's part of the batch, which is per_rank({text})",
             )
         elif (
-            named
+            read
             and in_step
             and not (self._counts_steps(node) or self._shown.only(node))
         ):
@@ -243,6 +260,24 @@ class Batch:
         return scope is None or not any(
             o.scope is scope and not self._sizes_loader(scope) for o in own
         )
+
+    def _is_size(self, node: cst.BaseExpression) -> bool:
+        """Return whether a value under another name comes from the batch size's."""
+        if not isinstance(node, cst.Name | cst.Attribute):
+            return False
+        origins = self._flow.origins(node, self._tree.function(node))
+        known = {id(o.value) for o in origins}
+        return bool(known) and known <= self._origins
+
+    @cached_property
+    def _origins(self) -> set[int]:
+        """The values from which the batch size of a loader comes."""
+        return {
+            id(origin.value)
+            for size in self._sizes
+            if isinstance(size, cst.Name | cst.Attribute)
+            for origin in self._flow.origins(size, self._tree.function(size))
+        }
 
     def _sizes_loader(self, scope: cst.FunctionDef) -> bool:
         """Return whether a function makes a training loader."""

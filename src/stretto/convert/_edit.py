@@ -69,6 +69,8 @@ class Work:
         self.horovod = choices.target is Target.HOROVOD
         self.notes: list[Note] = []
         self.used: set[str] = set()
+        self.divided: set[cst.CSTNode] = set()
+        """Numbers that became this rank's part of the batch size."""
         self.guarded: list[cst.CSTNode] = []
         """Statements that only rank 0 executes: they must not contain a collective."""
         self._changes: dict[cst.CSTNode, list[Callable[[Any], Any]]] = {}

@@ -87,7 +87,7 @@ class Shown:
         """Return the name to which a number is assigned."""
         if len(line.targets) != 1:
             return None
-        target = line.targets[0].target
+        target: cst.BaseExpression = line.targets[0].target
         if isinstance(value, cst.Tuple) and isinstance(target, cst.Tuple):
             inside = [self._tree.within(node, e) for e in value.elements]
             same = len(inside) == len(target.elements) and any(inside)

@@ -75,8 +75,12 @@ def combined(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
     if isinstance(a, Rows) and isinstance(b, Rows):
         return rows_with_rows(op, a, b, node)
     if isinstance(a, Rows) and isinstance(b, Fixed):
+        if has_size(b, a):
+            return Bad(Why.SIZED, node)
         return _rows_with_fixed(op, a, node, inverse=False)
     if isinstance(a, Fixed) and isinstance(b, Rows):
+        if has_size(a, b):
+            return Bad(Why.SIZED, node)
         return _rows_with_fixed(op, b, node, inverse=op not in "+-*")
     if isinstance(a, Rows) and isinstance(b, Linear):
         return _rows_with_linear(op, a, b, node)
@@ -266,9 +270,20 @@ def rows_with_rows(op: str, a: Rows, b: Rows, node: cst.CSTNode) -> Value:
         trusted=a.trusted or b.trusted,
         copies=max(a.copies, b.copies),
         sorted=a.sorted,
+        layer=a.layer if a.layer is not None else b.layer,
+        rank=a.rank if a.layer is not None else b.rank,
         thin=ndim is None and (a.thin or b.thin),
         kind=a.kind if a.kind == b.kind else "",
     )
+
+
+def has_size(fixed: Fixed, rows: Rows) -> bool:
+    """Return whether a constant has a fixed number of elements for the samples."""
+    if fixed.shape is None or rows.axis is None or rows.ndim is None:
+        return False
+    at = rows.axis - rows.ndim + len(fixed.shape)
+    size = fixed.shape[at] if at >= 0 else 1
+    return isinstance(size, int) and size > 1
 
 
 def _rows_with_fixed(op: str, a: Rows, node: cst.CSTNode, *, inverse: bool) -> Value:

@@ -35,6 +35,7 @@ class Why(enum.Enum):
         "depends on the number of a rank's samples, which is a part of the batch's, in "
         "a way that is not shown to be proportional"
     )
+    SIZED = "combines the samples with a fixed number of elements, one for each of them"
     PLACED = "sets something at a fixed place of the batch, which each rank has once"
     DRAWN = "depends on a number that each rank draws for itself"
     BACKWARD = "has a backward that is not shown to treat each sample by itself"
@@ -99,6 +100,9 @@ class Rows:
     """Whether values of the batch decide on the order of its samples."""
     turned: bool = False
     """Whether the samples are its last dimension, if it is a matrix."""
+    layer: cst.Call | None = None
+    """The call of a layer that takes a batch only if this has ``rank`` dimensions."""
+    rank: int = 0
     kind: str = ""
     """``bool`` for a condition, ``order`` for indices that reorder samples."""
 

@@ -58,6 +58,7 @@ def without_dims(on: Rows, dims: list[int]) -> Rows:
         raw=False,
         whole=False,
         kind="",
+        rank=on.rank - len(dims),
     )
 
 
@@ -79,6 +80,7 @@ def _reshaped(on: Rows, sizes: list[Value], node: cst.CSTNode) -> Value:
         elif isinstance(sizes[0], Iter) or not isinstance(sizes[0], Fixed | Count):
             return replace(on, ndim=None, raw=False, whole=False)
     new = replace(on, ndim=len(sizes), raw=False, whole=False, thin=False, single=False)
+    new = replace(new, layer=None)
     counts = [i for i, s in enumerate(sizes) if isinstance(s, Count)]
     if counts:
         return replace(new, axis=counts[0])
@@ -93,7 +95,7 @@ def _reshaped(on: Rows, sizes: list[Value], node: cst.CSTNode) -> Value:
     if free and all(known_ints(s) == [1] for s in sizes[: free[0]]):
         return replace(new, axis=free[0])
     if on.axis == 0 and sizes and known_ints(sizes[0]) != [1]:
-        return replace(new, axis=0)  # a batch size, which becomes this rank's
+        return Bad(Why.UNREAD, node)
     return replace(new, axis=None)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from stretto.convert._proof.batch_values import Fixed, Seq, Value
+from stretto.convert._proof.batch_values import Fixed, Rows, Seq, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,15 @@ class Given:
     """Whether ranks draw their own random numbers by then."""
     repeated: set[cst.Call] = field(default_factory=set)
     """Gets the calls that draw the same numbers on each rank for its samples."""
+    unsure: set[cst.Call] = field(default_factory=set)
+    """Gets the calls of layers that may take a batch for one sequence."""
+    batched: set[cst.Call] = field(default_factory=set)
+    """Gets those that are shown to take a batch."""
+
+    def show_rank(self, value: Value | None, least: int) -> None:
+        """Note that an operation needs a number of dimensions."""
+        if isinstance(value, Rows) and value.layer is not None and least >= value.rank:
+            self.batched.add(value.layer)
 
     def get(self, name: str, place: int = -1) -> Value | None:
         """Return an argument, given by name or by position."""

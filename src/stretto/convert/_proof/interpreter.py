@@ -19,6 +19,7 @@ from stretto.convert._proof.batch_values import (
     Alt,
     Bad,
     Class,
+    Count,
     Fixed,
     Func,
     Lib,
@@ -154,6 +155,8 @@ class Interpreter(Run):
         self._steps += 1
         if self._steps > _MAX_STEPS:
             raise TooLong
+        if node in self.work.divided:
+            return Count()
         if isinstance(node, cst.Name):
             return self.read(node.value, frame)
         if isinstance(node, cst.Call | cst.BinaryOperation):

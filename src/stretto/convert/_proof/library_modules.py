@@ -94,7 +94,10 @@ def module_call(made: Made, given: Given, *, trusted: bool) -> Value:
             return Bad(Why.NONLINEAR, node)
         if own is not None:
             return replace(own, raw=False, whole=False, opaque=node)
-        return Draw() if any(isinstance(v, Draw) for v in values) else Fixed(grad=True)
+        if any(isinstance(v, Draw) for v in values):
+            return Draw()
+        counted = any(isinstance(v, Fixed) and v.counted for v in values)
+        return Fixed(grad=True, counted=counted)
     if full.startswith("torch.nn."):
         return _layer_call(made, last, rows, given)
     if rows.shifted is not None:
@@ -104,6 +107,16 @@ def module_call(made: Made, given: Given, *, trusted: bool) -> Value:
     is_trusted = trusted or full.startswith(TRUSTED)
     return Rows(
         opaque=node, trusted=is_trusted, axis=rows.axis or 0, copies=rows.copies
+    )
+
+
+def _has_state_of_batch(given: Given) -> bool:
+    """Return whether a layer gets a second tensor of three dimensions."""
+    states = with_elements(given.args[1:2])
+    return any(
+        (isinstance(v, Fixed) and v.shape is not None and len(v.shape) == 3)
+        or (isinstance(v, Rows) and v.ndim == 3 and v.layer is None)
+        for v in states
     )
 
 
@@ -132,6 +145,10 @@ def _layer_call(made: Made, last: str, rows: Rows, given: Given) -> Value:
             bad = Bad(Why.ACROSS, node)
             several = recurrent or last == "MultiheadAttention"
             return Seq((bad, bad)) if several else bad
+        shown = rows.ndim is not None or rows.least > 2 or rows.axis != 0
+        if not shown and given_rows and not _has_state_of_batch(given):
+            given.unsure.add(node)
+            out = replace(out, layer=node, rank=3)
         out = replace(out, ndim=3 if out.ndim is None else out.ndim, thin=False)
         state: Value = replace(out, axis=1 if out.axis is not None else None)
         if last == "LSTM":

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, final
 
+import libcst as cst
+
 from stretto.convert._proof.batch_values import Bad, Fixed, Item, Linear, Rows, Why
 from stretto.convert._proof.interpreter import Interpreter
 from stretto.convert._result import Kind
 
 if TYPE_CHECKING:
-    import libcst as cst
-
     from stretto.convert._edit import Work
     from stretto.convert._proof.batch_values import Value
 
@@ -91,9 +91,25 @@ class Proofs:
                     "draw the same ones (as NumPy and a generator with one seed do): "
                     "draw them with torch, or add the rank to the seed",
                 )
+        for layer in self._run().unsure - self._run().batched:
+            if self._work.tree.has(layer):
+                self._point_out_layer(layer)
         for call in self._work.job.backwards:
             if self.degree(call) is None:
                 self._point_out(call, self._run().losses.get(id(call)))
+
+    def _point_out_layer(self, layer: cst.Call) -> None:
+        tree = self._work.tree
+        value = layer.args[0].value if layer.args else None
+        given = "its input" if value is None else tree.text(value)[:30]
+        name = given if isinstance(value, cst.Name) else "NAME"
+        self._work.undecided(
+            layer,
+            f"`{tree.text(layer)[:50]}` takes two dimensions for one sequence, and "
+            f"how many `{given}` has is not shown: with two, the samples of a batch "
+            "are one sequence, of which each rank has a part. With three, say so "
+            f"before this line: `n, length, width = {name}.shape`",
+        )
 
     def _point_out(self, call: cst.Call, value: Value | None) -> None:
         tree = self._work.tree

@@ -100,6 +100,8 @@ class Run(ABC):
         loops: The loops around the present statement, in its function.
         losses: The values on which each call of ``backward`` is made, by its ``id``.
         repeated: Calls that draw the same numbers on each rank for its samples.
+        unsure: Calls of layers that may take a batch for one sequence.
+        batched: Those of them that are shown to take a batch.
         summed: Numbers of samples that are summed over ranks where they are taken.
         rowwise: Whether an expression has a row for each sample, by its ``id``.
         backwards: The calls of ``backward``, by their ``id``.
@@ -122,6 +124,8 @@ class Run(ABC):
         self.loops: list[Loop] = []
         self.losses: dict[int, Value] = {}
         self.repeated: set[cst.Call] = set()
+        self.unsure: set[cst.Call] = set()
+        self.batched: set[cst.Call] = set()
         self.summed: set[cst.CSTNode] = set()
         self.rowwise: dict[int, bool] = {}
         self.in_step = 0
@@ -236,6 +240,8 @@ class Run(ABC):
             options=options,
             in_step=bool(self.in_step),
             repeated=self.repeated,
+            unsure=self.unsure,
+            batched=self.batched,
         )
 
     def unread(self, node: cst.CSTNode, values: list[Value]) -> Value:

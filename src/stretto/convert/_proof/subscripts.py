@@ -35,7 +35,7 @@ from stretto.convert._proof.class_lookups import bound_method, method_of
 from stretto.convert._proof.containers import dict_value
 from stretto.convert._proof.dimensions import size_of
 from stretto.convert._proof.fixed_tensors import part_of
-from stretto.convert._proof.given_arguments import known_int
+from stretto.convert._proof.given_arguments import as_call, known_int
 
 if TYPE_CHECKING:
     from stretto.convert._proof.batch_values import Value
@@ -105,6 +105,8 @@ def _subscript_of(run: Run, on: Value, node: cst.Subscript, frame: Frame) -> Val
         return size_of(on.of, int(number)) if isinstance(number, int) else Fixed()
     index = [as_index(run, v) for v in index]
     if isinstance(on, Rows):
+        asked = sum(v not in (NONE, ELLIPSIS) for v in index)
+        run.given(as_call(node), (), {}).show_rank(on, asked)
         return rows_subscript(on, node, index)
     if isinstance(on, Linear | Item | Bad | Draw | Count):
         return on
@@ -293,6 +295,8 @@ def _rows_indexed(on: Rows, parts: list[Value], node: cst.Subscript) -> Value:
         ndim=ndim if not found_rows else None,
         thin=ndim is None and taken > 0 and left <= 1,
         single=on.single and not taken and not found_rows,
+        rank=on.rank + new - place if place < 10**6 else 0,
+        layer=on.layer if place < 10**6 else None,
     )
 
 

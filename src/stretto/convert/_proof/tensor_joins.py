@@ -98,6 +98,8 @@ def joined_along(name: str, given: Given) -> Value | None:
         return Fixed(grad=any(isinstance(v, Fixed) and v.grad for v in values))
     if any(isinstance(v, Linear) for v in values):
         return Bad(Why.UNREAD, node)
+    for part in rows:
+        given.show_rank(part, at + 1 if name != "stack" else at)
     first: Value = rows[0]
     for other in rows[1:]:
         if not isinstance(first, Rows):

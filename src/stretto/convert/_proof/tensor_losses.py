@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from stretto.convert._proof.arithmetic import rows_with_rows
+from stretto.convert._proof.arithmetic import has_size, rows_with_rows
 from stretto.convert._proof.batch_values import (
     Bad,
     Draw,
@@ -128,9 +128,19 @@ def loss(
         return Bad(Why.ACROSS, node) if mixed or placed else Item()
     rows = [v for v in inputs if isinstance(v, Rows)]
     if not rows:
+        if any(isinstance(v, Draw) for v in inputs):
+            return Draw()
         grad = any(isinstance(v, Fixed) and v.grad for v in inputs)
-        return Draw() if any(isinstance(v, Draw) for v in inputs) else Fixed(grad=grad)
+        counted = any(isinstance(v, Fixed) and v.counted for v in inputs)
+        if counted and how == "sum":
+            return Linear(1)
+        return Fixed(grad=grad, counted=counted and how == "none")
     together: Value = rows[0]
+    like = rows[0]
+    if name in _REMOVING and like.axis == 0:
+        like = replace(like, ndim=1)
+    if any(isinstance(v, Fixed) and has_size(v, like) for v in inputs):
+        return Bad(Why.SIZED, node)
     if name in _REMOVING:
         if any(r.sorted is not rows[0].sorted for r in rows):
             return Bad(Why.ACROSS, node)
@@ -186,6 +196,8 @@ def functional_loss(name: str, given: Given) -> Value:
             "var",
         )
     ]
+    if name in ("cross_entropy", "nll_loss") and len(inputs) > 1:
+        given.show_rank(inputs[0], 2 if isinstance(inputs[1], Rows) else 0)
     weights = [given.options.get(w) for w in _WEIGHTS]
     options = dict(given.options)
     if len(given.args) > count and name != "ctc_loss":
@@ -219,6 +231,8 @@ def made_loss(made: Made, given: Given) -> Value | None:
     weights: list[Value | None] = [options.get(w) for w in _WEIGHTS]
     weights += [v for v in made.args if isinstance(v, Linear | Bad)]
     inputs = list(given.args)
+    if last in ("CrossEntropyLoss", "NLLLoss") and len(inputs) > 1:
+        given.show_rank(inputs[0], 2 if isinstance(inputs[1], Rows) else 0)
     if last == "CTCLoss":
         inputs = inputs[:2]
     inputs += list(given.options.values())

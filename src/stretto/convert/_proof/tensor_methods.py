@@ -81,6 +81,7 @@ def tensor_method(name: str, given: Given) -> Value | None:
         return Fixed()
     on = given.args[0]
     node = given.node
+    _show_rank(name, on, given)
     if isinstance(on, Alt):
         return joined(
             [
@@ -175,6 +176,17 @@ def tensor_method(name: str, given: Given) -> Value | None:
             )
         return elementwise([on, *rest], node)
     return fixed_method(name, on, given) if isinstance(on, Fixed) else Fixed()
+
+
+def _show_rank(name: str, on: Value, given: Given) -> None:
+    """Note how many dimensions a function along a dimension needs."""
+    along = name in REDUCING or name in ALONG
+    if not along and name not in ("transpose", "swapaxes", "permute", "unbind"):
+        return
+    dim = given.options.get("dim", given.options.get("axis"))
+    dims = known_ints(dim if dim is not None else Seq(given.args[1:]))
+    if dims:
+        given.show_rank(on, max(d + 1 if d >= 0 else -d for d in dims))
 
 
 def _is_counted(values: Sequence[Value]) -> bool:
