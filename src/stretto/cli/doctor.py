@@ -7,6 +7,7 @@ import platform
 import shutil
 import sys
 from dataclasses import asdict
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -52,6 +53,7 @@ OVERRIDES = {
 
 _OVERLAP = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+_CPU_COMBINER = "cpu-all-reduce-combiner"
 
 
 @click.command(name="doctor")
@@ -64,6 +66,7 @@ def command(*, as_json: bool) -> None:
     checks = [
         *_python_checks(),
         *environment_checks(os.environ),
+        *jax_checks(os.environ),
         isolation_check(probe()),
         *_lab_checks(),
     ]
@@ -196,6 +199,35 @@ def environment_checks(environment: Mapping[str, str]) -> Iterator[MachineCheck]
             name="environment",
             status=OK,
             found="no variable overrides a plan",
+        )
+
+
+def jax_checks(environment: Mapping[str, str]) -> Iterator[MachineCheck]:
+    """Check an installed JAX, which is not imported, for what costs it overlap."""
+    try:
+        version = metadata.version("jax")
+    except metadata.PackageNotFoundError:
+        return
+    plugins = [point.name for point in metadata.entry_points(group="jax_plugins")]
+    if plugins and environment.get("JAX_PLATFORMS") != "cpu":
+        yield MachineCheck(
+            name="jax",
+            status=NOTE,
+            found=f"{version} with {', '.join(plugins)}: stretto.jax runs on CPUs only",
+            remedy="export JAX_PLATFORMS=cpu, or leave communication to XLA with "
+            "jax.jit(..., compiler_options=stretto.jax.compile_options())",
+        )
+    elif _CPU_COMBINER in environment.get("XLA_FLAGS", ""):
+        yield MachineCheck(
+            name="jax", status=OK, found=f"{version}; XLA_FLAGS names {_CPU_COMBINER}"
+        )
+    else:
+        yield MachineCheck(
+            name="jax",
+            status=NOTE,
+            found=f"{version}; on CPU, XLA's own communication (a mesh, shard_map) "
+            "joins all gradients into one all-reduce after backward",
+            remedy="jax.jit(..., compiler_options=stretto.jax.compile_options())",
         )
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import EntryPoint
 
 import pytest
 from click.testing import CliRunner
@@ -95,6 +96,48 @@ def test_what_is_wrong_ends_with_1_and_is_in_the_text(monkeypatch):
     assert result.exit_code == 1
     assert "wrong  torch" in result.output
     assert "-> pip install 'torch>=2.11,<2.15'" in result.output
+
+
+@pytest.fixture
+def jax_installed(monkeypatch):
+    def install(*plugins):
+        monkeypatch.setattr(doctor.metadata, "version", lambda _name: "0.10.2")
+        points = [EntryPoint(name, "x", "jax_plugins") for name in plugins]
+        monkeypatch.setattr(doctor.metadata, "entry_points", lambda **_group: points)
+
+    return install
+
+
+def test_jax_on_cpu_is_reported_with_the_options_that_let_it_overlap(jax_installed):
+    jax_installed()
+    (check,) = doctor.jax_checks({})
+    assert check.status == "note"
+    assert "joins all gradients into one all-reduce" in check.found
+    assert "compiler_options=stretto.jax.compile_options()" in check.remedy
+
+
+def test_jax_on_cpu_without_the_combiner_is_fine(jax_installed):
+    jax_installed()
+    flags = "--xla_disable_hlo_passes=cpu-all-reduce-combiner"
+    (check,) = doctor.jax_checks({"XLA_FLAGS": flags})
+    assert check.status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("platforms", "says"), [("cuda", "runs on CPUs only"), ("cpu", "one all-reduce")]
+)
+def test_jax_with_a_plugin_is_one_on_cpu_if_told_so(jax_installed, platforms, says):
+    jax_installed("xla_cuda12")
+    (check,) = doctor.jax_checks({"JAX_PLATFORMS": platforms})
+    assert says in check.found
+
+
+def test_without_jax_there_is_no_line_on_it(monkeypatch):
+    def missing(name):
+        raise doctor.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.metadata, "version", missing)
+    assert not list(doctor.jax_checks({}))
 
 
 def test_the_isolation_of_background_jobs_is_reported_with_what_would_help():
