@@ -7,6 +7,7 @@ backward, over the negotiated engine, while XLA computes.
   `tags` of parameters and `in_backward`.
 - `operations`: other collectives, in and outside of `jit`; `ranks`: init, rank, size.
 - `refusals`: what a reduction can't be within.
+- `xla_options`: `compile_options`, for programs that use none of these.
 - `callbacks`: the seam to XLA, on `rounds`, the state of this process's reductions.
 """
 
@@ -35,6 +36,7 @@ from stretto.jax.ranks import (
     size,
 )
 from stretto.jax.tags import in_backward
+from stretto.jax.xla_options import compile_options
 
 __all__ = [
     "Average",
@@ -48,6 +50,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "compile_options",
     "distributed",
     "grad",
     "in_backward",
