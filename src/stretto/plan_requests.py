@@ -73,7 +73,7 @@ class RequestFolder:
     def reports(self) -> list[dict[str, Any]]:
         """Return the job's reports since the last call, oldest first.
 
-        Each has a ``kind`` and a ``number``; what is no such object is skipped.
+        Each has a ``kind`` and a ``number``; anything else is skipped.
         """
         try:
             with (self._folder / _REPORTS).open("rb") as file:

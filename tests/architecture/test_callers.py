@@ -18,9 +18,6 @@ DEFAULTS = {
 }
 """Who uses a package's files unless a line of its docstring says otherwise."""
 
-PENDING = {"stretto.burst.checks"}
-"""Packages whose lists still name callers that have changed."""
-
 
 def module_of(file):
     parts = file.relative_to(SOURCE).with_suffix("").parts
@@ -113,7 +110,7 @@ def is_used(module, callers):
 
 @pytest.mark.parametrize(
     "package",
-    sorted(name for name in {*docstrings()} - PENDING if any(claims_of(name))),
+    sorted(name for name in docstrings() if any(claims_of(name))),
 )
 def test_callers_in_a_package_s_list_import_the_file(package):
     wrong = [

@@ -81,7 +81,7 @@ class _FreeTensors:
         return None
 
     def _is_free(self, node: cst.Attribute, scope: Scope) -> bool:
-        """Return whether an attribute of an object that is no module is a tensor."""
+        """Return whether an attribute of an object other than a module is a tensor."""
         made = self._flow.assigned(dotted(node) or "", scope)
         return any(
             isinstance(o.value, cst.Call)

@@ -127,7 +127,7 @@ def _one_line(lines: list[Any], made: Split) -> cst.SimpleStatementLine:
 def suite(line: cst.SimpleStatementLine, made: Split) -> cst.SimpleStatementSuite:
     """Return a joined line as the part after a colon."""
     if not isinstance(made.origin, cst.SimpleStatementSuite):
-        raise TypeError("this line was no part after a colon")
+        raise TypeError("this line does not follow a colon")
     return cst.SimpleStatementSuite(
         body=line.body,
         leading_whitespace=made.origin.leading_whitespace,

@@ -48,7 +48,7 @@ class TrainedParts:
         return False
 
     def _is_used(self, scope: Scope) -> bool:
-        """Return whether a function is no method, or one of a class that is called."""
+        """Return whether a function is not a method, or its class is called."""
         owner = self._tree.owner(scope)
         return owner is None or any(
             (dotted(call.func) or "").rpartition(".")[2] == kind.name.value

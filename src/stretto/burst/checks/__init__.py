@@ -10,12 +10,14 @@ The module and the program:
 - `input_classes`: classes of input tensors change no result.
 - `backward_use`: the same backward passes end, and their gradients have known weights.
 - `hook_use`: hooks that change something are on all ranks.
-- `later_hooks`: hooks registered after building change nothing (for `hook_use`).
+- `later_hooks`: hooks registered after building change nothing (for `hook_use`,
+  `later_of_all`).
 - `later_of_all`: nor do those of all modules, where no layer's call would show it.
 - `constant_buffers`: buffers that forward only reads are the same.
 - `changes`: gradients and parameters are scaled equally on all ranks.
 - `replicas`: ranks of a layer hold the same parameters.
-- `recheck`: forward still does what was captured (for `plan_follower`).
+- `recheck`: forward still does what was captured (for `parts`,
+  `forward_exchange`).
 - `verify_first_step`: a first step equals one process's (with ``verify=True``).
 
 Optimizers:

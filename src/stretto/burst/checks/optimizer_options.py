@@ -34,7 +34,7 @@ class OptionDigest:
         self._read: dict[int, tuple[Tensor, int, float]] = {}
 
     def of(self, options: list[Any]) -> tuple[int, float]:
-        """Return a digest of values that are no numbers, and a sum for the numbers.
+        """Return a digest of values other than numbers, and a sum for the numbers.
 
         The weighted sum is over the logarithms of the numbers.
         """

@@ -49,7 +49,7 @@ What can't be split over samples or ranks:
 - `tables`: batch norms whose values do not come from the samples.
 - `custom_backward`: layers whose backward is not torch's own (for `proof`).
 - `backward_reads`: what such backwards read and change (for `proof`).
-- `proven`: what a check by computing depends on (for `proof` too).
+- `proven`: what a check by computing depends on (for `classify` and `proof`).
 - `overlap`: tensors that share memory (for `grouping` too).
 
 Layers:
