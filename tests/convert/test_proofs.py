@@ -177,14 +177,18 @@ COUNTED = [
     "sum(i for i in range(len(x)))",
     "torch.stack([next(rows) for _ in range(len(x))])",
     "torch.tensor([1.0, 2.0] * len(x)).sum()",
+    "len('a' * len(x)) ** 0.5",
+    "torch.tensor([next(turns) for _ in x])[:, None]",
+    "torch.from_numpy(np.tile(np.array([1.0, 2.0]), len(x) // 2))[:, None]",
 ]
 """Numbers that a rank's part of a batch does not change in proportion."""
 
 TABLES = """\
-import functools, math
+import functools, itertools, math
 from fractions import Fraction
 w = torch.linspace(0.1, 2, 64)
 rows = iter(w)
+turns = itertools.cycle([1.0, 2.0, 3.0])
 
 class Scale:
     def __init__(self, n):
@@ -212,6 +216,8 @@ COUNTED_LOSSES = [
     "loss = crit(out, y) + model.head.weight.square().sum() * len(x)",
     "loss = torch.add(crit(out, y), model.head.bias.square().sum(), alpha=len(x))",
     "n = 0\nfor row in x:\n    n += 1\nloss = ((out - y) ** 2).sum() / n",
+    "loss = crit(out, y)\nfor i in range(len(x)):\n    loss = loss * 0.9",
+    "loss = crit(out, y) + 0.1 * sum([model.head.bias.sum() for _ in x])",
 ]
 
 
@@ -237,6 +243,14 @@ PLACED = [
     "z = torch.zeros(len(x), 1)\nfor i in range(0, len(x), 2):\n    z[i] = 1",
     "z = torch.cat([torch.ones(2, 1), torch.zeros(len(x) - 2, 1)])",
     "z = [0.0] * len(x)\nz[0] = 1.0\nz = torch.tensor(z)[:, None]",
+    "z = torch.zeros(len(x), 1)\nz.T[..., 0] = 1",
+    "z = torch.zeros(len(x), 1)\nz.unbind()[0].fill_(1)",
+    "z = torch.zeros(len(x), 1)\nnn.init.ones_(z[:1])",
+    "z = torch.zeros(len(x), 1)\nmodel.z = z\nmodel.z[0] = 1",
+    "z = torch.zeros(len(x), 1)\nfor k, r in enumerate(z):\n    r += int(k == 0)",
+    "z = torch.zeros(len(x), 1)\nz = torch.cat([z[:-1], torch.ones(1, 1)])",
+    "z = F.pad(torch.zeros(len(x), 1)[1:], (0, 0, 1, 0), value=1.0)",
+    "z = y.take(torch.tensor([0]))",
     "z = torch.tril(torch.ones_like(x))[:, :1]",
     "z = torch.triu(torch.ones(len(x), 3))[:, 2:]",
 ]

@@ -513,3 +513,18 @@ def test_an_optimizer_of_models_without_names_that_is_never_cleared_is_refused()
         "        opt.step()\n"
     )
     assert "makes an optimizer" in text
+
+
+def test_models_of_a_list_are_refused_with_the_optimizers_line():
+    source = (
+        "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n"
+        "loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)\n"
+        "nets = [torch.nn.Linear(2, 1) for _ in range(2)]\n"
+        "opts = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]\n"
+        "for (x,) in loader:\n    for net, opt in zip(nets, opts):\n"
+        "        loss = net(x).mean()\n        opt.zero_grad()\n"
+        "        loss.backward()\n        opt.step()\n"
+    )
+    said = refused(source)
+    assert said.startswith("train.py:5: `torch.optim.SGD(")
+    assert "under a name of its own" in said

@@ -187,6 +187,7 @@ class TrainedModels:
         for call in self._tree.calls:
             if (
                 self._stepped.is_optimizer(call)
+                and not self._tree.called(call).startswith("torch.nn.")
                 and id(call) not in known | models
                 and not self._stepped.takes_optimizer(call)
                 and not self._flow.local(call)
@@ -197,8 +198,8 @@ class TrainedModels:
                     call,
                     f"`{self._tree.text(call)[:60]}` makes an optimizer, but the model "
                     "that it trains cannot be found in this file, so it could not be "
-                    "distributed. Create the model here, and give the optimizer its "
-                    "parameters()",
+                    "distributed. Create the model here, under a name of its own, and "
+                    "give the optimizer its parameters()",
                 )
 
     def refuse_updates_by_hand(self) -> None:

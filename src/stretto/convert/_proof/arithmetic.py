@@ -208,6 +208,8 @@ def _count_with_fixed(
     """Return the value of an operation on a number of samples and a constant."""
     by, grad, number = count.degree, count.grad or other.grad, other.value
     out = replace(count, exact=False, grad=grad)
+    if isinstance(number, str):
+        return Bad(Why.COUNTED, node)
     if other.counted:
         rows = as_rows(other)
         if inverse:

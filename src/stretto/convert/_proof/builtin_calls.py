@@ -129,7 +129,9 @@ def builtin_call(run: Run, name: str, given: Given, frame: Frame) -> Value:
             return new_list(run, made, node, frame)
         return made
     if name == "next":
-        return items_in(run, first, node)[0] if args else Fixed()
+        item = joined(items_in(run, first, node), node) if args else Fixed()
+        turns = any(loop.samples for loop in run.loops)
+        return Item(place="moved") if turns and isinstance(item, Fixed) else item
     if name in ("map", "filter"):
         items, samples = items_of(run, args[1] if len(args) > 1 else NONE, node)
         inner = joined(items, node)
@@ -194,6 +196,10 @@ def _length_of(run: Run, value: Value, node: cst.CSTNode) -> Value:
         if not value.even:
             return Bad(Why.SELECTED, node)
         return Count() if value.copies == 1 else Count(exact=False)
+    if isinstance(value, Bad):
+        return value
+    if isinstance(value, Iter) and isinstance(value.item, Bad):
+        return value.item
     if isinstance(value, Iter) and value.chosen:
         return Bad(Why.SELECTED, node)
     if isinstance(value, Iter) and value.samples:
@@ -221,7 +227,7 @@ def _sum_of(
         if listed.chosen:
             return Bad(Why.SELECTED, node)
         if listed.samples:
-            return Count(exact=False)
+            return Count(exact=False, grad=out.grad)
     if isinstance(out, Item):
         return Linear(out.degree + 1)
     if samples and isinstance(out, Linear):

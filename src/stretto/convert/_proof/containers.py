@@ -119,7 +119,9 @@ def items_of(
             return [Bad(Why.COUNTED, node)], False
         return [size_of(value.of, i) for i in range(ndim)], False
     if isinstance(value, Fixed) and value.counted:
-        return [replace(value, shape=None, counted=False)], sample_axis(value) == 0
+        part = replace(value, shape=None, counted=False)
+        run.note_view(part, value)
+        return [part], sample_axis(value) == 0
     if isinstance(value, Rows):
         if value.opaque is not None or value.axis is None:
             return [replace(value, whole=False)], False

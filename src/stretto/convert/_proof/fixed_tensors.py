@@ -281,8 +281,9 @@ def _sliced(size: int | Count | None, part: Cut) -> int | Count | None:
     if part.is_whole:
         return size
     if isinstance(size, Count):
-        ends = [v for v in part.ends if v not in (NONE, Fixed(0))]
-        return Count(exact=False, affine=True) if any(map(has_count, ends)) else None
+        upper = known_int(part.upper)
+        few = upper is not None and upper >= 0
+        return None if few else Count(exact=False, affine=True)
     lower = 0 if part.lower == NONE else known_int(part.lower)
     upper = size if part.upper == NONE else known_int(part.upper)
     if part.step != NONE or lower is None or upper is None:

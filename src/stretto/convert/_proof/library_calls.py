@@ -87,7 +87,10 @@ def _is_chain(made: Made) -> bool:
 
 def library_call(run: Run, full: str, given: Given, frame: Frame) -> Value:
     """Return the value of a call of a library's function."""
-    return followed(full, given, _library_call(run, full, given, frame))
+    out = followed(full, given, _library_call(run, full, given, frame))
+    if full.endswith("_") and given.args:
+        run.write(given.args[0], out, given.node)
+    return out
 
 
 def _library_call(run: Run, full: str, given: Given, frame: Frame) -> Value:

@@ -152,7 +152,9 @@ def _settle_sums(run: Run, loop: Loop, before: State, node: cst.CSTNode) -> None
     """Make what a loop over samples has added up a sum over them."""
     for key, name in loop.updated:
         value = run.get(key, name)
-        if isinstance(value, Fixed) and value is not before.get(key, {}).get(name):
+        added = (key, name) in loop.added
+        kinds = Fixed if added else (Fixed, Linear, Rows)
+        if isinstance(value, kinds):
             run.set(key, name, Bad(Why.COUNTED, node))
     for key, names in list(run.state.items()):
         if names is before.get(key):

@@ -41,10 +41,10 @@ from stretto.convert._proof.known_names import PASSING, TENSOR_NAMES, TRUSTED
 from stretto.convert._proof.loaders import batch_of, is_loader
 from stretto.convert._proof.objects import object_method
 from stretto.convert._proof.own_gradients import has_own_gradient
-from stretto.convert._proof.targets import bind_again
+from stretto.convert._proof.targets import bind_again, write_root
 from stretto.convert._proof.tensor_functions import tensor_function
 from stretto.convert._proof.tensor_methods import tensor_method
-from stretto.convert._proof.tensor_names import VIEWING
+from stretto.convert._proof.tensor_names import OTHER, VIEWING
 from stretto.convert._tree import dotted
 
 if TYPE_CHECKING:
@@ -159,11 +159,13 @@ def _method_call(
             and isinstance(call.func, cst.Attribute)
         ):
             run.write(on, known, node)
+            write_root(run, call.func.value, known, frame)
             bind_again(run, call.func.value, known, frame)
         elif name in VIEWING:
             run.note_view(known, on)
         return known
-    if isinstance(on, Rows) and not on.raw and on.opaque is None:
+    plain = isinstance(on, Rows) and not on.raw and on.opaque is None
+    if plain or (isinstance(on, Rows) and name in OTHER):
         return Bad(Why.UNREAD, node)
     return run.unread(node, whole.all)
 

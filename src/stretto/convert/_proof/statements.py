@@ -16,7 +16,7 @@ from stretto.convert._proof.loops import run_for, run_while
 from stretto.convert._proof.ranks import learn_least_rank, learn_rank
 from stretto.convert._proof.script_run import MODULE
 from stretto.convert._proof.targets import bind
-from stretto.convert._tree import dotted
+from stretto.convert._tree import dotted, found
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -130,13 +130,16 @@ def _note_addition(
 ) -> None:
     """Note that ``a = a + x`` adds to a variable."""
     name = dotted(target)
-    if name is None or not isinstance(value, cst.BinaryOperation):
+    if name is None or not run.loops:
         return
-    if isinstance(value.operator, cst.Add) and name in (
-        dotted(value.left),
-        dotted(value.right),
+    if (
+        isinstance(value, cst.BinaryOperation)
+        and isinstance(value.operator, cst.Add)
+        and name in (dotted(value.left), dotted(value.right))
     ):
         _note_added(run, target, frame)
+    elif any(dotted(part) == name for part in found(value, (cst.Name, cst.Attribute))):
+        _note_added(run, target, frame, plain=False)
 
 
 def _note_added(

@@ -55,10 +55,16 @@ def bind(run: Run, target: cst.BaseExpression, value: Value, frame: Frame) -> No
                 run.set(ref.key, target.attr.value, value)
             elif isinstance(ref, Class):
                 run.set(run.key("class", id(ref.node)), target.attr.value, value)
-            elif isinstance(ref, Made) and (is_of_batch(value) or has_count(value)):
+            elif isinstance(ref, Made) and (_is_sized(value)):
                 run.set(run.key("made", id(ref.node)), target.attr.value, value)
     elif isinstance(target, cst.Subscript):
         _store(run, target, value, frame)
+
+
+def _is_sized(value: Value) -> bool:
+    """Return whether a value depends on a batch, also on its size."""
+    counted = isinstance(value, Fixed) and value.counted
+    return counted or is_of_batch(value) or has_count(value)
 
 
 def _unpacked(run: Run, value: Value, target: cst.Tuple | cst.List) -> list[Value]:
@@ -113,8 +119,23 @@ def _store(run: Run, target: cst.Subscript, value: Value, frame: Frame) -> None:
         if isinstance(on, Rows):
             part = rows_subscript(on, target, index)
             mixed = part if isinstance(part, Bad) else mixed
+        if isinstance(on, Iter) and on.samples:
+            mixed = Iter(Bad(Why.PLACED, target), samples=True)
         run.write(on, mixed, target)
+        write_root(run, target.value, mixed, frame)
         bind_again(run, target.value, mixed, frame)
+
+
+def write_root(run: Run, of: cst.BaseExpression, value: Value, frame: Frame) -> None:
+    """Note that a part of a tensor has changed, as in ``a.T[0] = 1``."""
+    root: cst.CSTNode = of
+    while isinstance(root, cst.Attribute | cst.Subscript | cst.Call):
+        root = root.func if isinstance(root, cst.Call) else root.value
+    if root is of or not isinstance(root, cst.Name) or not isinstance(value, Bad):
+        return
+    old = run.read(root.value, frame)
+    if isinstance(old, Rows) or (isinstance(old, Fixed) and old.counted):
+        run.write(old, value, of)
 
 
 def _stored(on: Value, value: Value, index: list[Value], node: cst.CSTNode) -> Value:

@@ -106,6 +106,12 @@ def tensor_method(name: str, given: Given) -> Value | None:
         "std",
     ):
         inner = joined_along("stack", replace(given, options={}, args=(on,)))
+        numbers = [isinstance(v, Fixed) for v in getattr(on, "items", ())]
+        if isinstance(on, Seq) and all(numbers) and numbers:
+            flat = all(
+                isinstance(getattr(v, "value", None), int | float) for v in on.items
+            )
+            return Fixed(shape=(len(on.items),) if flat else None)
         counted = isinstance(inner, Fixed) and inner.counted
         if inner is not None and (is_of_batch(inner) or counted):
             if name in ("mean", "sum", "max", "min", "std"):
@@ -311,6 +317,11 @@ def _rows_method(name: str, on: Rows, given: Given) -> Value | None:
         return Fixed() if on.ndim is None else Fixed(on.ndim)
     if name in _ARITHMETIC and rest:
         return combined(_ARITHMETIC[name], on, rest[0], node)
+    if name == "pad":
+        pads = given.get("pad", 1)
+        count = len(pads.items) // 2 if isinstance(pads, Seq) else 0
+        if None not in (on.axis, on.ndim) and (on.axis or 0) >= (on.ndim or 0) - count:
+            return Bad(Why.ACROSS, node)
     if name.startswith(("tril", "triu")):
         ahead = None if on.ndim is None or on.axis is None else on.ndim - on.axis
         if (ahead is None and on.least < 3) or (ahead is not None and ahead < 3):
