@@ -432,3 +432,95 @@ def test_a_state_that_a_method_makes_without_arguments_is_listed(name):
     )
     said = open_notes(convert(source))
     assert [s for s in said if s.startswith("line 12:") and "batch size here" in s]
+
+
+def outside_steps(line):
+    """A script that reads something of its training loader before the steps."""
+    return step_of("pass", "4").replace("for epoch", f"{line}\nfor epoch", 1)
+
+
+@pytest.mark.parametrize(
+    ("line", "after"),
+    [
+        (
+            "total = len(loader.dataset) // loader.batch_size",
+            "total = len(loader.dataset) // (loader.batch_size * WORLD_SIZE)",
+        ),
+        ("rate = 0.1 * loader.batch_size", "0.1 * (loader.batch_size * WORLD_SIZE)"),
+        ("print(loader.batch_size)", "print0((loader.batch_size * WORLD_SIZE))"),
+        ("total = len(loader.sampler)", "total = len(loader.dataset)"),
+    ],
+)
+def test_a_size_of_a_divided_loader_is_that_of_all_ranks(line, after):
+    conversion = convert(outside_steps(line))
+    assert after in conversion.after
+    assert open_notes(conversion) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "size = loader.batch_size",
+        "size = loader.batch_sampler.batch_size",
+        "size = loader.sampler.num_samples",
+    ],
+)
+def test_a_size_of_a_divided_loader_under_another_name_is_listed(line):
+    line += "\ntotal = torch.zeros(size)"
+    (note,) = open_notes(convert(outside_steps(line)))
+    assert note.startswith("line 8:") and "since the loader is divided" in note
+
+
+def test_a_size_of_a_loader_that_only_some_calls_divide_is_listed():
+    line = "def steps(of):\n    return len(of.dataset) // of.batch_size\n\n"
+    line += "other = DataLoader(data, batch_size=2)\nprint(steps(loader), steps(other))"
+    (note,) = open_notes(convert(outside_steps(line)))
+    assert note.startswith("line 9:") and "`of.batch_size` is this rank's" in note
+
+
+def test_a_size_of_a_loader_in_a_dict_is_that_of_all_ranks():
+    line = "both = {'train': loader}\ntotal = 8 / both['train'].batch_size"
+    conversion = convert(outside_steps(line))
+    assert "8 / (both['train'].batch_size * WORLD_SIZE)" in conversion.after
+    assert open_notes(conversion) == []
+
+
+def test_a_size_of_a_loader_that_a_loop_takes_from_a_dict_is_listed():
+    line = "other = DataLoader(data, batch_size=2)\n"
+    line += "both = {'train': loader, 'test': other}\n"
+    line += "total = {k: 8 // v.batch_size for k, v in both.items()}"
+    (note,) = open_notes(convert(outside_steps(line)))
+    assert note.startswith("line 10:") and "`v.batch_size` is this rank's" in note
+
+
+def test_sizes_of_a_loader_that_is_not_divided_stay():
+    line = "other = DataLoader(data, batch_size=2)\n"
+    line += "print(len(other.sampler) / other.batch_size)"
+    assert "len(other.sampler) / other.batch_size" in convert(outside_steps(line)).after
+
+
+def test_a_size_of_a_loader_stays_with_batches_of_each_rank():
+    line = "total = len(loader.dataset) // loader.batch_size"
+    assert line in convert(outside_steps(line), per_rank_batch=True).after
+
+
+def test_a_size_of_a_loader_in_a_step_is_that_of_its_tensors():
+    conversion = convert(step_of("x = x.view(loader.batch_size, -1)", "4"))
+    assert "x = x.view(loader.batch_size, -1)" in conversion.after
+    assert not any("this rank's part" in n for n in open_notes(conversion))
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_samples_so_far_by_a_loaders_size_are_listed_unless_only_shown(listed):
+    use = "opt.param_groups[0]['lr'] = 1 / seen" if listed else "print(seen)"
+    source = step_of(f"seen = i * loader.batch_size\n        {use}", "4")
+    source = source.replace("for (x,) in loader", "for i, (x,) in enumerate(loader)")
+    said = open_notes(convert(source))
+    assert any("`loader.batch_size` is this rank's" in n for n in said) is listed
+
+
+@pytest.mark.parametrize("length", ["x.shape", "x.size()"])
+def test_a_number_of_dimensions_is_not_a_batch_size(length):
+    line = f"if len({length}) == 4:\n            x = x[:, 0, 0]"
+    after = convert(step_of(line, "4")).after
+    assert f"if len({length}) == 4:" in after

@@ -82,6 +82,11 @@ class Batch:
                 ):
                     self._made_before(name, loop.node, seen)
 
+    def steps(self) -> Iterator[cst.CSTNode]:
+        """Return what runs in steps: bodies of loops, and functions that they call."""
+        yield from (loop.node.body for loop in self._work.job.training)
+        yield from (function.body for function in self._called())
+
     def _made_before(self, name: cst.Name, loop: cst.CSTNode, seen: set[int]) -> None:
         """List tensors of the batch's size that a step reads and an earlier line makes.
 
@@ -336,7 +341,10 @@ class Batch:
     def _is_length(self, node: cst.BaseExpression) -> bool:
         if isinstance(node, cst.Call):
             if self._tree.called(node) == "len" and node.args:
-                return not self._is_of_data(node.args[0].value)
+                return not (
+                    self._is_of_data(node.args[0].value)
+                    or self._is_shape(node.args[0].value)
+                )
             given = argument(node, 0, "dim")
             on = self._tree.method_called(node, "size")
             return on is not None and given is not None and self._is_zero(given)
@@ -349,6 +357,12 @@ class Batch:
                 and self._is_zero(index.value)
             )
         return False
+
+    def _is_shape(self, node: cst.BaseExpression) -> bool:
+        """Return whether something is a shape, whose length is its dimensions."""
+        if isinstance(node, cst.Call):
+            return self._tree.method_called(node, "size") is not None and not node.args
+        return isinstance(node, cst.Attribute) and node.attr.value == "shape"
 
     def _is_zero(self, node: cst.BaseExpression) -> bool:
         return isinstance(node, cst.Integer) and node.value == "0"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
-from stretto.convert import _collate
+from stretto.convert import _collate, _loader_sizes
 from stretto.convert._batch import Batch
 from stretto.convert._display import appended
 from stretto.convert._edit import theirs
@@ -48,7 +48,9 @@ class Loaders:
             self._divide(origin)
         for loop in self._work.job.training:
             self._set_epoch(loop)
-        Batch(self._work, self._batch_sizes).convert()
+        batch = Batch(self._work, self._batch_sizes)
+        batch.convert()
+        _loader_sizes.convert(self._work, self, batch.steps())
 
     # Dividing
 
