@@ -468,14 +468,16 @@ def test_a_size_of_a_divided_loader_is_that_of_all_ranks(line, after):
 def test_a_size_of_a_divided_loader_under_another_name_is_listed(line):
     line += "\ntotal = torch.zeros(size)"
     (note,) = open_notes(convert(outside_steps(line)))
-    assert note.startswith("line 8:") and "since the loader is divided" in note
+    assert note.startswith("line 8:")
+    assert "since the loader is divided" in note
 
 
 def test_a_size_of_a_loader_that_only_some_calls_divide_is_listed():
     line = "def steps(of):\n    return len(of.dataset) // of.batch_size\n\n"
     line += "other = DataLoader(data, batch_size=2)\nprint(steps(loader), steps(other))"
     (note,) = open_notes(convert(outside_steps(line)))
-    assert note.startswith("line 9:") and "`of.batch_size` is this rank's" in note
+    assert note.startswith("line 9:")
+    assert "`of.batch_size` is this rank's" in note
 
 
 def test_a_size_of_a_loader_in_a_dict_is_that_of_all_ranks():
@@ -490,7 +492,8 @@ def test_a_size_of_a_loader_that_a_loop_takes_from_a_dict_is_listed():
     line += "both = {'train': loader, 'test': other}\n"
     line += "total = {k: 8 // v.batch_size for k, v in both.items()}"
     (note,) = open_notes(convert(outside_steps(line)))
-    assert note.startswith("line 10:") and "`v.batch_size` is this rank's" in note
+    assert note.startswith("line 10:")
+    assert "`v.batch_size` is this rank's" in note
 
 
 def test_sizes_of_a_loader_that_is_not_divided_stay():
