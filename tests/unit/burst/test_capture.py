@@ -353,6 +353,10 @@ def picks_from_flat(h):
     return h.reshape(-1)[index][:, None] * h
 
 
+def small_batches(h):
+    return h.exp() if h.shape[0] < 6 else h
+
+
 def rows_of_zeros(h):
     return torch.cat([h, h.new_zeros(h.shape[0], 4)], 1)[:, :4]
 
@@ -379,6 +383,7 @@ class Between(nn.Module):
         (looks_six_rows_away, "mixes samples"),
         (rolls, "'roll' mixes samples"),
         (even_numbers, "depends on the number of samples"),
+        (small_batches, "depends on the number of samples"),
         (first_row_filled, "index 6 is out of bounds"),
     ],
 )

@@ -453,6 +453,8 @@ class _Check:
     ) -> None:
         name = self._graph.name
         if not self._near(found, wanted):
+            # Names the line if forward decides by the number of samples.
+            self._graph.require_count(_ROWS)
             raise SpecError(
                 f"the captured layers of {name} give other outputs than {name} itself: "
                 "its forward does something that is not captured, such as reading or "
