@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -136,6 +141,33 @@ def _beside_a_pipeline(rank: int, size: int) -> None:
     _require_equal(_trained_in_a_pipeline(ours, mesh, ScheduleGPipe), wanted)
 
 
+def _split(rank: int, size: int) -> None:
+    """A schedule whose gradients of weights DDP does not see is refused."""
+    mesh = _mesh("pipeline")
+    place = mesh["pipeline"].get_local_rank()
+    stages = []
+    for number in (place, place + 2):
+        torch.manual_seed(number)
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        model = stretto.DDP(net, device_mesh=mesh["data"])
+        stages.append(
+            PipelineStage(
+                model,
+                number,
+                4,
+                torch.device("cpu"),
+                group=mesh["pipeline"].get_group(),
+            )
+        )
+    pipeline = ScheduleInterleavedZeroBubble(stages, 4, loss_fn=nn.functional.mse_loss)
+    if place == 0:  # it waits for the other stage's gradients
+        with pytest.raises(RuntimeError):
+            pipeline.step(_samples(0, 0))
+        return
+    with pytest.raises(SpecError, match=r"apart from those of inputs .*Schedule1F1B"):
+        pipeline.step(target=torch.zeros(8, WIDTH), losses=[])
+
+
 def _refused(rank: int, size: int) -> None:
     mesh = _mesh("tensor")
     group = mesh["data"].get_group()
@@ -172,6 +204,7 @@ def test_parameters_are_those_of_ddp(
 @pytest.mark.parametrize(
     "check",
     [
+        pytest.param(_split, id="zero bubble schedules are refused"),
         pytest.param(_refused, id="DTensors without a mesh are refused"),
         pytest.param(_ignored, id="ignored DTensors are left alone"),
         pytest.param(_same_dimension, id="averaging over a sharded dimension is noted"),

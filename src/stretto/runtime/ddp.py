@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import weakref
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex, cast
@@ -22,7 +23,7 @@ from stretto.logs import get_logger
 from stretto.runtime import backends
 from stretto.runtime.agreement import require_plan_applied
 from stretto.runtime.ddp_reducer import ReplaceableReducerDDP
-from stretto.runtime.device_mesh import take_local_shards
+from stretto.runtime.device_mesh import split_backward, take_local_shards
 from stretto.runtime.failure import forget_frames
 from stretto.runtime.nan_check import check_options
 from stretto.runtime.negotiated.reducer import (
@@ -47,6 +48,8 @@ from stretto.schema import Plan, codec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from types import FrameType
 
     from torch import nn
 
@@ -138,6 +141,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
     _alone = False
     _micro_steps = False
     _asked_whether_compiled = False
+    _warned_of_split = False
     _negotiated: NegotiatedReducer | None = None
 
     @with_arguments_of(torch.nn.parallel.DistributedDataParallel.__init__)
@@ -398,6 +402,28 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             self._raise_named("a collective of forward", exc)
             raise
         return output
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients are not averaged, as DDP's.
+
+        Raises:
+            SpecError: a pipeline schedule uses it that computes gradients of weights
+                apart, which DDP does not average.
+        """
+        self._refuse_split_backward(sys._getframe(1))  # noqa: SLF001
+        parent: Any = super()
+        context: AbstractContextManager[None] = parent.no_sync()
+        return context
+
+    @without_dynamo
+    def _refuse_split_backward(self, caller: FrameType) -> None:
+        why = split_backward(caller)
+        if why is None or self._warned_of_split:
+            return
+        if not self.find_unused_parameters:
+            raise SpecError(why)  # DDP fails there, by an assertion
+        self._warned_of_split = True
+        _log.warning(why)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._begin_step(compiled=torch.compiler.is_compiling())

@@ -1,4 +1,4 @@
-"""Data parallelism beside tensor parallelism: parameters that are DTensors.
+"""Data parallelism beside tensor and pipeline parallelism.
 
 DDP replaces a DTensor parameter by this rank's part of it, if it gets one dimension of
 a larger mesh. Plans, and what ranks compare before DDP's constructor, need that table.
@@ -16,10 +16,31 @@ from stretto.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from types import FrameType
 
     from torch import nn
 
 _log = get_logger(__name__)
+
+
+_SPLIT = (
+    "this pipeline schedule computes gradients of weights apart from those of inputs "
+    "(zero bubble), by torch.autograd.grad, which DDP does not see: they are not "
+    "averaged. Use Schedule1F1B, ScheduleInterleaved1F1B, ScheduleLoopedBFS or "
+    "ScheduleGPipe, or average the gradients after the schedule's step without DDP."
+)
+
+
+def split_backward(caller: FrameType) -> str | None:
+    """Return why a pipeline stage's gradients are not averaged, or ``None``.
+
+    ``caller`` is the frame that enters DDP's ``no_sync``: PyTorch's stages do that
+    around the backward of each micro-batch but the last, which has a kind there.
+    """
+    if caller.f_code.co_name != "backward_maybe_with_nosync":
+        return None
+    kind = caller.f_locals.get("backward_type")
+    return _SPLIT if kind in ("input", "weight") else None
 
 
 def _is_part_of_mesh(mesh: Any) -> bool:

@@ -144,6 +144,8 @@ class HierarchicalLanes(AbstractLanes):
         self._local: LocalLanes | None = None
         self._across: GlooLanes | None = None
         self._lanes: dict[tuple[int, int], HierarchicalLane] = {}
+        self._numbers: dict[tuple[int, int], int] = {}
+        """Of lanes within the host, by lane and connections."""
         self._opened = 0
 
     def open(self, needs: Sequence[Need]) -> dict[Need, Any]:
@@ -166,13 +168,19 @@ class HierarchicalLanes(AbstractLanes):
         assert self._across is not None  # noqa: S101
         self._opened += 1
         local, across = self._local, self._across
+        taken = {key[0] for key in self._lanes}
+        self._numbers |= {key: _own_number(key, taken) for key in keys}
         lanes = self._both(
-            lambda: local.open([(_code(key), None) for key in keys]), level=0
+            lambda: local.open([(self._numbers[key], None) for key in keys]), level=0
         )
         others = self._both(lambda: across.open(keys), level=1)
         for key in keys:
             self._lanes[key] = HierarchicalLane(
-                key[0], layout, lanes[_code(key), None], others[key], weakly(self.abort)
+                key[0],
+                layout,
+                lanes[self._numbers[key], None],
+                others[key],
+                weakly(self.abort),
             )
 
     def _both(
@@ -269,7 +277,7 @@ class HierarchicalLanes(AbstractLanes):
             self._across.retain(lanes)
         if self._local is not None:
             alone = self._layout is not None and len(self._layout.hosts) == 1
-            kept = lanes if alone else {_code(key) for key in self._lanes}
+            kept = lanes if alone else {self._numbers[key] for key in self._lanes}
             self._local.retain(kept)
 
     def abort(self) -> None:
@@ -290,7 +298,10 @@ class HierarchicalLanes(AbstractLanes):
             self._across.close()
 
 
-def _code(key: tuple[int, int]) -> int:
-    """Return the number of a lane within the host, one per lane and connections."""
+def _own_number(key: tuple[int, int], taken: Container[int]) -> int:
+    """Return the number of a lane within the host.
+
+    It is the lane's own, unless that is in use with another number of connections.
+    """
     number, connections = key
-    return number + (connections << 20)
+    return number + (connections << 20) if number in taken else number
