@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
-from stretto.convert import _collate, _loader_sizes
+from stretto.convert import _collate
 from stretto.convert._batch import Batch
 from stretto.convert._display import appended
 from stretto.convert._edit import theirs
@@ -33,6 +33,8 @@ class Loaders:
         self._origins = list({o.key: o for o in origins}.values())
         self._ids = {o.key for o in self._origins}
         self._batch_sizes: list[cst.BaseExpression] = []
+        self.steps: list[cst.CSTNode] = []
+        """Bodies of training loops, and of the functions that they call."""
 
     def is_divided(self, loop: Loop) -> bool:
         """Return whether a loop's batches are this rank's only."""
@@ -50,7 +52,7 @@ class Loaders:
             self._set_epoch(loop)
         batch = Batch(self._work, self._batch_sizes)
         batch.convert()
-        _loader_sizes.convert(self._work, self, batch.steps())
+        self.steps = list(batch.steps())
 
     # Dividing
 

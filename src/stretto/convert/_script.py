@@ -11,6 +11,7 @@ from stretto.convert import (
     _device,
     _file_names,
     _file_reads,
+    _loader_sizes,
     _rank_values,
     _reading,
     _replicas,
@@ -109,6 +110,7 @@ def _distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Not
         distribute_optimizers(work, models)
     loaders = Loaders(work)
     loaders.convert()
+    _loader_sizes.convert(work, loaders, loaders.steps)
     shares = _rank_values.Shares(work, loaders)
     numbers = Numbers(work, models, loaders, shares)
     numbers.convert()
