@@ -48,7 +48,6 @@ from stretto.schema import Plan, codec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
     from types import FrameType
 
     from torch import nn
@@ -403,7 +402,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             raise
         return output
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    def no_sync(self) -> Any:
         """Return a context in which gradients are not averaged, as DDP's.
 
         Raises:
@@ -412,8 +411,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         """
         self._refuse_split_backward(sys._getframe(1))  # noqa: SLF001
         parent: Any = super()
-        context: AbstractContextManager[None] = parent.no_sync()
-        return context
+        return parent.no_sync()
 
     @without_dynamo
     def _refuse_split_backward(self, caller: FrameType) -> None:
