@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 NAME = "hierarchical"
 
-PIECE_BYTES = 2 * 2**20
+PIECE_BYTES = 2**20
 """A message is cut into pieces of this size."""
 
 
