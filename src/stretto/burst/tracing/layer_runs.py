@@ -14,7 +14,7 @@ from stretto.burst.tracing.torch_modules import BatchNorm, InstanceNorm
 from stretto.burst.tracing.trial import ConstantDraws
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from stretto.burst.tracing.layers import LayerNode
 
@@ -158,6 +158,38 @@ def fresh_buffers(module: nn.Module) -> Iterator[None]:
     finally:
         for held, name, buffer in undo:
             held[name] = buffer
+
+
+@contextlib.contextmanager
+def lent_values(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[bool]:
+    """Let tensors have the memory of others, with which they stay the same objects.
+
+    Buffers get copies, into which forward may write. Yields False, with all as they
+    were, if a tensor's type doesn't allow it.
+    """
+    undo: list[tuple[Tensor, Tensor]] = []
+    is_lent = True
+    try:
+        try:
+            for tensor, other in pairs:
+                memory = other.detach()
+                if not isinstance(tensor, nn.Parameter):
+                    memory = memory.clone()
+                had = tensor.data
+                tensor.data = memory
+                undo.append((tensor, had))
+        except (RuntimeError, TypeError, NotImplementedError):  # such as subclasses
+            is_lent = False
+            _return_memory(undo)
+        yield is_lent
+    finally:
+        _return_memory(undo)
+
+
+def _return_memory(undo: list[tuple[Tensor, Tensor]]) -> None:
+    while undo:
+        tensor, memory = undo.pop()
+        tensor.data = memory
 
 
 @contextlib.contextmanager

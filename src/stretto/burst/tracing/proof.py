@@ -11,7 +11,10 @@ layer's, for which what it mixes may be zero: see ``other_values``. A backward t
 not torch's own is also checked with large and small gradients and many rows. Parameters
 are perturbed because an effect may vanish behind a zero at initialization. Batch norms
 use fixed statistics for the second check, and random numbers are replaced by constants:
-the executor joins the first over ranks and draws the second by sample.
+the executor joins the first over ranks and draws the second by sample. Since the
+executor computes with other tensors than the module's own, forward is also run once
+with its own, which get the perturbed values: it may compare them with one that is held
+elsewhere.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from stretto.burst.tracing.layer_runs import (
     has_gradient,
     largest_of,
     leaf_of,
+    lent_values,
     run_layer,
     trace_layer,
     twin_of,
@@ -51,12 +55,13 @@ from stretto.burst.tracing.own_rows import OtherRows
 from stretto.burst.tracing.proven import Proven
 from stretto.burst.tracing.reads import may_return
 from stretto.burst.tracing.sample_positions import source_line_of
-from stretto.burst.tracing.source_lines import source_line_in
+from stretto.burst.tracing.source_lines import line_of_forward, source_line_in
 from stretto.burst.tracing.torch_modules import BatchNorm
 from stretto.burst.tracing.trial import (
     VALUES,
     ConstantDraws,
     RandomInputs,
+    Results,
     tolerance_of,
     without_inner_dropout,
 )
@@ -234,6 +239,8 @@ class _Check:
         self._graph, self._module = graph, module
         self._reads = reads
         self._examples = examples
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}
+        """The module's own tensors by the id of those with perturbed values."""
         self._numbers = numbers
         self.hidden = ""
         """The line of a layer with NaN among its values or gradients, which hide
@@ -285,12 +292,14 @@ class _Check:
             torch.set_grad_enabled(self._graph.ambient.grad),
         ):
             packed = self._inputs()
+            own = self._with_own_tensors(packed)
             wanted, whole = self._whole(packed)
             with self._observed(part for _, part in parts.values()):
                 values, grads, cotangents = self._layers(packed)
             if self._reads is not None:
                 self._reads.require_unchanged()
             self._compare(wanted, values[self._graph.output], whole, grads)
+            self._require_same(packed, own, wanted)
             self._find_hidden(values, cotangents)
             with fixed_norms(parts.values()):
                 return self._rows(values, cotangents)
@@ -328,6 +337,12 @@ class _Check:
         return f"layer {node.name!r}"
 
     def _perturbed(self, tensor: Tensor) -> Tensor:
+        made = self._made_of(tensor)
+        if id(tensor) in self._owned:
+            self._own[id(made)] = tensor, made
+        return made
+
+    def _made_of(self, tensor: Tensor) -> Tensor:
         if id(tensor) in self._held_elsewhere:
             return tensor
         with torch.no_grad():
@@ -376,6 +391,64 @@ class _Check:
             with self._noted(wanted):
                 grads = gradients_of(wanted, self._cotangent, parameters)
         return wanted, grads
+
+    def _with_own_tensors(
+        self, packed: Tensor, around: AbstractContextManager[object] | None = None
+    ) -> Tensor | None:
+        """Return the module's output with its own tensors, lent the perturbed values.
+
+        None if a tensor's type can't be lent values.
+        """
+
+        def own_of(made: Tensor) -> Tensor:
+            return self._own[id(made)][0] if id(made) in self._own else made
+
+        with (
+            swapped(self._module.named_modules(), own_of),
+            lent_values(self._own.values()) as is_lent,
+        ):
+            return self._again(packed, around) if is_lent else None
+
+    def _again(
+        self, packed: Tensor, around: AbstractContextManager[object] | None = None
+    ) -> Tensor:
+        """Return the module's output; what forward changes is restored."""
+        devices = [packed.device] if packed.device.type == "cuda" else []
+        with (
+            torch.random.fork_rng(devices=devices),
+            keep_attributes(self._module),
+            self._graph.caches_restored(),
+            ConstantDraws(),
+            around or contextlib.nullcontext(),
+        ):
+            args, kwargs = self._graph.arguments.unpack(packed)
+            output = self._module.forward(*args, **kwargs)
+            return self._graph.results.packed(output, len(packed)).detach().clone()
+
+    def _require_same(self, packed: Tensor, own: Tensor | None, wanted: Tensor) -> None:
+        """Require that forward doesn't depend on which objects its tensors are."""
+        if own is None or self._near(own, wanted):
+            return
+        raise SpecError(
+            f"{self._line_of_own(packed)}forward of {self._graph.name} gives another "
+            "result with the module's own parameters and buffers than with others of "
+            "equal values, so it depends on which tensor objects they are (`is`, "
+            "`id()`, `in` or a key), and layers are computed with others: compare "
+            "names, or decide in __init__"
+        )
+
+    def _line_of_own(self, packed: Tensor) -> str:
+        """Return the first line whose result depends on the tensors' identity."""
+        mine, others = Results(), Results()
+        self._with_own_tensors(packed, mine)
+        with fresh_buffers(self._module):
+            self._again(packed, others)
+        for (line, have), (at, want) in zip(mine.found, others.found, strict=False):
+            if line != at or (have is None) != (want is None):
+                return f"{line}: "
+            if have is not None and not self._near(have, want):
+                return f"{line}: "
+        return line_of_forward(self._module)
 
     def _trained(self) -> list[Tensor]:
         return [p for p in self._module.parameters() if p.requires_grad]

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from stretto.burst.memory import in_memory
+from stretto.burst.tracing.source_lines import source_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -121,6 +122,23 @@ class ConstantDraws(TorchFunctionMode):
             with torch.no_grad():
                 return torch.full_like(func(*args, **kwargs), _CONSTANTS[func])
         return func(*args, **kwargs)
+
+
+@final
+class Results(TorchFunctionMode):
+    """Keeps the result of each operation, with the line that calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, Any]] = []
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        kept = result.detach().clone() if isinstance(result, Tensor) else None
+        self.found.append((source_line(), kept))
+        return result
 
 
 _OF_RRELU = ("input", "lower", "upper", "training")

@@ -1,0 +1,92 @@
+"""Forwards that compare which tensor objects the module's are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.burst.graph import capture
+from stretto.errors import SpecError
+
+
+class Doubles(nn.Module):
+    """Doubles its result if a function of the module says so."""
+
+    def __init__(self, known, prepare):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.known = known
+        prepare(self)
+
+    def forward(self, x):
+        h = self.last(self.first(x).tanh()) * self.scale
+        return h * (2 if self.known(self) else 1)  # decides
+
+
+def keep_weight(module):
+    module.kept = [module.last.weight]
+
+
+def keep_id(module):
+    module.kept = {id(module.last.weight)}
+
+
+def keep_buffer(module):
+    module.__dict__["kept"] = module.scale
+
+
+def tie(module):
+    module.last.weight = module.first.weight
+
+
+def in_list(module):
+    return any(p is module.last.weight for p in module.kept)
+
+
+def in_set(module):
+    return id(module.last.weight) in module.kept
+
+
+def is_buffer(module):
+    return module.scale is module.kept
+
+
+def is_tied(module):
+    return module.last.weight is module.first.weight
+
+
+@pytest.mark.parametrize(
+    ("known", "prepare"),
+    [(in_list, keep_weight), (in_set, keep_id), (is_buffer, keep_buffer)],
+)
+def test_a_forward_that_knows_its_own_tensors_is_refused_by_its_line(known, prepare):
+    line = Doubles.forward.__code__.co_firstlineno + 2
+    with pytest.raises(SpecError, match=rf"identity\.py:{line}: forward of Doubles"):
+        capture(Doubles(known, prepare), (torch.randn(6, 4),))
+
+
+def test_the_refusal_leaves_the_modules_tensors_as_they_were():
+    model = Doubles(in_list, keep_weight)
+    held = [*model.parameters(), *model.buffers()]
+    was = [(id(t), t.data_ptr(), t._version, t.detach().clone()) for t in held]
+    with pytest.raises(SpecError, match="which tensor objects"):
+        capture(model, (torch.randn(6, 4),))
+    for tensor, (same, memory, version, values) in zip(
+        (*model.parameters(), *model.buffers()), was, strict=True
+    ):
+        assert (id(tensor), tensor.data_ptr()) == (same, memory)
+        assert tensor._version == version
+        assert torch.equal(tensor, values)
+
+
+def test_a_forward_that_compares_its_registered_tensors_is_captured():
+    assert capture(Doubles(is_tied, tie), (torch.randn(6, 4),)).nodes
+
+
+def test_buffers_that_forward_changes_keep_their_values():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.GELU())
+    was = [buffer.clone() for buffer in model.buffers()]
+    assert capture(model, (torch.randn(6, 4),)).nodes
+    assert all(map(torch.equal, model.buffers(), was))
