@@ -231,8 +231,9 @@ def test_an_installed_backend_is_found_by_its_name(
     assert type(backends.get("wires")).__name__ == "Wires"
     assert backends.get("wires") is backends.get("wires")
     assert type(backends.get("gloo")).__name__ == "GlooBackend"
-    assert backends.names() == ("gloo", "nccl", "local", "wires")
-    with pytest.raises(PlanMismatch, match="use gloo or nccl or local or wires, or"):
+    assert backends.names() == ("gloo", "nccl", "local", "hierarchical", "wires")
+    known = "use gloo or nccl or local or hierarchical or wires, or"
+    with pytest.raises(PlanMismatch, match=known):
         backends.get("pigeons")
 
 

@@ -165,13 +165,14 @@ def lent_values(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[bool]:
     """Let tensors have the memory of others, with which they stay the same objects.
 
     Buffers get copies, into which forward may write. Yields False, with all as they
-    were, if a tensor's type doesn't allow it.
+    were, if a tensor's type doesn't allow it, or it was made in inference mode.
     """
     undo: list[tuple[Tensor, Tensor]] = []
-    is_lent = True
+    both = list(pairs)
+    is_lent = not any(tensor.is_inference() for tensor, _ in both)
     try:
         try:
-            for tensor, other in pairs:
+            for tensor, other in both if is_lent else ():
                 memory = other.detach()
                 if not isinstance(tensor, nn.Parameter):
                     memory = memory.clone()
