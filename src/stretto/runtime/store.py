@@ -242,6 +242,13 @@ class Missing:
     gone: str | None
     """The ranks that ended and how, for a message; ``None`` if none is known."""
 
+    def reason(self, ranks: Ranks) -> str:
+        """Return why the wait for these ranks ended, for a message."""
+        return self.gone or (
+            f"{ranks.name_all(self.ranks)} did not arrive within {self.waited_s:g} s. "
+            "Check the logs of the missing ranks."
+        )
+
 
 def store_lost(ranks: Ranks, purpose: str, cause: Exception) -> CommTimeout:
     """Return the error for a store that does not answer."""

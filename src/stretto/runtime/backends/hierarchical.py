@@ -227,10 +227,7 @@ class HierarchicalLanes(AbstractLanes):
         keys = [f"{name}/{rank}" for rank in range(ranks.size)]
         missing = missing_after(ranks, store, keys)
         if missing is not None:
-            why = missing.gone or (
-                f"{ranks.name_all(missing.ranks)} did not arrive within "
-                f"{missing.waited_s:g} s. Check the logs of the missing ranks."
-            )
+            why = missing.reason(ranks)
             raise CommTimeout(f"{ranks.name(ranks.rank)} can't {purpose}: {why}")
         return [store.get(key).decode() for key in keys]
 

@@ -28,10 +28,15 @@ import torch.distributed as dist
 
 from stretto.runtime.backends.base import LaneFailure
 from stretto.runtime.backends.host_work import HostThreads
-from stretto.runtime.backends.local_collectives import combiner, op_name
+from stretto.runtime.backends.local_collectives import (
+    combiner,
+    op_name,
+    require_filled,
+    rows_of_each,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from stretto.runtime.backends.host_work import HostWork
     from stretto.runtime.backends.local_collectives import Array, Combine, LocalLane
@@ -169,11 +174,7 @@ class HierarchicalLane:
             RuntimeError: ``output`` has another number of elements.
         """
         del opts
-        if output.numel() != self._layout.size * tensor.numel():
-            raise RuntimeError(
-                f"an all-gather of {tensor.numel()} elements from {self._layout.size} "
-                f"ranks does not fill an output of {output.numel()}"
-            )
+        require_filled(output, tensor, self._layout.size)
         return self._start(self._levels.gather, [output, tensor])
 
     def alltoall_base(
@@ -190,8 +191,8 @@ class HierarchicalLane:
             RuntimeError: the rows can't be split so.
         """
         del opts
-        received = _rows(output, output_splits, self._layout.size)
-        sent = _rows(tensor, input_splits, self._layout.size)
+        received = rows_of_each(output, output_splits, self._layout.size)
+        sent = rows_of_each(tensor, input_splits, self._layout.size)
         if output_splits or input_splits:
             exchange = partial(self._levels.exchange_unequal, received, sent)
             return self._start(exchange, [output, tensor])
@@ -369,22 +370,3 @@ class _Levels:
 def _bytes(values: torch.Tensor) -> Array:
     found: Array = values.view(torch.uint8).numpy()
     return found
-
-
-def _rows(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """Return the rows for or from each rank.
-
-    Raises:
-        RuntimeError: the rows can't be split so.
-    """
-    rows = tensor.shape[0] if tensor.dim() else 1
-    if splits:
-        if len(splits) != size or sum(splits) != rows:
-            raise RuntimeError(
-                f"the splits {list(splits)} do not divide {rows} rows among {size} "
-                "ranks"
-            )
-        return list(splits)
-    if rows % size:
-        raise RuntimeError(f"{rows} rows can't be divided equally among {size} ranks")
-    return [rows // size] * size

@@ -242,11 +242,7 @@ class LocalLane:
             RuntimeError: ``output`` has another number of elements.
         """
         del opts
-        if output.numel() != self._size * tensor.numel():
-            raise RuntimeError(
-                f"an all-gather of {tensor.numel()} elements from {self._size} ranks "
-                f"does not fill an output of {output.numel()}"
-            )
+        require_filled(output, tensor, self._size)
         return self._start(self._gather, [output, tensor])
 
     def allgather(
@@ -535,8 +531,12 @@ def _described(row: tuple[int, ...]) -> str:
     return f"{text}, {size_bytes} bytes"
 
 
-def _parts_bytes(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """Return the bytes for or from each rank."""
+def rows_of_each(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """Return the rows for or from each rank; no splits mean equal parts.
+
+    Raises:
+        RuntimeError: the rows can't be split so.
+    """
     rows = tensor.shape[0] if tensor.dim() else 1
     if splits:
         if len(splits) != size or sum(splits) != rows:
@@ -544,11 +544,29 @@ def _parts_bytes(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list
                 f"the splits {list(splits)} do not divide {rows} rows among {size} "
                 "ranks"
             )
-        counts = list(splits)
-    elif rows % size:
+        return list(splits)
+    if rows % size:
         raise RuntimeError(f"{rows} rows can't be divided equally among {size} ranks")
-    else:
-        counts = [rows // size] * size
+    return [rows // size] * size
+
+
+def require_filled(output: torch.Tensor, tensor: torch.Tensor, size: int) -> None:
+    """Require that every rank's tensor fills the output of an all-gather.
+
+    Raises:
+        RuntimeError: ``output`` has another number of elements.
+    """
+    if output.numel() != size * tensor.numel():
+        raise RuntimeError(
+            f"an all-gather of {tensor.numel()} elements from {size} ranks "
+            f"does not fill an output of {output.numel()}"
+        )
+
+
+def _parts_bytes(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """Return the bytes for or from each rank."""
+    counts = rows_of_each(tensor, splits, size)
+    rows = sum(counts)
     row_bytes = tensor.numel() // rows * tensor.element_size() if rows else 0
     return [count * row_bytes for count in counts]
 

@@ -150,10 +150,7 @@ class LocalLanes(AbstractLanes):
             return
         if self._notes.check([name]):
             raise PlanMismatch(self._notes.get(name).decode())
-        why = missing.gone or (
-            f"{ranks.name_all(missing.ranks)} did not arrive within "
-            f"{missing.waited_s:g} s. Check the logs of the missing ranks."
-        )
+        why = missing.reason(ranks)
         raise CommTimeout(
             f"{ranks.name(ranks.rank)} can't open {_lanes(numbers)}: {why}"
         )
