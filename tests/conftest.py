@@ -54,7 +54,12 @@ TAKE_TURNS = {
     "unit/burst/test_capture.py": 4,
     "unit/burst/test_graph.py": 3,
     "unit/burst/test_inner_calls.py": 2,
+    "unit/burst/test_later_captures.py": 2,
+    "unit/burst/test_layout_calls.py": 3,
+    "unit/burst/test_proven.py": 3,
     "unit/burst/test_reads.py": 2,
+    "unit/burst/test_recheck.py": 2,
+    "unit/burst/checks/test_later_of_all.py": 2,
     "unit/cli/test_run.py": 4,
     "unit/cluster/test_engines.py": 2,
     "unit/cluster/test_supervisor.py": 2,
@@ -63,7 +68,7 @@ TAKE_TURNS = {
 }
 """Files all of whose tests take turns, and how many commits run all of them."""
 
-DIST_TURNS = 2
+DIST_TURNS = 3
 """As many for the other tests of several ranks."""
 
 

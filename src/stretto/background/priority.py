@@ -26,6 +26,7 @@ import functools
 import json
 import os
 import select
+import signal
 import statistics
 import subprocess
 import sys
@@ -440,25 +441,60 @@ def _ratio_now(reference: _Loop, low: _Loop) -> float:
     return (low.used_s() - before_s[1]) / max(used_s, 1e-9)
 
 
-def probe(methods: Sequence[str] = METHODS) -> Isolation:
-    """Return what `lower` would find, by trying it in a child process."""
+def probe(methods: Sequence[str] = METHODS, *, limit_s: float = 60.0) -> Isolation:
+    """Return what `lower` would find, by trying it in a child process.
+
+    Args:
+        methods: which of `METHODS` to try.
+        limit_s: how long to wait for the child, in seconds. Where other programs take
+            all processors, a process of low priority may never answer.
+    """
     code = (
         "import json, sys\n"
         "from stretto.background.priority import lower\n"
         "found = lower(json.loads(sys.argv[1]))\n"
         "print(json.dumps([found.method, found.detail, found.ratio]))\n"
     )
-    done = subprocess.run(
+    child = subprocess.Popen(
         [sys.executable, "-c", code, json.dumps(list(methods))],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=60,
-        check=False,
         start_new_session=True,
     )
     try:
-        method, detail, ratio = json.loads(done.stdout)
+        out, err = child.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        _end_lowered(child.pid)
+        child.communicate()
+        return Isolation(
+            method="",
+            detail="the test of priorities did not end within "
+            f"{limit_s:g} s, because other programs take all processors",
+        )
+    try:
+        method, detail, ratio = json.loads(out)
     except ValueError:
-        reason = (done.stderr.strip().splitlines() or ["no answer"])[-1]
+        reason = (err.strip().splitlines() or ["no answer"])[-1]
         return Isolation(method="", detail=f"the test of priorities failed: {reason}")
     return Isolation(method=method, detail=detail, ratio=ratio)
+
+
+def _end_lowered(leader: int) -> None:
+    """End a session that has lowered itself.
+
+    A killed process needs processor time to end, so it is given back its priority.
+    """
+    members = [int(d.name) for d in _PROC.iterdir() if d.name.isdigit()]
+    for pid in members:
+        with contextlib.suppress(OSError):
+            if os.getsid(pid) != leader:
+                continue
+            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                made = own_cgroup(pid=pid)
+                if made.name.startswith(_NAME):
+                    (made.parent / "cgroup.procs").write_text(str(pid))
+            with contextlib.suppress(OSError):
+                _write(_PROC / f"{pid}/autogroup", "0")
+            os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))

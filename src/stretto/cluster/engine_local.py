@@ -39,7 +39,7 @@ _MAYBE_DONE = {
 _LOOK_S = 0.1
 _ANSWER_S = 10.0
 _KEEPER_S = 2.0
-_START_S = 30.0
+_START_S = 90.0
 _RAY_START_S = 180.0
 """Ray's processes take 5 s to start, and much longer on a busy machine."""
 

@@ -341,6 +341,13 @@ def test_a_probe_leaves_this_process_as_it_is():
     assert (priority.own_cgroup(), os.sched_getscheduler(0)) == before
 
 
+def test_a_probe_that_gets_no_processor_time_ends_and_says_so():
+    found = priority.probe(limit_s=0.0)
+    assert not found.method
+    assert not found.works
+    assert "other programs take all processors" in found.detail
+
+
 def test_a_busy_loop_ends_with_the_process_that_started_it():
     code = (
         "import os\n"
