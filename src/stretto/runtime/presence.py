@@ -136,13 +136,17 @@ class Presence:
         place = f"process {known.pid} on {known.host}"
         return place if state is State.UNKNOWN else f"{place} {state.value}"
 
-    def causes(self, ended: Sequence[int]) -> list[int]:
+    def causes(self, ended: Sequence[int]) -> list[int] | None:
         """Return the ended ranks that did not end because of another.
 
         A rank that ended because a collective failed is not a cause if there is another
-        rank; one that ended with its own exception is named first.
+        rank; one that ended with its own exception is named first. ``None`` if several
+        have ended and the store, which knows why, is lost.
         """
-        notes = {rank: self._note(rank) for rank in ended}
+        try:
+            notes = {rank: self._read_note(rank) for rank in ended}
+        except RuntimeError:
+            return list(ended) if len(ended) == 1 else None
         own = [r for r, note in notes.items() if note and not note["follows"]]
         unexplained = [r for r, note in notes.items() if note is None]
         return own or unexplained or list(ended)
@@ -181,12 +185,19 @@ class Presence:
         return self._ended[rank]
 
     def _note(self, rank: int) -> dict[str, Any] | None:
-        try:
-            if not self._store.check([f"note/{rank}"]):
-                return None
-            found: dict[str, Any] = json.loads(self._store.get(f"note/{rank}"))
-        except RuntimeError:
+        with contextlib.suppress(RuntimeError):
+            return self._read_note(rank)
+        return None
+
+    def _read_note(self, rank: int) -> dict[str, Any] | None:
+        """Return what a rank noted at its end.
+
+        Raises:
+            RuntimeError: the store is lost.
+        """
+        if not self._store.check([f"note/{rank}"]):
             return None
+        found: dict[str, Any] = json.loads(self._store.get(f"note/{rank}"))
         return found
 
 

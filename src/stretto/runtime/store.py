@@ -274,12 +274,20 @@ def loss_message(ranks: Ranks, gone: Sequence[int], how: Mapping[int, str]) -> s
     Args:
         ranks: The ranks of the group.
         gone: Ranks whose processes have ended. If there are several, the message names
-            those that did not end because of another.
+            those that did not end because of another, if that is known.
         how: What is known of each, by global number.
     """
     named = [ranks.names[r] for r in gone]
     if ranks.presence is not None:
-        named = ranks.presence.causes(named)
+        causes = ranks.presence.causes(named)
+        if causes is None:
+            who = ranks.name_all(gone)
+            what = "; ".join(how[name] for name in named)
+            return (
+                f"not heard from: {who} ({what}). Which ended first is unknown, since "
+                f"the store has ended too. Check the logs of {who}."
+            )
+        named = causes
     who = ranks.name_all([r for r in gone if ranks.names[r] in named])
     verb = "is" if len(named) == 1 else "are"
     what = "; ".join(how[name] for name in named)

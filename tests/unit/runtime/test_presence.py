@@ -65,10 +65,14 @@ def processes() -> Iterator[Processes]:
 
 
 def make_ranks(
-    processes: Processes, size: int, monkeypatch: Any, timeout_s: float = 20.0
+    processes: Processes,
+    size: int,
+    monkeypatch: Any,
+    timeout_s: float = 20.0,
+    store: Any = None,
 ) -> list[Ranks]:
     """Ranks 10, 11, ... in this process, each of which is told of by a process."""
-    store = dist.HashStore()
+    store = dist.HashStore() if store is None else store
     found = []
     for rank in range(size):
         presence = Presence(store, rank=10 + rank)
@@ -147,6 +151,52 @@ def test_the_exception_that_ended_a_rank_is_reported(
     assert "rank 12 is gone" in text
     assert "ValueError: mine" in text
     assert "13" not in text.partition("Check the log")[2].partition("Cause")[0]
+
+
+class LostStore(dist.Store):
+    """A store that answers until its process is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+        self.is_lost = False
+
+    def set(self, key: str, value: Any) -> None:
+        self._require()
+        self._values[key] = value if isinstance(value, bytes) else value.encode()
+
+    def get(self, key: str) -> bytes:
+        self._require()
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        self._require()
+        return all(key in self._values for key in keys)
+
+    def _require(self) -> None:
+        if self.is_lost:
+            raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("ended", [(2,), (2, 3)])
+def test_without_the_store_no_healthy_rank_is_named_as_lost(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, ended: tuple[int, ...]
+) -> None:
+    """Ranks that ended because of another have said so in the store only."""
+    store = LostStore()
+    ranks = make_ranks(processes, 4, monkeypatch, store=store)
+    presence = ranks[1].presence
+    assert presence is not None
+    presence.learn(ranks[1].names)
+    for rank in ended:
+        processes.kill(rank)
+    store.is_lost = True
+    text = str(FailureReporter(ranks[1], lambda: None).report("a collective", CAUSE))
+    if ended == (2,):
+        assert "rank 12 is gone (process " in text
+    else:
+        assert "not heard from: ranks 12, 13 (process " in text
+        assert "gone" not in text
 
 
 def test_what_one_host_sees_is_reported_to_others(
