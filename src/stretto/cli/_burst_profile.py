@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from stretto.cli import _planning
+from stretto.cli._values import Real, Whole
 from stretto.units import format_bytes, format_s
 
 if TYPE_CHECKING:
@@ -23,10 +24,8 @@ if TYPE_CHECKING:
     type=click.Path(dir_okay=False, path_type=Path),
     help="Layer profile to write.",
 )
-@click.option("--gpus", type=click.IntRange(min=1), required=True, help="GPUs to use.")
-@click.option(
-    "--batch", type=click.IntRange(min=1), required=True, help="Samples per step."
-)
+@click.option("--gpus", type=Whole(min=1), required=True, help="GPUs to use.")
+@click.option("--batch", type=Whole(min=1), required=True, help="Samples per step.")
 @click.option(
     "--widths",
     type=click.Choice(["powers", "divisors", "all"]),
@@ -36,21 +35,21 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--rounds",
-    type=click.IntRange(min=2),
+    type=Whole(min=2),
     default=10,
     show_default=True,
     help="Rounds that count.",
 )
 @click.option(
     "--warmup",
-    type=click.IntRange(min=0),
+    type=Whole(min=0),
     default=2,
     show_default=True,
     help="Rounds before them.",
 )
 @click.option(
     "--max-spread",
-    type=click.FloatRange(min=0),
+    type=Real(min=0),
     default=0.35,
     show_default=True,
     help=(

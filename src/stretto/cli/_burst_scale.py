@@ -8,6 +8,7 @@ import click
 
 from stretto.cli import _planning
 from stretto.cli._outputs import writable
+from stretto.cli._values import Real, Whole, Wholes
 from stretto.errors import SpecError
 from stretto.units import format_s
 
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--batch",
-    type=click.IntRange(min=1),
+    type=Whole(min=1),
     required=True,
     help="Samples per step on one GPU, and of strong scaling.",
 )
 @click.option(
     "--gpus",
-    type=_planning.RankList(),
+    type=Wholes(),
     default="1,2,4,8,16,32,64,128,256,512,1024,2048,4096",
     show_default=True,
     help="Numbers of GPUs.",
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--bandwidth",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Real(min=0, min_open=True),
     help="Gbit/s of each GPU instead of the published machine's.",
 )
 @click.option(

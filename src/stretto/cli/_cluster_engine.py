@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto.cli._cluster_options import as_json, in_folder, put
-from stretto.cli._planning import Size
+from stretto.cli._values import Real, Size, Whole
 from stretto.cluster import engine_local, engine_ray
 from stretto.cluster.folders import Settings
 from stretto.cluster.local_devices import KINDS, local_devices
@@ -26,7 +26,7 @@ _MAX_DEVICES = 1024
 @click.option(
     "--local",
     "devices",
-    type=click.IntRange(min=1, max=_MAX_DEVICES),
+    type=Whole(min=1, max=_MAX_DEVICES),
     metavar="N",
     help="Use this machine, with N devices.  [default: its GPUs, or its processors]",
 )
@@ -60,7 +60,7 @@ _MAX_DEVICES = 1024
 )
 @click.option(
     "--hosts",
-    type=click.IntRange(min=1),
+    type=Whole(1, _MAX_DEVICES),
     default=1,
     show_default=True,
     help="Emulated hosts that share the devices, to try what happens if one fails.",
@@ -73,7 +73,7 @@ _MAX_DEVICES = 1024
 @click.option(
     "--device-memory",
     "memory_bytes",
-    type=Size(),
+    type=Size(least=1),
     metavar="SIZE",
     help="Memory of each device, such as 80GB, which jobs' memory_bytes are compared "
     "with.  [default: not compared]",
@@ -87,7 +87,7 @@ _MAX_DEVICES = 1024
 @click.option(
     "--watchdog",
     "watchdog_s",
-    type=click.FloatRange(min=0.5),
+    type=Real(min=0.5),
     default=60.0,
     show_default=True,
     metavar="SECONDS",
@@ -96,7 +96,7 @@ _MAX_DEVICES = 1024
 @click.option(
     "--heartbeat",
     "heartbeat_s",
-    type=click.FloatRange(min=0.02),
+    type=Real(min=0.02),
     default=1.0,
     show_default=True,
     metavar="SECONDS",
@@ -105,7 +105,7 @@ _MAX_DEVICES = 1024
 @click.option(
     "--report",
     "report_every_s",
-    type=click.FloatRange(min=0.05),
+    type=Real(min=0.05),
     default=10.0,
     show_default=True,
     metavar="SECONDS",
@@ -198,7 +198,7 @@ def _ray(
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0),
+    type=Real(min=0),
     default=150.0,
     show_default=True,
     metavar="SECONDS",

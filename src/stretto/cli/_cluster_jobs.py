@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto.cli._cluster_options import as_json, in_folder, put
+from stretto.cli._values import Whole
 from stretto.cluster import engine_local
 from stretto.cluster.folders import local_path
 from stretto.cluster.job_files import read_job
@@ -161,14 +162,14 @@ def _details(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
 @click.option("-f", "--follow", is_flag=True, help="Continue until the job has ended.")
 @click.option(
     "--rank",
-    type=click.IntRange(min=0),
+    type=Whole(min=0),
     default=0,
     show_default=True,
     help="Rank whose output is printed.",
 )
 @click.option(
     "--attempt",
-    type=click.IntRange(min=1),
+    type=Whole(min=1),
     help="Attempt whose output is printed.  [default: the last]",
 )
 @in_folder
@@ -278,7 +279,7 @@ def drain_command(host: str, undo: bool, folders: Folders, is_json: bool) -> Non
 @click.command(name="events")
 @click.option(
     "--since",
-    type=click.IntRange(min=0, max=_MAX_SEQ),
+    type=Whole(min=0, max=_MAX_SEQ),
     default=0,
     show_default=True,
     metavar="SEQ",

@@ -6,6 +6,7 @@ import click
 
 from stretto.cli import _planning
 from stretto.cli._outputs import writable
+from stretto.cli._values import Real, Whole
 
 
 @click.command(name="simulate")
@@ -17,24 +18,22 @@ from stretto.cli._outputs import writable
     show_default=True,
     help="Policies, separated by commas.",
 )
-@click.option(
-    "--gpus", type=click.IntRange(1, 100_000), required=True, help="GPUs to simulate."
-)
+@click.option("--gpus", type=Whole(1, 100_000), required=True, help="GPUs to simulate.")
 @click.option(
     "--seed",
-    type=int,
+    type=Whole(0, 2**32 - 1),
     default=0,
     show_default=True,
     help="Random seed: draws each job's model, and roles that the trace lacks.",
 )
 @click.option(
     "--jobs",
-    type=click.IntRange(min=1),
+    type=Whole(min=1),
     help="Number of jobs to use, the first ones.",
 )
 @click.option(
     "--backgrounds",
-    type=click.FloatRange(0.0, 1.0),
+    type=Real(0.0, 1.0),
     default=0.3,
     show_default=True,
     help="Share of jobs that are backgrounds, if the trace does not say.",
@@ -47,7 +46,7 @@ from stretto.cli._outputs import writable
 @click.option(
     "--start",
     "start_s",
-    type=click.FloatRange(min=0.0),
+    type=Real(min=0.0),
     default=0.0,
     show_default=True,
     help="Seconds from a start until a job makes progress.",

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from stretto import _api, planners
-from stretto.errors import SpecError, StrettoError
+from stretto.cli._values import Real, Size, Whole
+from stretto.errors import SpecError
 from stretto.planners.joint import DIMS, RUNNABLE_DIMS
-from stretto.units import format_s, parse_bytes
+from stretto.units import format_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,74 +23,42 @@ if TYPE_CHECKING:
 _Command = TypeVar("_Command", bound="Callable[..., Any]")
 
 
-class RankList(click.ParamType[tuple[int, ...]]):
-    """Numbers of ranks: ``16,64,2048``."""
-
-    name = "ranks"
-
-    def convert(
-        self,
-        value: Any,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> tuple[int, ...]:
-        """Return the numbers, or raise a usage error."""
-        if isinstance(value, tuple):
-            return value
-        words = str(value).split(",")
-        if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-            self.fail(f"numbers above 0 separated by commas, got {value!r}", param, ctx)
-        return tuple(int(word) for word in words)
-
-
-class Size(click.ParamType[int]):
-    """Bytes with a unit: ``25MiB``."""
-
-    name = "size"
-
-    def convert(
-        self,
-        value: Any,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> int:
-        """Return whole bytes, or raise a usage error."""
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_bytes(value)
-        except StrettoError as error:
-            self.fail(str(error), param, ctx)
-
-
 _PLANNER_OPTIONS = {
-    "cap_bytes": ("--cap", Size(), "ddp: limit of a bucket, for instance 25MiB."),
+    "cap_bytes": (
+        "--cap",
+        Size(least=1),
+        "ddp: limit of a bucket, for instance 25MiB.",
+    ),
     "first_cap_bytes": (
         "--first-cap",
-        Size(),
+        Size(least=1),
         "ddp: limit of the first bucket.  [default: 1MiB, or --cap]",
     ),
     "fusion_bytes": (
         "--fusion-buffer",
-        Size(),
+        Size(least=1),
         "horovod, dear: size of the fusion buffer.",
     ),
-    "cycle_s": ("--cycle-ms", click.FLOAT, "horovod: milliseconds of a cycle."),
-    "unit_bytes": ("--unit", Size(), "aiacc: size of a unit."),
-    "lanes": ("--lanes", click.IntRange(min=1), "aiacc: number of lanes."),
+    "cycle_s": (
+        "--cycle-ms",
+        Real(min=0, min_open=True),
+        "horovod: milliseconds of a cycle.",
+    ),
+    "unit_bytes": ("--unit", Size(least=1), "aiacc: size of a unit."),
+    "lanes": ("--lanes", Whole(min=1), "aiacc: number of lanes."),
     "max_lanes": (
         "--max-lanes",
-        click.IntRange(min=1),
+        Whole(min=1),
         "joint, aiacc, exhaustive: largest number of lanes of a plan.",
     ),
     "max_groups": (
         "--groups",
-        click.IntRange(min=1),
+        Whole(min=1),
         "libra: largest number of buckets (K).  [default: no limit]",
     ),
     "chunks": (
         "--chunks",
-        click.IntRange(min=1),
+        Whole(min=1),
         "libra, libra-m: chunks of backward (Z) for the searches grid and literal.",
     ),
     "search": (
@@ -118,7 +87,7 @@ _PLANNER_OPTIONS = {
     ),
     "time_limit_s": (
         "--time-limit",
-        click.FloatRange(min=0, min_open=True),
+        Real(min=0, min_open=True),
         "joint: seconds after which the search returns the best plan so far.",
     ),
     "robust": (
@@ -146,8 +115,6 @@ def given(options: dict[str, Any]) -> dict[str, Any]:
     """Return the planner options given on the command line, in SI units."""
     chosen = {k: v for k, v in options.items() if v is not None}
     if "cycle_s" in chosen:
-        if not chosen["cycle_s"] > 0:
-            raise SpecError(f"--cycle-ms must be > 0, got {chosen['cycle_s']:g}")
         chosen["cycle_s"] /= 1e3
     closed = [name for name in DIMS if chosen.pop(f"no_{name}", False)]
     if closed:

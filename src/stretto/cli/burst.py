@@ -14,6 +14,7 @@ from stretto.cli import (
     _planning,
 )
 from stretto.cli._outputs import writable
+from stretto.cli._values import Real, Whole
 from stretto.units import format_s
 
 if TYPE_CHECKING:
@@ -59,14 +60,12 @@ command.add_command(_burst_scale.scale_command)
 
 @command.command(name="plan")
 @click.argument("profile_file", metavar="PROFILE", type=click.Path())
-@click.option("--gpus", type=click.IntRange(min=1), required=True, help="GPUs to use.")
-@click.option(
-    "--batch", type=click.IntRange(min=1), required=True, help="Samples per step."
-)
+@click.option("--gpus", type=Whole(min=1), required=True, help="GPUs to use.")
+@click.option("--batch", type=Whole(min=1), required=True, help="Samples per step.")
 @click.option(
     "--amp-limit",
     "limit",
-    type=float,
+    type=Real(min=1),
     help="Largest GPU time of a layer, relative to its time on one GPU; at least 1.",
 )
 @click.option(
@@ -82,7 +81,7 @@ command.add_command(_burst_scale.scale_command)
 )
 @click.option(
     "--cores",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Real(min=0, min_open=True),
     help="Processors that all ranks of an emulated cluster share.",
 )
 @click.option(

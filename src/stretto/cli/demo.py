@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stretto.units import parse_rate_bytes_per_s
+from stretto.cli._values import Rate, Real, Whole
+from stretto.lab.spec import MAX_HOSTS, MAX_RANKS_PER_HOST, MIN_RATE_BYTES_PER_S
 
 if TYPE_CHECKING:
     from stretto.demo.settings import DemoSettings
@@ -27,21 +28,46 @@ if TYPE_CHECKING:
     show_default=True,
     help="Convolutions on handwritten digits, or attention on English text.",
 )
-@click.option("--hosts", default=4, show_default=True, help="Emulated hosts.")
 @click.option(
-    "--ranks-per-host", default=1, show_default=True, help="Processes per host."
+    "--hosts",
+    type=Whole(1, MAX_HOSTS),
+    default=4,
+    show_default=True,
+    help="Emulated hosts.",
 )
-@click.option("--link", default="1gbit", show_default=True, help="Rate of each link.")
+@click.option(
+    "--ranks-per-host",
+    type=Whole(1, MAX_RANKS_PER_HOST),
+    default=1,
+    show_default=True,
+    help="Processes per host.",
+)
+@click.option(
+    "--link",
+    type=Rate(least=MIN_RATE_BYTES_PER_S),
+    default="1gbit",
+    show_default=True,
+    help="Rate of each link.",
+)
 @click.option(
     "--flow",
+    type=Rate(least=MIN_RATE_BYTES_PER_S, optional=True),
     default="300mbit",
     show_default=True,
     help="Largest rate of one TCP flow, or none for no limit.",
 )
-@click.option("--steps", type=int, help="Training steps per method.  [default: 24]")
-@click.option("--batch", type=int, help="Samples per rank and step.")
-@click.option("--width", type=int, help="Width of the model.")
-@click.option("--seed", default=0, show_default=True, help="Random seed.")
+@click.option(
+    "--steps", type=Whole(min=6), help="Training steps per method.  [default: 24]"
+)
+@click.option("--batch", type=Whole(min=1), help="Samples per rank and step.")
+@click.option("--width", type=Whole(min=1), help="Width of the model.")
+@click.option(
+    "--seed",
+    type=Whole(0, 2**32 - 1),
+    default=0,
+    show_default=True,
+    help="Random seed.",
+)
 @click.option("--quick", is_flag=True, help="Fewer steps: under 90 seconds.")
 @click.option(
     "--mode",
@@ -58,7 +84,11 @@ if TYPE_CHECKING:
     help="Folder for the demo's output.",
 )
 @click.option(
-    "--timeout", default=900.0, show_default=True, help="Time limit in seconds."
+    "--timeout",
+    type=Real(min=0, min_open=True),
+    default=900.0,
+    show_default=True,
+    help="Time limit in seconds.",
 )
 @click.option(
     "--json", "as_json", is_flag=True, help=("Print results.json instead of a table.")
@@ -68,8 +98,8 @@ def command(
     model: str,
     hosts: int,
     ranks_per_host: int,
-    link: str,
-    flow: str,
+    link: float,
+    flow: float | None,
     steps: int | None,
     batch: int | None,
     width: int | None,
@@ -90,8 +120,14 @@ def command(
     each host's idle time, and compares with each job alone and with a static partition
     of the hosts. Writes background.html and background.json.
     """
+    from stretto.demo.settings import HEADS, DemoSettings
+
+    if model == "transformer" and width is not None and width % HEADS:
+        raise click.BadParameter(
+            f"{width} is not a multiple of {HEADS}, the transformer's heads.",
+            param_hint="'--width'",
+        )
     from stretto.demo.driver import run_demo
-    from stretto.demo.settings import DemoSettings
     from stretto.lab import LabSpec, Mode
     from stretto.report import results_json
     from stretto.report.tables import methods_table
@@ -100,15 +136,15 @@ def command(
     spec = LabSpec(
         hosts=hosts,
         ranks_per_host=ranks_per_host,
-        link_bytes_per_s=parse_rate_bytes_per_s(link),
-        flow_bytes_per_s=None if flow == "none" else parse_rate_bytes_per_s(flow),
+        link_bytes_per_s=link,
+        flow_bytes_per_s=flow,
     )
     settings = DemoSettings(
         out=str(Path(out).absolute()),
         model=model,
-        batch_per_rank=_given(batch, 32 if model == "convnet" else 4),
+        batch_per_rank=batch or (32 if model == "convnet" else 4),
         width=width,
-        steps=_given(steps, 6 if quick else 24),
+        steps=steps or (6 if quick else 24),
         screening_steps=2 if quick else 4,
         screening_warmup=1 if quick else 2,
         profile_steps=10 if quick else 16,
@@ -131,11 +167,6 @@ def command(
         f"{Path(out) / 'trace.json'} in ui.perfetto.dev. Took {minutes} min {seconds} "
         "s."
     )
-
-
-def _given(value: int | None, default: int) -> int:
-    """Return an option's value, 0 included, or its default."""
-    return default if value is None else value
 
 
 def _background(

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from stretto.cli._values import Rate, Real, Whole
 from stretto.errors import CommandNotFound
 from stretto.lab import LabSpec, Mode, run_lab
-from stretto.units import parse_rate_bytes_per_s
+from stretto.lab.spec import MAX_HOSTS, MAX_RANKS_PER_HOST, MIN_RATE_BYTES_PER_S
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -25,17 +26,24 @@ def command() -> None:
 
 
 @command.command(context_settings={"allow_interspersed_args": False})
-@click.option("--hosts", type=int, default=4, show_default=True, help="Emulated hosts.")
+@click.option(
+    "--hosts",
+    type=Whole(1, MAX_HOSTS),
+    default=4,
+    show_default=True,
+    help="Emulated hosts.",
+)
 @click.option(
     "--ranks-per-host",
-    type=int,
+    type=Whole(1, MAX_RANKS_PER_HOST),
     default=1,
     show_default=True,
     help="Processes per host.",
 )
 @click.option(
     "--link",
-    "link_text",
+    "link_bytes_per_s",
+    type=Rate(least=MIN_RATE_BYTES_PER_S),
     default="1gbit",
     show_default=True,
     metavar="RATE",
@@ -43,7 +51,8 @@ def command() -> None:
 )
 @click.option(
     "--flow",
-    "flow_text",
+    "flow_bytes_per_s",
+    type=Rate(least=MIN_RATE_BYTES_PER_S),
     default=None,
     metavar="RATE",
     help="Largest rate of one TCP connection. [default: the link]",
@@ -51,7 +60,7 @@ def command() -> None:
 @click.option(
     "--timeout",
     "timeout_s",
-    type=float,
+    type=Real(min=0, min_open=True),
     default=None,
     metavar="SECONDS",
     help="Stop all ranks after this time, with exit status 124.",
@@ -59,7 +68,7 @@ def command() -> None:
 @click.option(
     "--grace",
     "grace_s",
-    type=float,
+    type=Real(min=0),
     default=10.0,
     show_default=True,
     metavar="SECONDS",
@@ -93,8 +102,8 @@ def command() -> None:
 def run(
     hosts: int,
     ranks_per_host: int,
-    link_text: str,
-    flow_text: str | None,
+    link_bytes_per_s: float,
+    flow_bytes_per_s: float | None,
     timeout_s: float | None,
     grace_s: float,
     faults: tuple[str, ...],
@@ -114,10 +123,8 @@ def run(
     spec = LabSpec(
         hosts=hosts,
         ranks_per_host=ranks_per_host,
-        link_bytes_per_s=parse_rate_bytes_per_s(link_text),
-        flow_bytes_per_s=None
-        if flow_text is None
-        else parse_rate_bytes_per_s(flow_text),
+        link_bytes_per_s=link_bytes_per_s,
+        flow_bytes_per_s=flow_bytes_per_s,
     )
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _exit_by_signal)

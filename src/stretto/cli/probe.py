@@ -11,6 +11,7 @@ import click
 
 from stretto import units
 from stretto.cli._ranks import process_group, require_ranks
+from stretto.cli._values import Real, Sizes, Whole, Wholes
 from stretto.errors import SpecError
 from stretto.schema import Cluster, codec
 
@@ -29,24 +30,26 @@ if TYPE_CHECKING:
 @click.option(
     "--budget",
     "budget_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Real(min=0, min_open=True),
     default=60.0,
     show_default=True,
     help="Time limit in seconds; a short limit makes the grid coarser.",
 )
 @click.option(
     "--sizes",
+    type=Sizes(),
     help="Message sizes, separated by commas.  [default: 1KiB,4KiB,...,16MiB]",
 )
 @click.option(
     "--lanes",
+    type=Wholes(),
     default="1,2,4,8",
     show_default=True,
     help="Numbers of simultaneous all-reduces, separated by commas.",
 )
 @click.option(
     "--repetitions",
-    type=click.IntRange(min=1),
+    type=Whole(min=1),
     default=5,
     show_default=True,
     help="Largest number of runs per size.",
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--resources",
+    type=Wholes(),
     help="Measure contention by resource (CTAs on NCCL, connections on Gloo) at these "
     "levels, and fit LIBRA's curves.",
 )
@@ -69,7 +73,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--hosts",
-    type=click.IntRange(min=1),
+    type=Whole(min=1),
     help="Number of hosts.  [default: counted by host name]",
 )
 @click.option(
@@ -79,11 +83,11 @@ def command(
     output: Path | None,
     name: str,
     budget_s: float,
-    sizes: str | None,
-    lanes: str,
+    sizes: tuple[int, ...] | None,
+    lanes: tuple[int, ...],
     repetitions: int,
     contention: bool,
-    resources: str | None,
+    resources: tuple[int, ...] | None,
     synthetic: bool,
     hosts: int | None,
     as_json: bool,
@@ -99,7 +103,7 @@ def command(
 
     Rank 0 writes the file.
     """  # noqa: D301
-    levels = _numbers("--resources", resources) if resources else []
+    levels = list(resources or ())
     if synthetic:
         _print_synthetic(levels, budget_s, as_json=as_json)
         return
@@ -110,10 +114,10 @@ def command(
         "budget_s": budget_s,
         "repetitions": repetitions,
         "contention": contention,
-        "lanes": _numbers("--lanes", lanes),
+        "lanes": list(lanes),
     }
     if sizes:
-        options["sizes_bytes"] = [units.parse_bytes(part) for part in sizes.split(",")]
+        options["sizes_bytes"] = list(sizes)
     with process_group() as rank:
         from stretto._api.measuring import probe, probe_contention
 
@@ -130,16 +134,6 @@ def command(
             if as_json:
                 click.echo(codec.encode(cluster).decode(), nl=False)
             click.echo(_summary(cluster, output), err=True)
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise SpecError(
-            f"{option} must be whole numbers separated by commas, for instance 1,2,4; "
-            f"got {text!r}"
-        ) from error
 
 
 def _print_synthetic(levels: list[int], budget_s: float, *, as_json: bool) -> None:

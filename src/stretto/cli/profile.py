@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from stretto import units
+from stretto.cli._values import Real, Whole
 from stretto.schema import codec
 
 if TYPE_CHECKING:
@@ -42,26 +43,26 @@ _ONE_RANK = {
 @click.option("--name", help="Name of the workload.  [default: the script's]")
 @click.option(
     "--steps",
-    type=click.IntRange(min=3),
+    type=Whole(min=3),
     default=10,
     show_default=True,
     help="Steps that count.",
 )
 @click.option(
     "--warmup",
-    type=click.IntRange(min=0),
+    type=Whole(min=0),
     default=3,
     show_default=True,
     help="Steps before them.",
 )
 @click.option(
     "--batch",
-    type=click.IntRange(min=1),
+    type=Whole(min=1),
     help="Samples per step and rank.  [default: taken from the model's input]",
 )
 @click.option(
     "--max-spread",
-    type=click.FloatRange(min=0),
+    type=Real(min=0),
     default=0.35,
     show_default=True,
     help=(

@@ -11,6 +11,7 @@ import click
 
 from stretto.cli._outputs import writable
 from stretto.cli._ranks import process_group, require_ranks
+from stretto.cli._values import Real, Whole
 from stretto.schema import Cluster, Plan, Workload
 from stretto.units import format_bytes, format_s
 
@@ -30,21 +31,21 @@ if TYPE_CHECKING:
 @click.option(
     "--budget",
     "budget_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Real(min=0, min_open=True),
     default=20.0,
     show_default=True,
     help="Time limit in seconds for measuring the network, without --cluster.",
 )
 @click.option(
     "--steps",
-    type=click.IntRange(min=1),
+    type=Whole(min=1),
     default=20,
     show_default=True,
     help="Number of measured steps.",
 )
 @click.option(
     "--warmup",
-    type=click.IntRange(min=0),
+    type=Whole(min=0),
     default=3,
     show_default=True,
     help="Number of warm-up steps before them.",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stretto.cli._values import Whole
 from stretto.errors import SpecError
 from stretto.units import counted, format_s
 
@@ -23,7 +24,7 @@ _WHERE = click.option(
     help="File of kept plans.  [default: STRETTO_MEMORY, or plans.sqlite in the user's "
     "cache]",
 )
-_NUMBER = click.IntRange(1, 2**63 - 1)
+_NUMBER = Whole(1, 2**63 - 1)
 """SQLite's range."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from stretto import zoo
+from stretto.cli._values import Real, Whole
 from stretto.units import counted, format_s
 
 
@@ -41,10 +42,16 @@ def list_command(as_json: bool) -> None:
 @click.option(
     "-o", "--output", metavar="FILE", required=True, help="The workload file to write."
 )
-@click.option("--batch", type=click.IntRange(min=1), help="Samples per rank.")
-@click.option("--size", type=click.IntRange(min=1), help="Pixels or tokens per side.")
-@click.option("--forward-s", type=float, help="Measured seconds of forward.")
-@click.option("--backward-s", type=float, help="Measured seconds of backward.")
+@click.option("--batch", type=Whole(min=1), help="Samples per rank.")
+@click.option("--size", type=Whole(1, 65536), help="Pixels or tokens per side.")
+@click.option(
+    "--forward-s", type=Real(min=0, min_open=True), help="Measured seconds of forward."
+)
+@click.option(
+    "--backward-s",
+    type=Real(min=0, min_open=True),
+    help="Measured seconds of backward.",
+)
 @click.option(
     "--device",
     type=click.Choice(list(zoo.DEVICES)),
@@ -64,6 +71,8 @@ def show(
     The times are scaled to --forward-s and --backward-s if given, otherwise to a
     published time of the model if there is one.
     """
+    if (forward_s is None) != (backward_s is None):
+        raise click.UsageError("give both of --forward-s and --backward-s, or neither")
     made = zoo.workload(
         name,
         size=size,
@@ -86,11 +95,11 @@ def show(
 @click.option(
     "-o", "--output", metavar="FILE", required=True, help="The profile file to write."
 )
-@click.option("--size", type=click.IntRange(min=1), help="Pixels or tokens per side.")
+@click.option("--size", type=Whole(1, 65536), help="Pixels or tokens per side.")
 @click.option(
     "--samples",
     multiple=True,
-    type=click.IntRange(min=1),
+    type=Whole(min=1),
     help="Number of samples on one device (repeatable).",
 )
 @click.option(
@@ -123,7 +132,7 @@ def layers(
 )
 @click.option(
     "--hosts",
-    type=click.IntRange(min=1),
+    type=Whole(min=1),
     help="Number of hosts, instead of the paper's.",
 )
 def cluster(name: str, output: str, hosts: int | None) -> None:

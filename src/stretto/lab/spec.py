@@ -23,6 +23,8 @@ SUBNET = ipaddress.ip_network("10.77.0.0/16")
 
 MAX_HOSTS = 64
 
+MAX_RANKS_PER_HOST = 64
+
 MIN_RATE_BYTES_PER_S = 12_500.0
 """Below this rate, the burst of a single segment takes many seconds."""
 
@@ -67,9 +69,10 @@ class LabSpec:
             raise SpecError(
                 f"hosts must be 1 to {MAX_HOSTS}, got {self.hosts}", place=".hosts"
             )
-        if self.ranks_per_host < 1:
+        if not 1 <= self.ranks_per_host <= MAX_RANKS_PER_HOST:
             raise SpecError(
-                f"ranks_per_host must be at least 1, got {self.ranks_per_host}",
+                f"ranks_per_host must be 1 to {MAX_RANKS_PER_HOST}, got "
+                f"{self.ranks_per_host}",
                 place=".ranks_per_host",
             )
         for name in ("link_bytes_per_s", "flow_bytes_per_s"):
