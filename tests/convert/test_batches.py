@@ -449,6 +449,11 @@ def outside_steps(line):
         ("rate = 0.1 * loader.batch_size", "0.1 * (loader.batch_size * WORLD_SIZE)"),
         ("print(loader.batch_size)", "print0((loader.batch_size * WORLD_SIZE))"),
         ("total = len(loader.sampler)", "total = len(loader.dataset)"),
+        ("size = loader.batch_size", "size = (loader.batch_size * WORLD_SIZE)"),
+        (
+            "size = loader.batch_sampler.batch_size",
+            "size = (loader.batch_sampler.batch_size * WORLD_SIZE)",
+        ),
     ],
 )
 def test_a_size_of_a_divided_loader_is_that_of_all_ranks(line, after):
@@ -457,27 +462,19 @@ def test_a_size_of_a_divided_loader_is_that_of_all_ranks(line, after):
     assert open_notes(conversion) == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "size = loader.batch_size",
-        "size = loader.batch_sampler.batch_size",
-        "size = loader.sampler.num_samples",
-    ],
-)
-def test_a_size_of_a_divided_loader_under_another_name_is_listed(line):
-    line += "\ntotal = torch.zeros(size)"
+def test_a_number_of_a_divided_loaders_samples_is_listed():
+    line = "size = loader.sampler.num_samples\ntotal = torch.zeros(size)"
     (note,) = open_notes(convert(outside_steps(line)))
     assert note.startswith("line 8:")
     assert "since the loader is divided" in note
 
 
-def test_a_size_of_a_loader_that_only_some_calls_divide_is_listed():
+def test_a_size_of_a_loader_that_only_some_calls_divide_is_found_at_run_time():
     line = "def steps(of):\n    return len(of.dataset) // of.batch_size\n\n"
     line += "other = DataLoader(data, batch_size=2)\nprint(steps(loader), steps(other))"
-    (note,) = open_notes(convert(outside_steps(line)))
-    assert note.startswith("line 9:")
-    assert "`of.batch_size` is this rank's" in note
+    conversion = convert(outside_steps(line))
+    assert "len(of.dataset) // whole_batch_size(of)" in conversion.after
+    assert open_notes(conversion) == []
 
 
 def test_a_size_of_a_loader_in_a_dict_is_that_of_all_ranks():
@@ -487,13 +484,13 @@ def test_a_size_of_a_loader_in_a_dict_is_that_of_all_ranks():
     assert open_notes(conversion) == []
 
 
-def test_a_size_of_a_loader_that_a_loop_takes_from_a_dict_is_listed():
+def test_a_size_of_a_loader_that_a_loop_takes_from_a_dict_is_found_at_run_time():
     line = "other = DataLoader(data, batch_size=2)\n"
     line += "both = {'train': loader, 'test': other}\n"
     line += "total = {k: 8 // v.batch_size for k, v in both.items()}"
-    (note,) = open_notes(convert(outside_steps(line)))
-    assert note.startswith("line 10:")
-    assert "`v.batch_size` is this rank's" in note
+    conversion = convert(outside_steps(line))
+    assert "8 // whole_batch_size(v) for k, v" in conversion.after
+    assert open_notes(conversion) == []
 
 
 def test_sizes_of_a_loader_that_is_not_divided_stay():
@@ -527,3 +524,84 @@ def test_a_number_of_dimensions_is_not_a_batch_size(length):
     line = f"if len({length}) == 4:\n            x = x[:, 0, 0]"
     after = convert(step_of(line, "4")).after
     assert f"if len({length}) == 4:" in after
+
+
+@pytest.mark.parametrize(
+    ("line", "after"),
+    [
+        ("n = len(next(iter(loader))[0])", "len(next(iter(undivided(loader)))[0])"),
+        (
+            "first, _ = next(iter(loader))\nn = first.shape[0]",
+            "next(iter(undivided(loader)))",
+        ),
+        (
+            "for (first,) in loader:\n    break\nn = len(first)",
+            "for (first,) in undivided(loader):",
+        ),
+        (
+            (
+                "def stats(of):\n    s = torch.zeros(2)\n    for (x,) in of:\n"
+                "        s += x.sum(0)\n    return s\n\nn = stats(loader)"
+            ),
+            "for (x,) in undivided(of):",
+        ),
+        (
+            "n = sum(len(x) for (x,) in loader)",
+            "sum(len(x) for (x,) in undivided(loader))",
+        ),
+        (
+            "first = iter(loader)\nn = len(next(first)[0])",
+            "first = iter(undivided(loader))",
+        ),
+    ],
+)
+def test_what_is_taken_from_a_loader_before_the_steps_is_that_of_all_ranks(line, after):
+    conversion = convert(outside_steps(f"{line}\nopt.param_groups[0]['lr'] = 0.1 * n"))
+    assert after in conversion.after
+    assert open_notes(conversion) == []
+
+
+def test_a_pass_that_adds_up_numbers_stays_divided():
+    line = "n = 0\nfor (x,) in loader:\n    n += len(x)\nprint(n)"
+    after = convert(outside_steps(line)).after
+    assert "for (x,) in loader:\n    n += len(x)\nn = sum_over_ranks(n)" in after
+
+
+def test_an_iterator_from_which_steps_continue_stays_divided():
+    source = outside_steps("it = iter(loader)\nfirst = next(it)")
+    source = source.replace(
+        "for (x,) in loader:", "for i in range(2):\n        (x,) = next(it)"
+    )
+    assert "undivided" not in convert(source).after
+
+
+@pytest.mark.parametrize(
+    ("use", "after"),
+    [
+        ("if len(x) < n:\n            continue", "if len(x) < per_rank(n):"),
+        ("x = x + torch.zeros(n, 2)", "torch.zeros(per_rank(n), 2)"),
+    ],
+)
+def test_the_size_of_a_first_batch_in_a_step_is_this_ranks(use, after):
+    source = step_of(use, "4")
+    line = "n = len(next(iter(loader))[0])"
+    source = source.replace("for epoch", f"{line}\nfor epoch", 1)
+    assert after in convert(source).after
+
+
+@pytest.mark.parametrize(
+    ("use", "listed"),
+    [
+        ("x = x[:n]", True),
+        ("seen = 2 * n\n        x = x[seen:]", True),
+        ("opt.param_groups[0]['lr'] = 0.1 * n", False),
+    ],
+)
+def test_the_size_of_a_first_batch_is_listed_where_a_step_cuts_with_it(use, listed):
+    source = step_of(use, "4")
+    line = "n = len(next(iter(loader))[0])"
+    source = source.replace("for epoch", f"{line}\nfor epoch", 1)
+    said = open_notes(convert(source))
+    assert (
+        any("reads `n`, which is the batch of all ranks" in s for s in said) is listed
+    )

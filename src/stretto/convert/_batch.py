@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, final
 import libcst as cst
 
 from stretto.convert._shown import Shown
-from stretto.convert._tree import Scope, argument, dotted, found
+from stretto.convert._tree import (
+    Scope,
+    argument,
+    dotted,
+    found,
+    stored_names,
+    targets_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -48,16 +55,33 @@ _SHAPING = frozenset(
 _KEEPING = ("to", "cuda", "cpu", "float", "double", "half", "long", "requires_grad_")
 """Methods that keep a tensor's shape."""
 
+_COMPUTING = frozenset(
+    ["min", "max", "float", "int", "round", "abs", "range", "print", "len", "str"]
+)
+"""Functions of numbers."""
+
 _NUMPY = ("zeros", "ones", "full", "empty", "normal", "uniform", "randint", "randn")
 
 
 @final
 class Batch:
-    """The batch size of the training loaders, in the steps that use it."""
+    """The batch size of the training loaders, in the steps that use it.
 
-    def __init__(self, work: Work, sizes: list[cst.BaseExpression]) -> None:
+    Args:
+        work: The script.
+        sizes: The batch sizes of divided loaders, as the script writes them.
+        read: Expressions outside of the steps that are a batch size of all ranks, such
+            as the length of a first batch.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        sizes: list[cst.BaseExpression],
+        read: Collection[cst.BaseExpression] = (),
+    ) -> None:
         self._work, self._tree, self._flow = work, work.tree, work.flow
-        self._sizes = sizes
+        self._sizes, self._sized = sizes, {id(node) for node in read}
         self._texts = {
             self._tree.text(s) for s in sizes if isinstance(s, cst.Name | cst.Attribute)
         }
@@ -72,7 +96,7 @@ class Batch:
         for loop in self._work.job.training:
             for node in found(loop.node.body, cst.BaseExpression):
                 self._look(node, seen, in_step=True)
-        for function in self._called():
+        for function in called_in_steps(self._work):
             for node in found(function.body, cst.BaseExpression):
                 self._look(node, seen, in_step=False)
         for loop in self._work.job.training:
@@ -81,11 +105,6 @@ class Batch:
                     self._tree.without_gradient(name) or self._is_aside(name, loop.node)
                 ):
                     self._made_before(name, loop.node, seen)
-
-    def steps(self) -> Iterator[cst.CSTNode]:
-        """Return what runs in steps: bodies of loops, and functions that they call."""
-        yield from (loop.node.body for loop in self._work.job.training)
-        yield from (function.body for function in self._called())
 
     def _made_before(self, name: cst.Name, loop: cst.CSTNode, seen: set[int]) -> None:
         """List tensors of the batch's size that a step reads and an earlier line makes.
@@ -177,13 +196,15 @@ class Batch:
         compared = self._of_a_length(node)
         if not (literal or named) and (compared or place is not None):
             named = self._is_size(node)
-        if not (named or literal):
+        elsewhere = not literal and self._is_read_size(node)
+        if not (named or literal or elsewhere):
             return
         seen.add(id(node))
         if self._tree.without_gradient(node) and not in_step:
             return
         text = self._tree.text(node)
-        if compared or (place == 0 and (named or in_step)):
+        sure = named or literal
+        if sure and (compared or (place == 0 and (named or in_step))):
             self._work.call_around(node, "per_rank")
             self._work.divided.add(node)
             if named:
@@ -202,10 +223,8 @@ class Batch:
                 f"whether {text} in this shape is the loader's batch size: the tensors "
                 f"here hold this rank's part of the batch, which is per_rank({text})",
             )
-        elif (
-            read
-            and in_step
-            and not (self._counts_steps(node) or self._shown.only(node))
+        elif ((read and in_step) or (elsewhere and self._meets_tensors(node))) and not (
+            self._counts_steps(node) or self._shown.only(node)
         ):
             self._work.undecided(
                 node,
@@ -213,6 +232,35 @@ class Batch:
                 "tensors here hold this rank's part, which is "
                 f"per_rank({text})",
             )
+
+    def _meets_tensors(self, node: cst.BaseExpression, depth: int = 3) -> bool:
+        """Return whether a number is an index or an argument, also under other names.
+
+        A number that is only computed with is that of one process, as the numbers that
+        are reduced over ranks.
+        """
+        here: cst.CSTNode = node
+        above = self._tree.parent(node)
+        while above is not None and not isinstance(above, cst.BaseSmallStatement):
+            if isinstance(above, cst.SubscriptElement):
+                return True
+            if isinstance(above, cst.Call) and here is not above.func:
+                full = self._tree.called(above)
+                if self._flow.local(above):
+                    return False  # which is looked through
+                if full not in _COMPUTING and not full.startswith("math."):
+                    return True
+            here, above = above, self._tree.parent(above)
+        if depth == 0 or not isinstance(above, cst.Assign | cst.AugAssign):
+            return False
+        scope = self._tree.function(node)
+        where = self._tree.module if scope is None else scope.body
+        names = {n.value for t in targets_of(above) for n in stored_names(t)}
+        return any(
+            self._meets_tensors(other, depth - 1)
+            for other in found(where, cst.Name)
+            if other.value in names and not self._tree.is_label(other)
+        )
 
     def _counts_steps(self, node: cst.BaseExpression) -> bool:
         """Return whether the length of a data set is divided by the batch size."""
@@ -272,7 +320,19 @@ class Batch:
             return False
         origins = self._flow.origins(node, self._tree.function(node))
         known = {id(o.value) for o in origins}
-        return bool(known) and known <= self._origins
+        return bool(known) and known <= self._origins | self._sized
+
+    def _is_read_size(self, node: cst.BaseExpression) -> bool:
+        """Return whether a name may have a batch size that is read outside of steps."""
+        if not self._sized or not isinstance(node, cst.Name | cst.Attribute):
+            return False
+        if self._tree.is_label(node):
+            return False
+        origins = self._flow.origins(node, self._tree.function(node))
+        return any(
+            id(o.value) in self._sized and o.value is not node and not o.place
+            for o in origins
+        )
 
     @cached_property
     def _origins(self) -> set[int]:
@@ -372,35 +432,40 @@ class Batch:
         text = (dotted(node) or "").lower()
         return "loader" in text or "dataset" in text
 
-    def _called(self) -> Iterator[cst.FunctionDef]:
-        """Return the functions that a step runs, with the models' ``forward``."""
-        waiting: list[cst.CSTNode] = [
-            loop.node.body for loop in self._work.job.training
-        ]
-        seen: set[int] = set()
-        while waiting:
-            for call in found(waiting.pop(), cst.Call):
-                scope = self._tree.function(call)
-                functions = list(self._work.flow.local(call))
-                if dotted(call.func) is not None:
-                    functions += self._forwards(call, scope)
-                for function in functions:
-                    if id(function) not in seen:
-                        seen.add(id(function))
-                        yield function
-                        waiting.append(function.body)
 
-    def _forwards(self, call: cst.Call, scope: Scope) -> Iterator[cst.FunctionDef]:
-        for origin in self._work.flow.origins(call.func, scope):
-            inner = origin.value
-            while isinstance(inner, cst.Call) and isinstance(inner.func, cst.Attribute):
-                inner = inner.func.value  # Net().to(device)
-            if not isinstance(inner, cst.Call):
-                continue
-            kind = self._tree.classes.get(dotted(inner.func) or "")
-            if kind is not None:
-                yield from (
-                    f
-                    for f in found(kind.body, cst.FunctionDef)
-                    if f.name.value == "forward"
-                )
+def steps(work: Work) -> Iterator[cst.CSTNode]:
+    """Return what runs in steps: bodies of loops, and functions that they call."""
+    yield from (loop.node.body for loop in work.job.training)
+    yield from (function.body for function in called_in_steps(work))
+
+
+def called_in_steps(work: Work) -> Iterator[cst.FunctionDef]:
+    """Return the functions that a step runs, with the models' ``forward``."""
+    waiting: list[cst.CSTNode] = [loop.node.body for loop in work.job.training]
+    seen: set[int] = set()
+    while waiting:
+        for call in found(waiting.pop(), cst.Call):
+            functions = list(work.flow.local(call))
+            if dotted(call.func) is not None:
+                functions += _forwards(work, call)
+            for function in functions:
+                if id(function) not in seen:
+                    seen.add(id(function))
+                    yield function
+                    waiting.append(function.body)
+
+
+def _forwards(work: Work, call: cst.Call) -> Iterator[cst.FunctionDef]:
+    for origin in work.flow.origins(call.func, work.tree.function(call)):
+        inner = origin.value
+        while isinstance(inner, cst.Call) and isinstance(inner.func, cst.Attribute):
+            inner = inner.func.value  # Net().to(device)
+        if not isinstance(inner, cst.Call):
+            continue
+        kind = work.tree.classes.get(dotted(inner.func) or "")
+        if kind is not None:
+            yield from (
+                f
+                for f in found(kind.body, cst.FunctionDef)
+                if f.name.value == "forward"
+            )

@@ -183,9 +183,12 @@ class BatchLoops:
             for call in found(function.body, cst.Call)
         )
 
-    def taken_by(self, node: cst.CompFor) -> list[Origin]:
-        """Return the origins of loaders that a comprehension takes batches from."""
-        return self.taken(node.iter, self._tree.function(node))
+    def sources(
+        self, node: cst.BaseExpression, scope: Scope
+    ) -> list[tuple[cst.BaseExpression, Scope]]:
+        """Return the loaders whose batches an expression goes through, as named."""
+        sources = self._sources(node, scope)
+        return [s for s in sources if self._loaders(*s)]
 
     def taken(self, node: cst.BaseExpression, scope: Scope) -> list[Origin]:
         """Return the origins of loaders whose batches an expression goes through."""

@@ -36,6 +36,11 @@ class DividedIterables:
 
     def is_divided(self, node: cst.BaseExpression, depth: int = 4) -> bool:
         """Return whether an expression may go through batches of a divided loader."""
+        above = self._tree.parent(node)
+        if isinstance(above, cst.Arg):
+            above = self._tree.parent(above)
+        if above in self._work.whole:
+            return False  # what a loop or `next` goes through
         key = id(node)
         if key not in self._dividing:
             self._dividing[key] = False

@@ -71,6 +71,8 @@ class Work:
         self.used: set[str] = set()
         self.divided: set[cst.CSTNode] = set()
         """Numbers that became this rank's part of the batch size."""
+        self.whole: set[cst.CSTNode] = set()
+        """What gives each rank the samples, or the batch size, of all ranks."""
         self.guarded: list[cst.CSTNode] = []
         """Statements that only rank 0 executes: they must not contain a collective."""
         self._changes: dict[cst.CSTNode, list[Callable[[Any], Any]]] = {}

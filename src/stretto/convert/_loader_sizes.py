@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, final
 import libcst as cst
 
 from stretto.convert._divided import DividedIterables
+from stretto.convert._edit import theirs
 from stretto.convert._shown import Shown
 from stretto.convert._tree import found
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from stretto.convert._edit import Work
     from stretto.convert._loaders import Loaders
 
 
-def convert(work: Work, loaders: Loaders, steps: Iterable[cst.CSTNode]) -> None:
+def convert(work: Work, loaders: Loaders) -> list[cst.BaseExpression]:
     """Make sizes of divided loaders those of all ranks together, or list them.
 
     A divided loader's ``batch_size`` and its sampler's length are this rank's part. In
@@ -28,16 +27,23 @@ def convert(work: Work, loaders: Loaders, steps: Iterable[cst.CSTNode]) -> None:
     Args:
         work: The script.
         loaders: The loaders that were divided.
-        steps: Bodies of the training loops, and of the functions that they call.
+
+    Returns:
+        The expressions that became the batch size of all ranks.
     """
-    _LoaderSizes(work, loaders, {id(node) for node in steps}).convert()
+    sizes = _LoaderSizes(work, loaders)
+    sizes.convert()
+    return sizes.whole
 
 
 @final
 class _LoaderSizes:
-    def __init__(self, work: Work, loaders: Loaders, steps: set[int]) -> None:
+    def __init__(self, work: Work, loaders: Loaders) -> None:
         self._work, self._tree = work, work.tree
-        self._loaders, self._steps = loaders, steps
+        self._loaders = loaders
+        self._steps = {id(node) for node in loaders.steps}
+        self.whole: list[cst.BaseExpression] = []
+        """The expressions that became the batch size of all ranks."""
         self._shown = Shown(work.tree)
         events: dict[int, list[cst.CSTNode]] = {}
         for loop in found(work.tree.module, (cst.For, cst.CompFor)):
@@ -62,16 +68,17 @@ class _LoaderSizes:
         if kept is None:
             return
         text = self._tree.text(node)
-        counts = isinstance(self._tree.parent(node), cst.BinaryOperation)
-        if kept and (counts or self._shown.only(node)):
+        if kept:
             self._work.replace(node, f"({text} * WORLD_SIZE)")
-            self._work.done(
-                node,
-                f"`{text}` is this rank's part of the batch: multiplied by the number "
-                "of ranks",
+            done = "multiplied by the number of ranks"
+        else:
+            self._work.replace(
+                node, f"whole_batch_size({theirs(self._tree.text(loader))})"
             )
-            return
-        self._list(node)
+            done = "taken times the number of ranks where the loader is divided"
+        self._work.done(node, f"`{text}` is this rank's part of the batch: {done}")
+        self._work.whole.add(node)
+        self.whole.append(node)
 
     def _in_a_step(self, node: cst.Attribute) -> None:
         """List a batch's number times its size: the samples of all ranks so far."""

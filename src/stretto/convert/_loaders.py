@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 import libcst as cst
 
 from stretto.convert import _collate
-from stretto.convert._batch import Batch
+from stretto.convert._batch import steps
 from stretto.convert._display import appended
 from stretto.convert._edit import theirs
 from stretto.convert._flow import Origin, parameters
@@ -32,8 +32,9 @@ class Loaders:
         origins = [o for loop in work.job.training for o in loop.origins]
         self._origins = list({o.key: o for o in origins}.values())
         self._ids = {o.key for o in self._origins}
-        self._batch_sizes: list[cst.BaseExpression] = []
-        self.steps: list[cst.CSTNode] = []
+        self.batch_sizes: list[cst.BaseExpression] = []
+        """The batch sizes of the divided loaders, as the script writes them."""
+        self.steps = list(steps(work))
         """Bodies of training loops, and of the functions that they call."""
 
     def is_divided(self, loop: Loop) -> bool:
@@ -50,9 +51,6 @@ class Loaders:
             self._divide(origin)
         for loop in self._work.job.training:
             self._set_epoch(loop)
-        batch = Batch(self._work, self._batch_sizes)
-        batch.convert()
-        self.steps = list(batch.steps())
 
     # Dividing
 
@@ -70,7 +68,7 @@ class Loaders:
         )
         if starred or data is None or not (plain or self._can_hoist(origin)):
             size = argument(call, 1, "batch_size")
-            self._batch_sizes += [] if size is None else [size]
+            self.batch_sizes += [] if size is None else [size]
             self._work.call_around(call, "divided")
             self._work.done(
                 call,
@@ -90,7 +88,7 @@ class Loaders:
                 "training takes its batches from a list of them, which cannot be "
                 "divided among ranks. Loop over the DataLoader itself",
             )
-        self._batch_sizes += self._sizes_below(origin)
+        self.batch_sizes += self._sizes_below(origin)
         text = self._tree.text(origin.value)[:50]
         if origin.path is None:
             self._work.call_around(origin.value, "divided")
@@ -249,7 +247,7 @@ class Loaders:
                 "sample, which cannot be divided among ranks. Give it a batch_size",
             )
         self._check_size(call, size)
-        self._batch_sizes.append(size)
+        self.batch_sizes.append(size)
         if not work.choices.per_rank_batch:
             work.call_around(size, "per_rank")
         sampler_argument = cst.Arg(

@@ -69,7 +69,9 @@ class Numbers:
             and (made := self._work.job.batches.loop(node)) is not None
         ]
         for loop in loops:
-            if self._loaders.is_divided(loop):
+            if loop.node in self._work.whole:
+                self._handled |= {id(n) for n in found(loop.node, cst.BaseExpression)}
+            elif self._loaders.is_divided(loop):
                 self._divided(loop)
             elif self._tree.without_gradient(loop.node) and isinstance(
                 loop.node, cst.For
@@ -115,7 +117,9 @@ class Numbers:
     def _comprehensions(self) -> None:
         """List comprehensions over a divided loader, whose result differs by rank."""
         for node in found(self._tree.module, cst.CompFor):
-            if self._loaders.has_divided(self._work.job.batches.taken_by(node)):
+            scope = self._tree.function(node)
+            taken = self._work.job.batches.taken(node.iter, scope)
+            if node not in self._work.whole and self._loaders.has_divided(taken):
                 self._work.undecided(
                     node,
                     f"`{self._tree.text(node).strip()[:60]}` goes through each rank's "

@@ -222,7 +222,8 @@ class _RankValues:
             self._events.setdefault(id(scope), []).append(node)
             if isinstance(node, cst.For | cst.While):
                 loop = work.job.batches.loop(node)
-                if loop is not None and loaders.is_divided(loop):
+                whole = node in work.whole
+                if loop is not None and not whole and loaders.is_divided(loop):
                     self._divided.append(node)
         self._bound = {id(f): self._bound_in(f) for f in self._tree.functions}
 
@@ -408,7 +409,9 @@ class _RankValues:
                 else:
                     self._bind(node.target, node.iter, node, frame, each=True)
             elif isinstance(node, cst.CompFor):
-                if self._loaders.has_divided(self._work.job.batches.taken_by(node)):
+                taken = self._work.job.batches.taken(node.iter, frame.scope)
+                whole = node in self._work.whole
+                if not whole and self._loaders.has_divided(taken):
                     self._store(node.target, node, frame, differs=True)
                 else:
                     self._bind(node.target, node.iter, node, frame, each=True)
@@ -662,6 +665,7 @@ class _RankValues:
         if (
             self._unknown
             and name in _OF_SHARE
+            and node not in self._work.whole
             and self._iterables.is_divided(node.value)
         ):
             return True

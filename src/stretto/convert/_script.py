@@ -19,7 +19,9 @@ from stretto.convert import (
     _setup,
     _support,
     _unwrapping,
+    _whole_passes,
 )
+from stretto.convert._batch import Batch
 from stretto.convert._display import Display
 from stretto.convert._edit import Work
 from stretto.convert._horovod import distribute_optimizers
@@ -110,7 +112,9 @@ def _distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Not
         distribute_optimizers(work, models)
     loaders = Loaders(work)
     loaders.convert()
-    _loader_sizes.convert(work, loaders, loaders.steps)
+    whole = _whole_passes.convert(work, models, loaders)
+    read = _loader_sizes.convert(work, loaders)
+    Batch(work, loaders.batch_sizes, [*whole, *read]).convert()
     shares = _rank_values.Shares(work, loaders)
     numbers = Numbers(work, models, loaders, shares)
     numbers.convert()

@@ -89,6 +89,33 @@ def divided(loader):
         prefetch_factor=loader.prefetch_factor,
     )
 ''',
+    "undivided": '''
+def undivided(loader, passes=itertools.count()):
+    """Return a loader of all samples, in one order on all ranks."""
+    if not isinstance(getattr(loader, "sampler", None), DistributedSampler):
+        return loader
+    sampler = DistributedSampler(
+        loader.dataset, num_replicas=1, rank=0, shuffle=loader.sampler.shuffle
+    )
+    sampler.set_epoch(next(passes))
+    return DataLoader(
+        loader.dataset,
+        batch_size=BATCH_OF_ALL,
+        sampler=sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        drop_last=loader.drop_last,
+        worker_init_fn=loader.worker_init_fn,
+        prefetch_factor=loader.prefetch_factor,
+    )
+''',
+    "whole_batch_size": '''
+def whole_batch_size(loader):
+    """Return the batch size of all ranks together."""
+    divided = isinstance(getattr(loader, "sampler", None), DistributedSampler)
+    return loader.batch_size * WORLD_SIZE if divided else loader.batch_size
+''',
     "with_epoch": '''
 def with_epoch(loader, epoch=None, passes=itertools.count()):
     """Set the epoch on the sampler of a loader that serves one pass; return it."""
@@ -197,6 +224,8 @@ NEEDS = {
         "RandomSampler",
         "SequentialSampler",
     },
+    "undivided": {"DataLoader", "DistributedSampler", "itertools"},
+    "whole_batch_size": {"DistributedSampler"},
     "_reduced": {"torch", "dist"},
     "mean_over_ranks": {"_reduced"},
     "sum_over_ranks": {"_reduced"},
@@ -245,6 +274,9 @@ def text_of(
         }
     words["BATCH_OF_LOADER"] = (
         "loader.batch_size" if per_rank_batch else "per_rank(loader.batch_size)"
+    )
+    words["BATCH_OF_ALL"] = (
+        "loader.batch_size" if per_rank_batch else "loader.batch_size * WORLD_SIZE"
     )
     words["SEEDS"] = "\n    ".join(seeds)
     return re.sub("|".join(words), lambda match: words[match.group()], text)

@@ -86,7 +86,7 @@ def attribute_of(run: Run, on: Value, name: str, node: cst.CSTNode) -> Value:
         if known is not None:
             return known
         if name == "batch_size" and is_loader(run, on):
-            return Count()
+            return Fixed() if node in run.work.whole else Count()
         if name in ("weight", "bias"):
             return Fixed(grad=True)
         if name in (

@@ -129,6 +129,8 @@ def builtin_call(run: Run, name: str, given: Given, frame: Frame) -> Value:
             return new_list(run, made, node, frame)
         return made
     if name == "next":
+        if node in run.work.whole:
+            return Fixed()  # a batch of all ranks, equal on each
         item = joined(items_in(run, first, node), node) if args else Fixed()
         turns = any(loop.samples for loop in run.loops)
         return Item(place="moved") if turns and isinstance(item, Fixed) else item

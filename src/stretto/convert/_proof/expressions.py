@@ -214,6 +214,8 @@ def comprehension(run: Run, node: cst.BaseComp, frame: Frame) -> Value:
     while part is not None:
         over = run.value(part.iter, inner)
         items, each = items_of(run, over, part)
+        if part in run.work.whole:
+            items, each = [Fixed()], False
         samples = samples or each
         simple = part is node.for_in and part.inner_for_in is None and not part.ifs
         if simple and len(items) > 1:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 def run_for(run: Run, node: cst.For, frame: Frame) -> bool:
     """Run a ``for`` loop; return whether what follows it is reached."""
     over = run.value(node.iter, frame)
+    if node in run.work.whole:
+        over = Iter(_of_all_ranks(run, node.iter))
     trains = id(node) in run.training
     if trains:
         over = _batches_of(run, node, over)
@@ -60,6 +62,12 @@ def _batches_of(run: Run, node: cst.For, over: Value) -> Value:
         if batch is not None:
             return Iter(batch)
     return _batches_by_text(run, node.iter)
+
+
+def _of_all_ranks(run: Run, node: cst.BaseExpression) -> Value:
+    """Return what a loop over batches of all ranks yields: equal on each rank."""
+    inner = run.tree.called(node)
+    return Seq((Fixed(), Fixed())) if inner == "enumerate" else Fixed()
 
 
 def _batches_by_text(run: Run, node: cst.BaseExpression) -> Value:

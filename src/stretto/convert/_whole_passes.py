@@ -1,0 +1,190 @@
+"""Give what runs outside of the steps the batches of all ranks.
+
+A divided loader gives each rank its part of a batch. In a step that is what the tensors
+hold. But a first batch, whose size or mean a script takes before its loops, or a pass
+for statistics, must be those of one process: there each rank goes through all samples.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+import libcst as cst
+
+from stretto.convert._loop_sums import LoopSums
+from stretto.convert._models import reaching_training
+from stretto.convert._tree import dotted, found, stored_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stretto.convert._edit import Work
+    from stretto.convert._flow import Origin
+    from stretto.convert._loaders import Loaders
+    from stretto.convert._models import Models
+    from stretto.convert._tree import Scope
+
+_Source = tuple[cst.BaseExpression, "Scope"]
+
+_KEEPING = frozenset(
+    [
+        *("to", "cuda", "cpu", "float", "double", "half", "long", "int", "type"),
+        *("detach", "clone", "contiguous", "requires_grad_", "numpy"),
+    ]
+)
+"""Methods that keep a tensor's first dimension."""
+
+
+def convert(work: Work, models: Models, loaders: Loaders) -> list[cst.BaseExpression]:
+    """Give all samples to passes that neither train nor only add up numbers.
+
+    Returns:
+        The expressions that are the size of a batch of all ranks.
+    """
+    passes = _WholePasses(work, models, loaders)
+    passes.convert()
+    return list(passes.sizes())
+
+
+@final
+class _WholePasses:
+    def __init__(self, work: Work, models: Models, loaders: Loaders) -> None:
+        self._work, self._tree, self._flow = work, work.tree, work.flow
+        self._loaders = loaders
+        self._sums = LoopSums(work, models)
+        self._reaching = reaching_training(work)
+        self._steps = {id(node) for node in loaders.steps}
+        training = work.job.training
+        self._trains = {id(loop.node) for loop in training}
+        self._taken = {id(source) for loop in training for source, _ in loop.loaders}
+        self._wrapped: set[int] = set()
+
+    def convert(self) -> None:
+        for node in found(self._tree.module, (cst.For, cst.CompFor, cst.Call)):
+            if isinstance(node, cst.For):
+                sources = self._of_loop(node)
+            elif isinstance(node, cst.CompFor):
+                sources = self._work.job.batches.sources(
+                    node.iter, self._tree.function(node)
+                )
+            elif dotted(node.func) == "next" and node.args:
+                sources = self._work.job.batches.sources(
+                    node.args[0].value, self._tree.function(node)
+                )
+            else:
+                continue
+            if sources and self._is_outside(node) and self._can_be_whole(sources):
+                self._make_whole(node, sources)
+
+    def _of_loop(self, node: cst.For) -> list[_Source]:
+        """Return the loaders of a loop that is not one that adds up numbers."""
+        loop = self._work.job.batches.loop(node)
+        if loop is None or id(node) in self._trains or self._may_train(node):
+            return []
+        if not self._loaders.is_divided(loop):
+            return []
+        if self._sums.why_not_summable(node) is None:
+            return []  # each rank adds up its part, which is then summed over ranks
+        return loop.loaders
+
+    def _may_train(self, node: cst.CSTNode) -> bool:
+        return any(
+            call in self._work.job.backwards
+            or any(f in self._reaching for f in self._flow.local(call))
+            for call in found(node, cst.Call)
+        )
+
+    def _is_outside(self, node: cst.CSTNode) -> bool:
+        """Return whether no training step contains some code."""
+        return not any(
+            id(above) in self._steps or id(above) in self._trains
+            for above in self._tree.ancestors(node)
+        )
+
+    def _can_be_whole(self, sources: list[_Source]) -> bool:
+        """Return whether a divided loader is among them, and none that training takes.
+
+        Such as an iterator from which steps continue.
+        """
+        if any(id(source) in self._taken for source, _ in sources):
+            return False
+        return any(
+            self._loaders.has_divided(self._work.job.batches.taken(source, scope))
+            for source, scope in sources
+        )
+
+    def _make_whole(
+        self, node: cst.For | cst.CompFor | cst.Call, sources: list[_Source]
+    ) -> None:
+        self._work.whole.add(node)
+        for source, scope in sources:
+            if id(source) in self._wrapped or not self._loaders.has_divided(
+                self._work.job.batches.taken(source, scope)
+            ):
+                continue
+            self._wrapped.add(id(source))
+            self._work.call_around(source, "undivided")
+            self._work.done(
+                node,
+                f"`{self._tree.text(source)[:50]}` gives each rank all samples here, "
+                "outside of the training steps, as in one process",
+            )
+
+    # Sizes of their batches
+
+    def sizes(self) -> Iterator[cst.BaseExpression]:
+        """Yield what is the number of samples of a batch of all ranks."""
+        for node in found(self._tree.module, (cst.Call, cst.Attribute)):
+            on = self._sized(node)
+            if on is not None and self._is_outside(node) and self._is_whole(on, 6):
+                above = self._tree.parent(node)
+                indexed = isinstance(above, cst.Subscript) and above.value is node
+                yield above if indexed and isinstance(above, cst.Subscript) else node
+
+    def _sized(self, node: cst.Call | cst.Attribute) -> cst.BaseExpression | None:
+        """Return whose size an expression is; an index other than 0 is another size."""
+        above = self._tree.parent(node)
+        if isinstance(above, cst.Subscript) and above.value is node:
+            if self._tree.text(above.slice[0].slice) != "0":
+                return None
+        elif isinstance(node, cst.Attribute) and not isinstance(above, cst.Assign):
+            return None
+        if isinstance(node, cst.Attribute):
+            return node.value if node.attr.value == "shape" else None
+        if self._tree.called(node) == "len" and node.args:
+            return node.args[0].value
+        on = self._tree.method_called(node, "size")
+        first = not node.args or self._tree.text(node.args[0].value) == "0"
+        return on if first else None
+
+    def _is_whole(self, node: cst.BaseExpression, depth: int) -> bool:
+        """Return whether a value is of a batch that a rank takes whole."""
+        while True:
+            if node in self._work.whole:
+                return True
+            if isinstance(node, cst.Subscript):
+                node = node.value
+            elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+                if node.func.attr.value not in _KEEPING:
+                    return False
+                node = node.func.value
+            else:
+                break
+        path = dotted(node)
+        if path is None or depth == 0:
+            return False
+        if isinstance(node, cst.Name) and self._is_target(node):
+            return True
+        made: list[Origin] = self._flow.origins(node, self._tree.function(node))
+        return any(
+            o.value is not node and self._is_whole(o.value, depth - 1) for o in made
+        )
+
+    def _is_target(self, name: cst.Name) -> bool:
+        scope = self._tree.function(name)
+        return any(
+            isinstance(loop, cst.For)
+            and self._tree.function(loop) is scope
+            and any(n.value == name.value for n in stored_names(loop.target))
+            for loop in self._work.whole
+        )
