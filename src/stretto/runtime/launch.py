@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from datetime import timedelta
 
     import torch
@@ -66,6 +67,43 @@ def done(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_result(value)
     return future
+
+
+# Note [No callback of a future on the main thread]
+# A future that has ended runs a new callback at once, from C++, on the calling thread.
+# On the main thread an interrupt (Ctrl-C) may be raised in it, and the future then
+# holds a bare RuntimeError, or nothing at all. So there the functions below call the
+# callback themselves, where the interrupt stays a KeyboardInterrupt.
+
+
+def then(
+    future: Future[Any], callback: Callable[[Any], Any], *, on_host: bool = True
+) -> Future[Any]:
+    """Return a future of a callback's result, as ``future.then``.
+
+    See Note [No callback of a future on the main thread]. With tensors on a device
+    (``on_host=False``) it stays in C++, which sets the callback's stream.
+    """
+    if on_host and future.done():
+        try:
+            return done(callback(future))
+        except RuntimeError:
+            pass  # a future in C++ keeps an error only if a callback raised it
+    found: Future[Any] = future.then(callback)
+    return found
+
+
+def when_done(
+    future: Future[Any], callback: Callable[[Any], None], *, on_host: bool = True
+) -> None:
+    """Call a callback once a future has ended, as ``future.add_done_callback``.
+
+    See `then`.
+    """
+    if on_host and future.done():
+        callback(future)
+    else:
+        future.add_done_callback(callback)
 
 
 def launch_nothing(buffer: torch.Tensor, _opts: Any) -> dist.Work:

@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from stretto.runtime.launch import Launched, Pending, value_or_raise
+from stretto.runtime.launch import Launched, Pending, then, value_or_raise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -156,8 +156,7 @@ class Ticket:
 
     def get_future(self) -> Future[Any]:
         """Return a future that ends with the work."""
-        ended: Future[Any] = self._future.then(value_or_raise)
-        return ended
+        return then(self._future, value_or_raise)
 
     def is_completed(self) -> bool:
         """Return whether the work has ended."""

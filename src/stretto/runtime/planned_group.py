@@ -45,7 +45,9 @@ from stretto.runtime.launch import (
     done,
     launch_nothing,
     pass_on,
+    then,
     value_or_raise,
+    when_done,
 )
 from stretto.runtime.narrow_lanes import NarrowLanes
 from stretto.runtime.sender import BucketSender
@@ -98,7 +100,8 @@ def _launch_for(
 ) -> None:
     """Launch a bucket whose future was promised before its turn."""
     work = launch(buffer, opts)
-    work.get_future().add_done_callback(partial(pass_on, pending))
+    on_host = buffer.device.type == "cpu"
+    when_done(work.get_future(), partial(pass_on, pending), on_host=on_host)
 
 
 @final
@@ -409,7 +412,7 @@ class PlannedGroup(dist.ProcessGroup):
         except RuntimeError as exc:
             return self._give_up(schedule, buffer, exc)
         future = futures[0] if len(futures) == 1 else collect_all(futures)
-        return self._awaited(future.then(partial(complete, buffer)))
+        return self._awaited(then(future, partial(complete, buffer)))
 
     def _launch_guarded(
         self, launch: Any, schedule: BucketSchedule, buffer: torch.Tensor, opts: Any
@@ -436,7 +439,8 @@ class PlannedGroup(dist.ProcessGroup):
         held, self._held = self._held, []
         for earlier, its_buffer, its_opts, pending in held:
             work = earlier(its_buffer, its_opts)
-            work.get_future().add_done_callback(partial(pass_on, pending))
+            on_host = self._streams is None
+            when_done(work.get_future(), partial(pass_on, pending), on_host=on_host)
         launched: dist.Work = launch(buffer, opts)
         return launched
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 from torch.futures import Future
 
-from stretto.runtime.launch import Launched
+from stretto.runtime.launch import Launched, then
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -306,9 +306,13 @@ def _start_observed(
     whole = len(reduces) == 1
     return [
         Launched(
-            reduce([buffer if whole else buffer[part.start : part.end]], opts)
-            .get_future()
-            .then(partial(_stamp, finished, part))
+            then(
+                reduce(
+                    [buffer if whole else buffer[part.start : part.end]], opts
+                ).get_future(),
+                partial(_stamp, finished, part),
+                on_host=buffer.device.type == "cpu",
+            )
         )
         for reduce, part in zip(reduces, schedule.slices, strict=True)
     ]

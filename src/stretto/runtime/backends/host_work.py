@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch.distributed as dist
 from torch.futures import Future
 
-from stretto.runtime.launch import value_or_raise
+from stretto.runtime.launch import then, value_or_raise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,8 +73,7 @@ class HostWork(dist.Work):
                     self._future.set_result(self._outcome())
             future = self._future
         # A future in C++ keeps an error only if a callback raised it.
-        ended: Future[Any] = future.then(value_or_raise)
-        return ended
+        return then(future, value_or_raise)
 
     def is_completed(self) -> bool:
         """Return whether it has ended, with or without an error; never waits."""
