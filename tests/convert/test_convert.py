@@ -134,8 +134,8 @@ def test_an_evaluation_that_keeps_more_than_sums_is_left_whole_and_said():
     ).replace("every = []", "val_loader = DataLoader(torch.ones(8, 2))\nevery = []")
     conversion = convert(source)
     assert "share_of" not in conversion.after
-    asked = [n for n in conversion.notes if n.kind is Kind.OPEN]
-    assert [n.line for n in asked] == [17]
+    said = [n for n in conversion.notes if "every rank runs all of" in n.text]
+    assert [(n.line, n.kind) for n in said] == [(17, Kind.KNOW)]
 
 
 def test_a_name_of_ours_in_the_script_is_left_to_it():
@@ -782,10 +782,14 @@ def test_a_save_that_shares_its_line_is_rank_0s(line, kept):
         "max({k: x.max() for k, (x,) in enumerate(iter(loader))}.values())",
     ],
 )
-def test_a_comprehension_over_a_divided_loader_is_listed(metric):
-    conversion = convert(TRAINING + f"    print({metric})\n")
+@pytest.mark.parametrize("in_step", [True, False])
+def test_a_comprehension_over_a_divided_loader_is_whole_or_listed(metric, in_step):
+    line = f"    print({metric})\n"
+    shown = "    print(loss.item())\n"
+    conversion = convert(TRAINING.replace(shown, "    " + line if in_step else line))
     asked = [n for n in conversion.notes if "differs by rank" in n.text]
-    assert [n.line for n in asked if n.kind is Kind.OPEN] == [14]
+    assert [n.line for n in asked if n.kind is Kind.OPEN] == ([13] if in_step else [])
+    assert ("undivided(loader)" in conversion.after) is not in_step
 
 
 def test_a_comprehension_over_a_whole_loader_needs_no_note():
@@ -1307,3 +1311,19 @@ def test_a_loop_over_divided_and_whole_loaders_is_listed():
     asked = opened(source.replace("for epoch", f"{whole}for epoch") + "check(test)\n")
     assert len(asked) == 1, asked
     assert "sums over ranks count the other's samples" in asked[0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "told"),
+    [
+        ("torch.nn.Linear(2, 1)", False),
+        ("torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Tanh())", False),
+        ("torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Tanh())", True),
+        ("zoo.make(2, 1)", True),
+    ],
+)
+def test_only_buffers_that_a_model_may_have_are_told_of(layer, told):
+    source = TRAINING.replace("model(x).mean()", "(model(x) + model(-x)).mean()")
+    source = "import zoo\n" + source.replace("torch.nn.Linear(2, 1)", layer)
+    notes = [n for n in convert(source).notes if "so its buffers are not" in n.text]
+    assert bool(notes) is told

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
+from stretto.convert._flow import parameters
 from stretto.convert._shown import Shown
 from stretto.convert._tree import (
     Scope,
@@ -94,6 +95,9 @@ class Batch:
             return
         seen: set[int] = set()
         for loop in self._work.job.training:
+            for call in found(loop.node.body, cst.Call):
+                self._divide_arguments(call, seen)
+        for loop in self._work.job.training:
             for node in found(loop.node.body, cst.BaseExpression):
                 self._look(node, seen, in_step=True)
         for function in called_in_steps(self._work):
@@ -127,13 +131,55 @@ class Batch:
                 self._list_sizes(made)
             making = [f for f in self._methods(made) if self._makes_a_tensor(f)]
             if making and self._tree.called(made) not in _MAKING:
+                self._divide_arguments(made, seen)
                 for given in made.args:
-                    self._list_made(given.value, several=True)
+                    if id(given.value) not in seen:
+                        self._list_made(given.value, several=True)
             for function in making:
                 params = {p.name.value for p in found(function.params, cst.Param)}
                 for call in found(function.body, cst.Call):
                     if self._tree.called(call) in _MAKING:
                         self._list_sizes(call, params)
+
+    def _divide_arguments(self, call: cst.Call, seen: set[int]) -> None:
+        """Make the batch size this rank's where a call only makes tensors of it.
+
+        Such as ``model.init_hidden(batch_size)``. A tensor of all ranks' batch would
+        not fit the others of a step.
+        """
+        functions = list(self._methods(call))
+        for place, given in enumerate(call.args):
+            node = given.value
+            if not (self._is_named(node) or self._is_size(node)) or given.star:
+                continue
+            reads = [list(self._reads(f, place, given.keyword)) for f in functions]
+            if not reads or not all(reads):
+                continue
+            if not all(self._place(n) is not None for names in reads for n in names):
+                continue
+            text = self._tree.text(node)
+            self._work.call_around(node, "per_rank")
+            self._work.divided.add(node)
+            self._work.done(
+                node,
+                f"`{self._tree.text(call)[:40]}` makes tensors of this rank's part of "
+                f"the batch: {text} became per_rank({text})",
+            )
+            seen |= {id(node), *(id(n) for names in reads for n in names)}
+
+    def _reads(
+        self, function: cst.FunctionDef, place: int, keyword: cst.Name | None
+    ) -> Iterator[cst.Name]:
+        """Return where a function reads one of a call's arguments."""
+        names = parameters(function)
+        if names and names[0] in ("self", "cls") and self._tree.owner(function):
+            names = names[1:]
+        name = names[place] if place < len(names) else ""
+        if keyword is not None:
+            name = keyword.value
+        for node in found(function.body, cst.Name):
+            if node.value == name and not self._tree.is_label(node):
+                yield node
 
     def _is_aside(self, node: cst.CSTNode, loop: cst.CSTNode) -> bool:
         """Return whether a branch without ``backward`` reads a value: now and then."""
@@ -223,8 +269,10 @@ class Batch:
                 f"whether {text} in this shape is the loader's batch size: the tensors "
                 f"here hold this rank's part of the batch, which is per_rank({text})",
             )
-        elif ((read and in_step) or (elsewhere and self._meets_tensors(node))) and not (
-            self._counts_steps(node) or self._shown.only(node)
+        elif (
+            (elsewhere or (read and in_step))
+            and self._meets_tensors(node)
+            and not (self._counts_steps(node) or self._shown.only(node))
         ):
             self._work.undecided(
                 node,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
+from stretto.convert._buffers import may_have_buffers
 from stretto.convert._edit import theirs
 from stretto.convert._free_tensors import refuse_free_tensors
 from stretto.convert._freezing import Freezing
@@ -525,11 +526,11 @@ class Models:
         own = theirs(path)
         work.after(at, f"{own} = DistributedDataParallel({own}{options})")
         work.done(at, f"`{path}` wrapped in DistributedDataParallel")
-        if several:
+        if several and may_have_buffers(work, model):
             work.know(
                 at,
-                f"`{path}` is called several times in a step, so its buffers are not "
-                "sent to the other ranks in between; rank 0's are saved",
+                f"`{path}` is called at several places, so its buffers are not sent to "
+                "the other ranks in forward; rank 0's are saved",
             )
 
         if unused is not None:

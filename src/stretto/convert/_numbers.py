@@ -451,10 +451,10 @@ class Numbers:
         work = self._work
         reason = self._sums.why_not_summable(node)
         if reason is not None:
-            work.undecided(
+            work.know(
                 node,
-                f"how to divide this evaluation ({reason}): every rank runs all of it, "
-                "so results are correct and equal on all ranks",
+                f"every rank runs all of this evaluation, which is not divided "
+                f"({reason}), so its results are those of one process",
             )
             return
         names = list(dict.fromkeys(a.name for a in added_in(node.body)))
