@@ -1314,7 +1314,7 @@ def test_a_loop_over_divided_and_whole_loaders_is_listed():
 
 
 @pytest.mark.parametrize(
-    ("layer", "told"),
+    ("layer", "listed"),
     [
         ("torch.nn.Linear(2, 1)", False),
         ("torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Tanh())", False),
@@ -1322,8 +1322,8 @@ def test_a_loop_over_divided_and_whole_loaders_is_listed():
         ("zoo.make(2, 1)", True),
     ],
 )
-def test_only_buffers_that_a_model_may_have_are_told_of(layer, told):
+def test_only_buffers_that_a_model_may_have_are_listed(layer, listed):
     source = TRAINING.replace("model(x).mean()", "(model(x) + model(-x)).mean()")
     source = "import zoo\n" + source.replace("torch.nn.Linear(2, 1)", layer)
     notes = [n for n in convert(source).notes if "so its buffers are not" in n.text]
-    assert bool(notes) is told
+    assert bool(notes) is listed

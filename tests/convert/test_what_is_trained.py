@@ -528,3 +528,49 @@ def test_models_of_a_list_are_refused_with_the_optimizers_line():
     said = refused(source)
     assert said.startswith("train.py:5: `torch.optim.SGD(")
     assert "under a name of its own" in said
+
+
+HELD = """\
+import torch
+from types import SimpleNamespace
+from torch.utils.data import DataLoader, TensorDataset
+
+MADE
+loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+for (x,) in loader:
+    for m, opt in zip(models, opts):
+        loss = m(x).mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (
+            "models = [torch.nn.Linear(2, 1) for _ in range(2)]\n"
+            "opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]",
+            "trains `m`, an element of `models` (line 6)",
+        ),
+        (
+            "models = {k: torch.nn.Linear(2, 1) for k in 'ab'}\nopts = []\n"
+            "def make(net):\n    return torch.optim.SGD(net.parameters(), lr=0.1)\n\n\n"
+            "for net in models.values():\n    opts.append(make(net))",
+            "trains `net`, an element of `models.values()` (line 11)",
+        ),
+        (
+            "net = torch.nn.Linear(2, 1)\nmodels = []\nmodels.append(net)\n"
+            "opts = [torch.optim.SGD(net.parameters(), lr=0.1)]",
+            "train.py:7: `net`, which the optimizer trains, is put into",
+        ),
+        (
+            "held = SimpleNamespace(net=torch.nn.Linear(2, 1))\nmodels = [held.net]\n"
+            "opts = [torch.optim.SGD(held.net.parameters(), lr=0.1)]",
+            "trains a module that is an attribute of `held`",
+        ),
+    ],
+)
+def test_a_model_that_only_a_container_holds_is_refused_by_the_container(made, says):
+    assert says in refused(HELD.replace("MADE", made))

@@ -557,6 +557,47 @@ class Models:
             and self._is(call.func, self._tree.function(call), model)
         ]
 
+    def _refuse_held(self, model: Origin) -> None:
+        """Refuse a model that is called only through what holds it.
+
+        Raises:
+            SpecError: it is; the error has the line and the next step.
+        """
+        made, tree = model.value, self._tree
+        name = dotted(made.func) if isinstance(made, cst.Call) else None
+        kind = tree.classes.get(name or "")
+        holds = (tree.full(made.func) if isinstance(made, cst.Call) else None) == (
+            "types.SimpleNamespace"
+        )
+        if kind is not None:
+            names = {f.name.value for f in found(kind.body, cst.FunctionDef)}
+            holds = not kind.bases and names.isdisjoint(("forward", "__call__"))
+        if holds:
+            raise self._work.job.refuse(
+                model.statement,
+                f"the optimizer trains a module that is an attribute of `{model.path}`,"
+                " which cannot be wrapped by name. Assign the module to a variable "
+                "first, give the optimizer its parameters(), and call it by that name",
+            )
+        for node in found(tree.module, cst.Name):
+            above = tree.parent(node)
+            call = tree.parent(above) if isinstance(above, cst.Arg) else None
+            into = isinstance(above, cst.BaseElement | cst.BaseDictElement) or (
+                isinstance(call, cst.Call)
+                and (
+                    tree.method_called(call, "append", "insert", "add") is not None
+                    or dotted(call.func) in tree.classes
+                )
+            )
+            if node.value == model.path and into and not tree.is_label(node):
+                raise self._work.job.refuse(
+                    node,
+                    f"`{model.path}`, which the optimizer trains, is put into "
+                    f"`{tree.text(tree.statement(node))[:50]}` and called only from "
+                    "there, where its wrapper is not seen. Call it by its own name, "
+                    "which each model needs",
+                )
+
     def _check_called(self, model: Origin) -> None:
         for call in self._tree.calls:
             given = argument(call, 0, "module")
@@ -573,6 +614,7 @@ class Models:
                     "see. Call the model itself in training, or use --to horovod",
                 )
         if not self._calls_of(model) and not self._work.horovod:
+            self._refuse_held(model)
             raise self._work.job.refuse(
                 model.statement,
                 f"the optimizer trains `{model.path}`, but nothing calls "

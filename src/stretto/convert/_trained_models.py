@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
-from stretto.convert._flow import SAME_OBJECT, Origin
+from stretto.convert._flow import SAME_OBJECT, Origin, parameters
 from stretto.convert._optimizers import SteppedObjects, is_named, update_by_hand
 from stretto.convert._parameter_owners import ParameterOwners
-from stretto.convert._tree import Scope, argument, found
+from stretto.convert._tree import Scope, argument, found, stored_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -176,6 +176,54 @@ class TrainedModels:
             for model in self._owners.model(value, where)
         ]
 
+    def _refuse_element(self, call: cst.Call) -> None:
+        """Refuse an optimizer of what a loop takes from a container of models.
+
+        Raises:
+            SpecError: it is one; the error has the line and the next step.
+        """
+        for inner in found(call, cst.Call):
+            on = self._tree.method_called(inner, "parameters")
+            if not isinstance(on, cst.Name):
+                continue
+            names = [(on, self._tree.function(on))]
+            scope = names[0][1]
+            if scope is not None and on.value in parameters(scope):
+                given = self._flow.passed(scope, on.value)
+                names = [
+                    (value, self._tree.function(at))
+                    for at, value in given
+                    if isinstance(value, cst.Name)
+                ]
+            for name, _ in names:
+                over = self._taken_from(name)
+                if over is not None:
+                    raise self._refuse(
+                        call,
+                        f"`{self._tree.text(call)[:60]}` trains `{on.value}`, an "
+                        f"element of `{self._tree.text(over)[:40]}` (line "
+                        f"{self._tree.shown_line(over)}), and a model in a container "
+                        "cannot be wrapped by name. Give each model a variable of its "
+                        "own, and make its optimizer from that",
+                    )
+
+    def _taken_from(self, name: cst.Name) -> cst.BaseExpression | None:
+        """Return what a loop or a comprehension takes a name from."""
+        scope = self._tree.function(name)
+        for loop in found(self._tree.module, (cst.For, cst.CompFor)):
+            inside = isinstance(loop, cst.For) or any(
+                loop in list(found(above, cst.CompFor))
+                for above in self._tree.ancestors(name)
+                if isinstance(above, cst.BaseComp)
+            )
+            if (
+                inside
+                and self._tree.function(loop) is scope
+                and any(n.value == name.value for n in stored_names(loop.target))
+            ):
+                return loop.iter
+        return None
+
     def refuse_unknown_optimizers(self) -> None:
         """Refuse an optimizer whose model is unknown, so that it would not be wrapped.
 
@@ -194,6 +242,7 @@ class TrainedModels:
                 and self._tree.called(call) not in self._tree.classes
                 and self._tree.method_called(call, *SAME_OBJECT) is None
             ):
+                self._refuse_element(call)
                 raise self._refuse(
                     call,
                     f"`{self._tree.text(call)[:60]}` makes an optimizer, but the model "
