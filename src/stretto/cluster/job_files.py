@@ -16,7 +16,6 @@ from stretto.schema.job import DIRECT, Job
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-    from typing import Any
 
 _MAX_BYTES = 4 << 20
 """The channels to the coordinator take longer lines."""
@@ -33,7 +32,7 @@ def read_job(path: Path) -> Job:
         raise SpecError(
             f"{path}: has {len(data)} bytes; a job file has at most {_MAX_BYTES}"
         )
-    body = _body(data)
+    body = codec.parse(data, str(path))
     if isinstance(body.get("directory"), str) and body["directory"]:
         try:
             body["directory"] = _absolute(path.parent, body["directory"])
@@ -47,14 +46,6 @@ def read_job(path: Path) -> Job:
     job = codec.decode(data, Job, source=str(path))
     check_files(job, source=str(path))
     return job
-
-
-def _body(data: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):  # the codec says what is wrong
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def check_files(job: Job, *, source: str) -> None:

@@ -8,7 +8,7 @@ duration times its speed, here, on the number of devices that it had there.
 from __future__ import annotations
 
 import csv
-import json
+import io
 import math
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stretto.errors import SpecError
+from stretto.schema import codec
 from stretto.schema.job import BACKGROUND, FOREGROUND
 
 if TYPE_CHECKING:
@@ -107,25 +108,30 @@ def load_trace(path: str | Path, *, max_jobs: int | None = None) -> Trace:
 
 
 def _from_csv(text: str, source: str) -> tuple[str, Iterator[TraceJob | None]]:
-    lines = text.splitlines()
     try:
-        columns = next(csv.reader(lines[:1]), [])
+        columns = next(csv.reader(io.StringIO(text, newline="")), [])
     except csv.Error as exc:
         raise SpecError(f"{source}: line 1: {exc}") from exc
+    if len(columns) == len(_PAI_COLUMNS) and not set(_PAI_COLUMNS) & set(columns):
+        return "pai", _pai(_table(text, list(_PAI_COLUMNS)), source)  # no header
+    for column in columns:
+        if column and columns.count(column) > 1:
+            raise SpecError(f"{source}: line 1: column {column!r} is a duplicate")
     for name, needed, convert in _FORMATS:
         if needed <= set(columns):
-            return name, _rows(csv.DictReader(lines), convert, source)
+            return name, _rows(_table(text), convert, source)
     if set(_PAI_COLUMNS) <= set(columns):
-        return "pai", _pai(csv.DictReader(lines), source)
-    if len(columns) == len(_PAI_COLUMNS):  # as published, without a header
-        table = csv.DictReader(lines, fieldnames=list(_PAI_COLUMNS))
-        return "pai", _pai(table, source)
+        return "pai", _pai(_table(text), source)
     raise SpecError(
         f"{source}: unknown kind of trace: known are Philly's JSON list, and CSV with "
         "the columns of Helios (gpu_num, submit_time, duration), of PAI's task table "
         "(plan_gpu, inst_num) or of Alibaba's spot-gpu (job_type, gpu_request, "
         f"worker_num); its columns are {', '.join(columns[:12])}"
     )
+
+
+def _table(text: str, columns: list[str] | None = None) -> csv.DictReader[str]:
+    return csv.DictReader(io.StringIO(text, newline=""), fieldnames=columns)
 
 
 _Row = dict[str, str]
@@ -138,6 +144,8 @@ def _checked(
     """Yield what a function makes of each row; errors name the line."""
     try:
         for row in table:
+            if None in row:  # a comma too many: columns may be shifted
+                raise ValueError("has more fields than there are columns")
             found = {k: v if isinstance(v, str) else "" for k, v in row.items()}
             yield use(found)
     except (ValueError, csv.Error) as exc:
@@ -152,7 +160,7 @@ def _rows(
 
 def _spot(row: _Row) -> TraceJob | None:
     """Alibaba spot-gpu 2026: HP is the foreground, Spot the background."""
-    gpus = _number(row, "gpu_request") * _number(row, "worker_num")
+    gpus = _count(row, "gpu_request") * _count(row, "worker_num")
     role = {"HP": FOREGROUND, "Spot": BACKGROUND}.get(row["job_type"].strip())
     if role is None:
         raise ValueError(f"job_type must be HP or Spot, got {row['job_type']!r:.80}")
@@ -162,7 +170,7 @@ def _spot(row: _Row) -> TraceJob | None:
 
 def _helios(row: _Row) -> TraceJob | None:
     submit_s = _time(row, "submit_time")
-    return _job(submit_s, _number(row, "gpu_num"), _number(row, "duration"))
+    return _job(submit_s, _count(row, "gpu_num"), _number(row, "duration"))
 
 
 _FORMATS: tuple[tuple[str, set[str], Callable[[_Row], TraceJob | None]], ...] = (
@@ -202,16 +210,13 @@ def _pai(table: csv.DictReader[str], source: str) -> Iterator[TraceJob | None]:
 
 def _task(row: _Row) -> tuple[str, float | None, float | None, float]:
     """Return a task's job, its start and end, if it has them, and its GPUs."""
-    gpus = _number(row, "inst_num") * _number(row, "plan_gpu") / 100
+    gpus = _count(row, "inst_num") * _count(row, "plan_gpu") / 100
     return row["job_name"], _time(row, "start_time"), _time(row, "end_time"), gpus
 
 
 def _philly(text: str, source: str) -> Iterator[TraceJob | None]:
     """Philly: the duration is that of the last attempt with both times."""
-    try:
-        rows = json.loads(text)
-    except (ValueError, RecursionError) as exc:
-        raise SpecError(f"{source}: is not JSON: {exc}") from exc
+    rows = codec.parse_any(text.encode(), source)
     for number, row in enumerate(rows):
         try:
             yield _philly_job(row)
@@ -232,9 +237,15 @@ def _philly_job(row: Mapping[str, Any]) -> TraceJob | None:
         start_s, end_s = _time(attempt, "start_time"), _time(attempt, "end_time")
         if start_s is None or end_s is None:
             continue
-        gpus = sum(len(part["gpus"]) for part in attempt["detail"])
+        gpus = sum(_length(part["gpus"]) for part in attempt["detail"])
         found = _job(_time(row, "submitted_time"), gpus, end_s - start_s)
     return found
+
+
+def _length(gpus: object) -> int:
+    if not isinstance(gpus, list):  # the length of text is not a number of GPUs
+        raise TypeError
+    return len(gpus)
 
 
 def _job(
@@ -261,6 +272,14 @@ def _number(row: _Row, name: str) -> float:
     return found
 
 
+def _count(row: _Row, name: str) -> float:
+    """Return a row's number of something; 0 if it has none."""
+    found = _number(row, name)
+    if found < 0:
+        raise ValueError(f"{name} must be >= 0, got {found:g}")
+    return found
+
+
 def _time(row: Mapping[str, Any], name: str) -> float | None:
     """Return seconds of a number or of a date such as ``2017-10-03 09:15:00``."""
     text = row.get(name)
@@ -270,7 +289,10 @@ def _time(row: Mapping[str, Any], name: str) -> float | None:
     found = _finite(text)
     if found is None:
         try:
-            found = datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+            date = datetime.fromisoformat(text)
+            if date.tzinfo is None:
+                date = date.replace(tzinfo=UTC)
+            found = date.timestamp()
         except ValueError as exc:
             raise ValueError(
                 f"{name} must be seconds or a date such as 2017-10-03 09:15:00, got "

@@ -102,6 +102,21 @@ def parse(data: bytes, source: str) -> dict[str, Any]:
         SpecError: the bytes are not JSON or not an object, or contain a duplicate key
             or a number that no field can have.
     """
+    body = parse_any(data, source)
+    if not isinstance(body, dict):
+        raise SpecError(
+            f"{source}: $: must be an object, got {type(body).__name__}", place="$"
+        )
+    return body
+
+
+def parse_any(data: bytes, source: str) -> Any:
+    """Return the value that a file's bytes hold.
+
+    Raises:
+        SpecError: the bytes are not JSON, or contain a duplicate key or a number that
+            no field can have.
+    """
     import msgspec
 
     defect: tuple[str, str] | None = None
@@ -120,10 +135,6 @@ def parse(data: bytes, source: str) -> dict[str, Any]:
     if defect is not None:
         place, rule = defect
         raise SpecError(f"{source}: {place}: {rule}", place=place)
-    if not isinstance(body, dict):
-        raise SpecError(
-            f"{source}: $: must be an object, got {type(body).__name__}", place="$"
-        )
     return body
 
 

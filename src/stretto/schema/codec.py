@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 from stretto._version import __version__
 from stretto.errors import SpecError
 from stretto.schema._convert import convert
-from stretto.schema._json import dump, parse, plain
+from stretto.schema._json import dump, parse, parse_any, plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +31,8 @@ __all__ = [
     "kind_in",
     "kind_of",
     "load",
+    "parse",
+    "parse_any",
     "save",
     "write_atomically",
 ]

@@ -115,6 +115,11 @@ def _from_csv(path: Path) -> SampleEfficiency:
             f"{', '.join(rows.fieldnames or ()) or 'nothing'}",
             place="line 1",
         )
+    for name in ("batch", "samples"):
+        if list(rows.fieldnames or ()).count(name) > 1:
+            raise SpecError(
+                f"{path}: line 1: column {name!r} is a duplicate", place="line 1"
+            )
     points = []
     for row in rows:
         if None in row:  # cells without a column

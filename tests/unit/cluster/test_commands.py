@@ -212,6 +212,14 @@ def test_a_broken_job_file_is_exit_code_2_and_names_the_place(
     assert (code, expected in err) == (2, True), err
 
 
+def test_a_duplicate_key_of_a_job_file_is_named(tmp_path: Path) -> None:
+    path = job_file(tmp_path)
+    twice = '"minimum": 1, "minimum": 1'
+    path.write_text(path.read_text().replace('"minimum": 1', twice))
+    with pytest.raises(SpecError, match=r"\$\.gpus\.minimum: is a duplicate key"):
+        read_job(path)
+
+
 def test_a_path_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"bad\xff")
     folder.mkdir()

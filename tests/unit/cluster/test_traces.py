@@ -91,6 +91,11 @@ def test_philly_takes_the_last_attempt_with_both_times(tmp_path):
         ("", "unknown kind of trace"),
         ("[1]", r"\$\[0\]"),
         ("[", "is not JSON"),
+        ('[{"attempts": [], "attempts": []}]', r"\$\[0\].attempts: is a duplicate key"),
+        (PHILLY.replace('["gpu0"]', '"gpu0"'), r"\$\[0\]: is not a job of Philly's"),
+        (SPOT.replace("job_name", "duration"), "line 1: column 'duration' is a dup"),
+        (SPOT.replace("HP,2,2", "HP,x,2,2"), "line 2: has more fields than there are"),
+        (SPOT.replace("HP,2,2", "HP,-2,-2"), "line 2: gpu_request must be >= 0"),
         (SPOT.replace("HP,2", "VIP,2"), "line 2: job_type must be HP or Spot"),
         (SPOT.replace("100,50", "nan,50"), "line 2: submit_time must be seconds"),
         (SPOT.replace("HP,2", "HP,x"), "line 2: gpu_request must be a finite number"),
@@ -98,7 +103,7 @@ def test_philly_takes_the_last_attempt_with_both_times(tmp_path):
         (SPOT.replace("a,HP", "a" * 200_000 + ",HP"), "line 2: field larger"),
         (SPOT.replace("HP,2,2", "HP,1e200,1e200"), "line 2: a job with inf GPUs"),
         (PAI.replace("600,29,50", "600,29,1e300"), "j1: a job with 2e.298 GPUs"),
-        ("[" * 100_000, "is not JSON"),
+        ("[" * 100_000, "nested too deeply"),
         ('[{"submitted_time": 1}]', r"\$\[0\]: lacks 'attempts'"),
         (SPOT.splitlines()[0] + "\n", "has no job"),
     ],
@@ -113,6 +118,16 @@ def test_a_job_without_a_time_of_submission_is_skipped(tmp_path, missing):
     # As a time it would be 1970, and all others decades later.
     text = HELIOS.replace("2020-09-01 00:00:10", missing)
     assert rows(tmp_path, text) == ("helios", [(0, 1, 60, None)], 2)
+
+
+def test_a_date_may_have_an_offset_of_its_time_zone(tmp_path):
+    text = HELIOS.replace("2020-09-01 00:00:10", "2020-09-01 02:00:20+02:00")
+    assert rows(tmp_path, text)[1][1][0] == 20
+
+
+def test_a_field_may_hold_a_line_separator(tmp_path):
+    text = HELIOS.replace("1,u,v,", "1,u\u2028,v,")
+    assert len(rows(tmp_path, text)[1]) == 2
 
 
 def test_a_trace_is_simulated_and_its_page_needs_nothing_else(tmp_path, monkeypatch):

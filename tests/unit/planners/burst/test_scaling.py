@@ -140,6 +140,7 @@ def test_curves_are_read_from_both_kinds_of_file(tmp_path):
     assert SampleEfficiency.load(table) == some
     for text, message in (
         ("size,samples\n1,2\n", "first line must name"),
+        ("batch,samples,batch\n1,2,3\n", "line 1: column 'batch' is a duplicate"),
         ("batch,samples\n1,2\nx,3\n", "line 3: must be a batch and samples"),
         ("batch,samples\n1\n", "line 2"),
         ("batch,samples\n64,1,3\n", "line 2: has more cells"),
