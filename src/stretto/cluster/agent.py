@@ -24,6 +24,7 @@ from stretto.cluster import events, processes, supervisor_start
 from stretto.cluster.channel import Channel, connected
 from stretto.cluster.commands import PROFILE, MakePlan, StartPart, StopPart, UseDevices
 from stretto.cluster.coordinator_link import CoordinatorLink, Fence
+from stretto.cluster.engine_local import served_locks
 from stretto.cluster.folders import Folders
 from stretto.cluster.loop import Loop, now_s
 from stretto.cluster.part_spec import (
@@ -33,6 +34,7 @@ from stretto.cluster.part_spec import (
     PartSpec,
 )
 from stretto.cluster.part_start import part_spec_of, profile_path
+from stretto.cluster.roles import StoppedHolders
 from stretto.cluster.wire import command_of
 
 if TYPE_CHECKING:
@@ -105,9 +107,15 @@ class Agent:
         self._loop.every(self._settings.heartbeat_s, self._link.beat)
         period_s = min(2.0, self._settings.watchdog_s / 10)
         self._loop.every(period_s, self._reset_watchdogs)
+        self._loop.every(period_s, StoppedHolders(self._locks).look)
         if not self._settings.has_keeper:
             self._loop.every(period_s, self._end_if_forgotten)
         self._loop.run()
+
+    def _locks(self) -> list[Path]:
+        """Return the locks of what runs here, and of what serves the cluster here."""
+        parts = [part.folder / LOCK_FILE for part in self._parts.values()]
+        return served_locks(self._folders) + parts
 
     # the coordinator
 

@@ -117,7 +117,7 @@ class Coordinator:
         except StoreUnavailable:
             self.ledger.withdraw(events[0].job)
             raise
-        self.tick()
+        self._follow()
         return events[0].job
 
     def stop(self, job: str, *, user: str = "") -> None:
@@ -164,7 +164,7 @@ class Coordinator:
                 f"{self.trouble}. The request is executed once it can be written, "
                 "unless the coordinator ends before that"
             )
-        self.tick()
+        self._follow()
 
     # Agents and the planner.
 
@@ -188,7 +188,7 @@ class Coordinator:
         if joined:
             self.ledger.heard(host, now_s)
         self._keep(kept)
-        self.tick()
+        self._follow()
         acknowledged = self.ledger.acknowledged(agent)
         if self.trouble:
             acknowledged = min(acknowledged, self._kept_agents.get(agent, 0))
@@ -211,15 +211,23 @@ class Coordinator:
         data = {"speeds": speeds, "why": why}
         event = Event(PLANNED, self._clock(), job=job, data=data)
         self._keep(self.ledger.offer(event))
-        self.tick()
+        self._follow()
 
     def tick(self) -> float | None:
-        """Do what is due, and return the seconds until the next call, or ``None``."""
-        self._keep([])
-        if not self.trouble:
-            self._keep(self.ledger.decide(self._clock()))
+        """Do what is due, and return the seconds until the next call, or ``None``.
+
+        Call it when every message that has arrived was read: hosts that were not heard
+        count as silent.
+        """
+        self._follow(all_heard=True)
         next_s = self.ledger.next_s()
         return None if next_s is None else max(0.0, next_s - self._clock())
+
+    def _follow(self, *, all_heard: bool = False) -> None:
+        """Decide what follows from what was taken in."""
+        self._keep([])
+        if not self.trouble:
+            self._keep(self.ledger.decide(self._clock(), all_heard=all_heard))
 
     def _keep(self, events: list[Event]) -> None:
         """Write events, and before them those that could not be written."""

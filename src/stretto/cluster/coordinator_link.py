@@ -41,6 +41,7 @@ class _Outgoing:
     """An event until the coordinator has kept it."""
 
     seq: int
+    kind: str
     body: dict[str, Any]
     then: Callable[[], None] | None
     """Called when it is kept."""
@@ -123,7 +124,8 @@ class CoordinatorLink:
         if "acknowledged" in message:
             self._acknowledged(int(message["acknowledged"]))
         if message.get("join"):
-            self.report(events.JOINED, data=self._joined())
+            if not any(each.kind == events.JOINED for each in self._outgoing):
+                self.report(events.JOINED, data=self._joined())
             return
         self._contact_s = max(self._contact_s, sent_s)
         if sent_s + self._watchdog_s <= now_s():
@@ -163,7 +165,8 @@ class CoordinatorLink:
             agent=self._agent,
             agent_seq=self._next_seq,
         )
-        self._outgoing.append(_Outgoing(self._next_seq, plain_event(event), then))
+        row = _Outgoing(self._next_seq, kind, plain_event(event), then)
+        self._outgoing.append(row)
         self._next_seq += 1
         if not self._is_flushing:
             self._is_flushing = True

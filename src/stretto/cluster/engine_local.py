@@ -21,7 +21,12 @@ from stretto.cluster import channel, processes
 from stretto.cluster.folders import Folders, Settings
 from stretto.cluster.loop import Loop, now_s
 from stretto.cluster.part_spec import LOCK_FILE
-from stretto.cluster.roles import Role, end_holders
+from stretto.cluster.roles import (
+    Role,
+    StoppedHolders,
+    continue_stopped,
+    end_holders,
+)
 from stretto.errors import ClusterError, Infeasible, SpecError, StrettoError
 
 if TYPE_CHECKING:
@@ -39,6 +44,7 @@ _MAYBE_DONE = {
 _LOOK_S = 0.1
 _ANSWER_S = 10.0
 _KEEPER_S = 2.0
+_STOPPED_LOOK_S = 1.0
 _START_S = 90.0
 _RAY_START_S = 180.0
 """Ray's processes take 5 s to start, and much longer on a busy machine."""
@@ -51,6 +57,7 @@ class Keeper:
     def __init__(self, folders: Folders) -> None:
         self._folders = folders
         self._stages = stages(folders, folders.load_settings())
+        self._stopped = StoppedHolders(lambda: served_locks(folders))
         self._loop = Loop()
 
     def run(self) -> None:
@@ -66,6 +73,7 @@ class Keeper:
         )
         self._look()
         self._loop.every(_LOOK_S, self._look)
+        self._loop.every(_STOPPED_LOOK_S, self._stopped.look)
         self._loop.run()
         for stage in self._stages:
             end_holders([role.lock for role in stage], timeout_s=_ANSWER_S)
@@ -111,6 +119,19 @@ def _agents(folders: Folders, settings: Settings) -> Iterator[Role]:
             folders.agent_lock(host),
             folders.host(host) / "agent.log",
         )
+
+
+def served_locks(folders: Folders) -> list[Path]:
+    """Return the locks of the processes that the whole cluster depends on.
+
+    A stopped agent is left: its host is silent, and its jobs start elsewhere.
+    """
+    return [
+        folders.keeper_lock,
+        folders.coordinator_lock,
+        folders.gateway_lock,
+        folders.ray_lock,
+    ]
 
 
 def start_keeper(folders: Folders) -> None:
@@ -231,7 +252,9 @@ def ask(
                 raise ClusterError(
                     f"no cluster runs in {folders.root}: run `stretto cluster start`"
                 ) from error
-            if now_s() > deadline_s:
+            if continue_stopped(served_locks(folders)):
+                deadline_s = now_s() + patience_s
+            elif now_s() > deadline_s:
                 raise ClusterError(
                     f"the coordinator of {folders.root} does not answer "
                     f"({error.strerror or 'it is too slow'}): see "

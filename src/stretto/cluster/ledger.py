@@ -263,10 +263,17 @@ class Ledger:
 
     # What follows.
 
-    def decide(self, now_s: float) -> list[Event]:
-        """Return what follows now from all events, and from time."""
+    def decide(self, now_s: float, *, all_heard: bool = True) -> list[Event]:
+        """Return what follows now from all events, and from time.
+
+        Args:
+            now_s: the time.
+            all_heard: no message waits to be read, so a host that was not heard is
+                silent. After a pause of the coordinator it is not known before that.
+        """
         out: list[Event] = []
-        out += self._lost_hosts(now_s)
+        if all_heard:
+            out += self._lost_hosts(now_s)
         out += self._passed_fences(now_s)
         for _ in range(_MAX_ROUNDS):
             out += self._settled(now_s)

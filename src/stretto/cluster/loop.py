@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+_PAUSE_S = 0.2
+"""After calls that took longer, descriptors come before further timers."""
+
+_MAX_READS = 3
+"""Timers fire after as many looks at descriptors, however long these take."""
+
+
 def now_s() -> float:
     """Return the time since the host's start, suspension included.
 
@@ -55,7 +62,13 @@ class Timer:
 
 @final
 class Loop:
-    """Calls back when a descriptor is ready or a time has come."""
+    """Calls back when a descriptor is ready or a time has come.
+
+    # Note [Reads before timers]
+    A timer may be about what has not arrived, such as heartbeats. So what has arrived
+    is read before timers fire, and after a pause of the process, which may be in a wait
+    or in a call, before further ones do.
+    """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -135,6 +148,25 @@ class Loop:
         if self._timers:
             due_s = max(0.0, self._timers[0][0] - now_s())
             wait_s = due_s if wait_s is None else min(wait_s, due_s)
+        self._call_ready(wait_s)
+        rounds = 0
+        while rounds < _MAX_READS and self._is_due():
+            rounds += 1
+            if self._call_ready(0.0) <= _PAUSE_S:
+                break
+        now = now_s()
+        while self._is_due(now):
+            heapq.heappop(self._timers)[2].fire()
+            if now_s() - now > _PAUSE_S:
+                break
+
+    def _is_due(self, by_s: float | None = None) -> bool:
+        by_s = now_s() if by_s is None else by_s
+        return bool(self._timers) and self._timers[0][0] <= by_s
+
+    def _call_ready(self, wait_s: float | None) -> float:
+        """Wait for descriptors and call back; return how long that took."""
+        began_s = now_s()
         for key, events in self._selector.select(wait_s):
             read, write = key.data
             # An earlier call of this turn may have closed it.
@@ -144,9 +176,7 @@ class Loop:
                 read()
             elif events & selectors.EVENT_WRITE and write is not None:
                 write()
-        now = now_s()
-        while self._timers and self._timers[0][0] <= now:
-            heapq.heappop(self._timers)[2].fire()
+        return now_s() - began_s
 
     def stop(self) -> None:
         """End `run` after this turn."""

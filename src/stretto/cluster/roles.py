@@ -15,10 +15,14 @@ from typing import TYPE_CHECKING, final
 
 from stretto.cluster import processes
 from stretto.cluster.loop import now_s
+from stretto.logs import get_logger
+from stretto.process_identity import stat_row
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
+
+_log = get_logger(__name__)
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 """Between two starts of a process that ends at once."""
@@ -27,6 +31,9 @@ _DETACHED_PAUSE_S = 2.0
 """The first pause, where only the lock shows whether the process runs."""
 
 _STEADY_S = 10.0
+
+STOPPED_S = 3.0
+"""How long a signal may stop a process before it is continued."""
 
 _IN_BACKGROUND = ("/bin/sh", "-c", '"$@" &', "sh")
 """Starts a command as a process that is not a child of the one that started it."""
@@ -94,6 +101,54 @@ class Role:
             )
 
 
+@final
+class StoppedHolders:
+    """Continues processes that a signal has stopped, by the locks they hold.
+
+    A stopped process keeps its lock, so no other one takes its place; and the
+    coordinator answers no agent, so the watchdogs of all jobs would fire.
+    """
+
+    def __init__(self, locks: Callable[[], Iterable[Path]]) -> None:
+        """Look after the holders of what ``locks`` returns at each look."""
+        self._locks = locks
+        self._since_s: dict[int, float] = {}
+
+    def look(self) -> None:
+        """Continue those that have been stopped for `STOPPED_S`."""
+        found = stopped_holders(self._locks())
+        for pid in self._since_s.keys() - found.keys():
+            del self._since_s[pid]
+        for pid, lock in found.items():
+            if now_s() - self._since_s.setdefault(pid, now_s()) >= STOPPED_S:
+                _log.warning("process %d (%s) is stopped: continues it", pid, lock)
+                _signal(pid, signal.SIGCONT)
+
+
+def stopped_holders(locks: Iterable[Path]) -> dict[int, Path]:
+    """Return the processes that hold a lock and are stopped by a signal."""
+    found = {}
+    for lock in locks:
+        pid = holder_of(lock)
+        row = None if pid is None else stat_row(pid)
+        if pid is not None and row is not None and row[0] == "T":
+            found[pid] = lock
+    return found
+
+
+def continue_stopped(locks: Iterable[Path]) -> bool:
+    """Continue holders of locks that a signal has stopped; return whether any was."""
+    found = stopped_holders(locks)
+    for pid in found:
+        _signal(pid, signal.SIGCONT)
+    return bool(found)
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(pid, number)
+
+
 def holder_of(lock: Path) -> int | None:
     """Return the process that holds a file's lock and wrote its number there."""
     if not processes.is_locked(lock):
@@ -105,13 +160,17 @@ def holder_of(lock: Path) -> int | None:
 
 
 def end_holders(locks: Sequence[Path], *, timeout_s: float) -> bool:
-    """Ask the processes that hold locks to end; return whether all did in time."""
+    """Ask the processes that hold locks to end; return whether all did in time.
+
+    Those that did not are killed.
+    """
     deadline_s = now_s() + timeout_s
     while holders := [pid for lock in locks if (pid := holder_of(lock)) is not None]:
+        is_late = now_s() > deadline_s
         for pid in holders:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGTERM)
-        if now_s() > deadline_s:
+            _signal(pid, signal.SIGKILL if is_late else signal.SIGTERM)
+            _signal(pid, signal.SIGCONT)  # a stopped one takes no other signal
+        if is_late:
             return False
         time.sleep(0.05)
     return True

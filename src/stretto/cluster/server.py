@@ -20,12 +20,17 @@ from stretto.cluster import job_plans, processes, queries
 from stretto.cluster.channel import Channel, Listener, listening
 from stretto.cluster.commands import Command, MakePlan, StartPart
 from stretto.cluster.coordinator import Clock, Coordinator
-from stretto.cluster.engine_local import COORDINATOR_ENDS, start_keeper
+from stretto.cluster.engine_local import (
+    COORDINATOR_ENDS,
+    served_locks,
+    start_keeper,
+)
 from stretto.cluster.folders import Folders
 from stretto.cluster.ledger import Ledger, Limits
 from stretto.cluster.loop import Loop, Timer, now_s
 from stretto.cluster.part_spec import write_json
 from stretto.cluster.policies import registry
+from stretto.cluster.roles import StoppedHolders
 from stretto.cluster.store import Store, read_events, read_only
 from stretto.cluster.wire import event_of, plain_command, plain_event
 from stretto.errors import SpecError, StrettoError
@@ -120,6 +125,8 @@ class Server:
         self._tick_soon()
         # Agents do so, too, but only if they do not find this coordinator.
         self._loop.every(_KEEPER_S, self._start_keeper)
+        stopped = StoppedHolders(lambda: served_locks(self.folders))
+        self._loop.every(_KEEPER_S, stopped.look)
         self._loop.every(_KEEPER_S, self._keep_socket)
         self._loop.run()
         self._listener.close()

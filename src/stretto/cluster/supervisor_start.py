@@ -72,6 +72,7 @@ def _run_forked(folder: Path, lock: int, listener: socket.socket) -> None:
     try:
         signal.set_wakeup_fd(-1)
         processes.detach(keep=(lock, listener.fileno()))
+        processes.note_owner(lock)
         Supervisor(folder, listener).run()
         status = 0
     except BaseException:  # noqa: BLE001 - nothing may return into the agent
@@ -100,6 +101,7 @@ def main(folder: str, lock: str, listener: str) -> int:
     for each in (lock, listener):
         os.set_inheritable(int(each), False)  # noqa: FBT003
     os.umask(0o077)
+    processes.note_owner(int(lock))
     Supervisor(Path(folder), socket.socket(fileno=int(listener))).run()
     return 0
 

@@ -144,12 +144,15 @@ def _checked(
     """Yield what a function makes of each row; errors name the line."""
     try:
         for row in table:
-            if None in row:  # a comma too many: columns may be shifted
-                raise ValueError("has more fields than there are columns")
-            found = {k: v if isinstance(v, str) else "" for k, v in row.items()}
-            yield use(found)
+            yield use(_fields(row))
     except (ValueError, csv.Error) as exc:
         raise SpecError(f"{source}: line {table.reader.line_num}: {exc}") from exc
+
+
+def _fields(row: Mapping[Any, Any]) -> _Row:
+    if None in row:  # a comma too many: columns may be shifted
+        raise ValueError("has more fields than there are columns")
+    return {k: v if isinstance(v, str) else "" for k, v in row.items()}
 
 
 def _rows(

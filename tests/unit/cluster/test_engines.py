@@ -13,6 +13,9 @@ What fails, and the test of it, here (on both engines) unless a file is named:
   test_without_a_reset_watchdog_the_supervisor_ends_the_attempt
 - the keeper: test_a_killed_keeper_is_replaced_when_the_coordinator_dies_too,
   test_a_killed_keeper_is_replaced_and_starts_an_agent_that_died_too
+- a coordinator or a supervisor that a signal has stopped:
+  test_a_stopped_coordinator_is_continued_and_loses_no_host,
+  test_a_stopped_supervisor_is_continued
 - a host, or its connection to the coordinator:
   test_a_silent_hosts_job_starts_elsewhere_and_never_runs_twice,
   test_a_host_that_is_silent_for_less_than_its_watchdog_keeps_its_job
@@ -462,6 +465,42 @@ def test_a_cluster_on_a_full_disk_can_be_ended(small_disk: Path) -> None:
         with pytest.raises(ClusterError, match=r"settings\.json: cannot be written"):
             engine_local.start(found.folders, found.settings)
         assert not processes.is_locked(found.folders.keeper_lock)
+
+
+# processes that a signal has stopped
+
+
+def test_a_stopped_coordinator_is_continued_and_loses_no_host(tmp_path: Path) -> None:
+    # The pause is longer than four heartbeats of all hosts.
+    with cluster(tmp_path / "c", heartbeat_s=0.2) as found:
+        name = found.submit(job(tmp_path, f"touch ready; {WAITS}", devices=4))
+        await_file(tmp_path / "ready")
+        os.kill(found.pid("coordinator"), signal.SIGSTOP)
+        os.kill(found.pid("keeper"), signal.SIGSTOP)
+        found.ask("status")
+        (tmp_path / "go").touch()
+        assert found.await_state(name, "done")["attempt"] == 1
+
+
+def test_a_stopped_supervisor_is_continued(shared: Cluster, tmp_path: Path) -> None:
+    name = shared.submit(job(tmp_path, f"touch ready; {WAITS}"))
+    await_file(tmp_path / "ready")
+    os.kill(shared.supervisor(name), signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    is_once(shared, name)
+
+
+def test_a_cluster_of_stopped_processes_can_be_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_local, "_ANSWER_S", 1.0)
+    with cluster(tmp_path / "c", hosts=1) as found:
+        for role in ("coordinator", "keeper", "host0"):
+            os.kill(found.pid(role), signal.SIGSTOP)
+        assert engine_local.down(found.folders, timeout_s=60.0)
+        agent = found.folders.agent_lock("host0")
+        locks = [agent, found.folders.coordinator_lock, found.folders.keeper_lock]
+        assert not any(map(processes.is_locked, locks))
 
 
 # hosts
