@@ -96,6 +96,7 @@ class Host:
     name: str
     devices: int
     now: object
+    memory_bytes: int = 0
     life: int = 0
     is_up: bool = True
     agent_up: bool = True
@@ -144,7 +145,8 @@ class Host:
         if self.joining:
             self.joining = False
             rows = [s.row() for s in self.supervisors.values()]
-            devices = [{"index": i} for i in range(self.devices)]
+            size = self.memory_bytes
+            devices = [{"index": i, "memory_bytes": size} for i in range(self.devices)]
             self.report(ev.JOINED, life=self.life, devices=devices, attempts=rows)
         return (f"{self.name}#{self.life}", list(self.outbox), self.now())
 
@@ -213,12 +215,16 @@ class Host:
 class World:
     """A coordinator, its store and hosts."""
 
-    def __init__(self, policy, sizes=(2, 2), store=None):
+    def __init__(self, policy, sizes=(2, 2), store=None, memory_bytes=()):
         self.now_s = 0.0
         self.policy = policy
         self.speeds = SPEEDS
         self.store = MemoryStore() if store is None else store
-        self.hosts = [Host(f"h{i}", n, lambda: self.now_s) for i, n in enumerate(sizes)]
+        sizes = zip(sizes, memory_bytes or (0,) * len(sizes), strict=True)
+        self.hosts = [
+            Host(f"h{i}", n, lambda: self.now_s, size)
+            for i, (n, size) in enumerate(sizes)
+        ]
         self.delayed = []
         self.full_s = 0.0
         """Until when the store is full."""

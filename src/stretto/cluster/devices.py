@@ -104,9 +104,28 @@ class DeviceMap:
         """Return a host's devices."""
         return self.devices[self.numbers[host]]
 
-    def num_free(self, among: int = EMPTY) -> int:
-        """Return how many devices are free; see `EMPTY`, `NO_FOREGROUND`."""
-        return self.counts[among].total
+    def num_free(self, among: int = EMPTY, memory_bytes: int = 0) -> int:
+        """Return how many devices are free; see `EMPTY`, `NO_FOREGROUND`.
+
+        Args:
+            among: which devices count.
+            memory_bytes: those known to have less memory do not count.
+        """
+        if not memory_bytes or not self._memory_differs(memory_bytes):
+            return self.counts[among].total
+        return sum(
+            (self._free(host, among) & ~small_devices(sizes, memory_bytes)).bit_count()
+            for host, sizes in enumerate(self.memory_bytes)
+        )
+
+    def num_usable_with(self, memory_bytes: int) -> int:
+        """Return how many devices of open hosts are not known to have less memory."""
+        if not memory_bytes or not self._memory_differs(memory_bytes):
+            return self.num_usable
+        return sum(
+            (self.usable[host] & ~small_devices(sizes, memory_bytes)).bit_count()
+            for host, sizes in enumerate(self.memory_bytes)
+        )
 
     def pick(
         self, need: int, among: int = EMPTY, memory_bytes: int = 0

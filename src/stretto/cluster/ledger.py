@@ -65,6 +65,7 @@ from stretto.cluster import outstanding
 from stretto.cluster.consequences import follows
 from stretto.cluster.decisions import event_of
 from stretto.cluster.events import Event
+from stretto.cluster.policies.base import devices_text
 from stretto.cluster.records import ENDS
 from stretto.cluster.state import State
 from stretto.errors import Infeasible, SpecError
@@ -428,11 +429,9 @@ class Ledger:
         if record.not_before_s > now_s:
             left_s = record.not_before_s - now_s
             return f"starts again in {left_s:.0f} s, because {record.why}"
-        usable = self.cluster.free.num_usable
+        usable = self.cluster.free.num_usable_with(view.memory_bytes)
         if usable < view.minimum:
-            return (
-                f"needs {counted(view.minimum, 'device')}, the open hosts have {usable}"
-            )
+            return f"needs {devices_text(view)}, the open hosts have {usable}"
         return self._policy.why_waiting(view, now_s, self.cluster, self.state.jobs)
 
     def job(self, job: str) -> JobView:

@@ -292,6 +292,10 @@ class ClusterView:
         self.ranks: dict[Device, int] = {}
         """The foreground's rank on each device that has one."""
 
+    def memory_of(self, device: Device) -> int:
+        """Return a device's memory in bytes; 0 if unknown."""
+        return self.hosts[device.host].memory_bytes[device.number]
+
     def may_join(self, job: JobView, device: Device) -> bool:
         """Return whether a job may be on a device beside what is there.
 
@@ -300,7 +304,7 @@ class ClusterView:
         """
         if not self.free.is_usable(device):
             return False
-        size = self.hosts[device.host].memory_bytes[device.number]
+        size = self.memory_of(device)
         if 0 < size < job.memory_bytes:
             return False
         beside = self.background.get(device)

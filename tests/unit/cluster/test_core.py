@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from dataclasses import replace
 
 import pytest
@@ -371,3 +373,67 @@ def test_a_reason_counts_one_device_as_one(world):
     world.advance(1.0, 1)
     job = world.submit(minimum=1)
     assert world.ledger.reason(job, world.now_s) == "needs 1 device, 0 are free"
+
+
+# devices of different memory
+
+
+@pytest.mark.parametrize("policy", ["fifo", "partition", "strong", "deeppool"])
+def test_a_job_gets_the_devices_that_hold_it_although_more_are_free(policy):
+    world = World(registry.get(policy), (2, 2), memory_bytes=(8, 80))
+    job = world.submit(minimum=1, maximum=4, memory_bytes=40)
+    world.advance(1.0, 1)
+    devices = world.ledger.job(job).devices
+    assert devices
+    assert {device.host for device in devices} == {"h1"}
+
+
+def test_backgrounds_leave_the_devices_that_a_foreground_fits_on():
+    world = World(registry.get("fifo"), (2, 2), memory_bytes=(80, 8))
+    background = world.submit("background", minimum=1)  # on h0
+    world.submit(minimum=1, memory_bytes=40)
+    world.advance(1.0, 1)
+    job = world.submit(minimum=1, memory_bytes=40)
+    world.advance(4.0, 4)
+    assert world.ledger.job(job).devices[0].host == "h0"
+    assert world.ledger.job(background).devices[0].host == "h1"
+
+
+def test_devices_are_kept_for_a_job_that_waits_for_their_memory():
+    world = World(registry.get("fifo"), (1, 1), memory_bytes=(80, 8))
+    first = world.submit(memory_bytes=40)
+    world.advance(1.0, 1)
+    job = world.submit(memory_bytes=40)
+    world.advance(4000.0, 2000)
+    later = world.submit()
+    world.advance(1.0, 1)
+    assert world.ledger.job(later).devices == ()
+    assert world.ledger.reason(job, world.now_s) == (
+        "needs 1 device with 40 B, 0 are free"
+    )
+    world.hosts[0].end((first, 1), 0)
+    world.advance(2.0, 2)
+    assert world.ledger.job(job).devices
+    assert world.ledger.job(later).devices
+
+
+@pytest.mark.parametrize("policy", ["fifo", "strong", "deeppool"])
+def test_no_job_waits_while_devices_that_hold_it_are_free(policy):
+    draw = random.Random(7)
+    for _ in range(20):
+        sizes = [draw.choice((8, 40, 80)) for _ in range(3)]
+        world = World(registry.get(policy), (1, 2, 3), memory_bytes=sizes)
+        jobs = []
+        for _ in range(8):
+            minimum, memory = draw.randint(1, 3), draw.choice((0, 8, 40, 80))
+            with contextlib.suppress(Infeasible):
+                role = draw.choice(("foreground", "background"))
+                jobs.append(world.submit(role, minimum, memory_bytes=memory))
+            world.advance(1.0, 1)
+        world.check()
+        free = world.ledger.cluster.free
+        for job in (world.ledger.job(name) for name in jobs):
+            room = free.num_free(memory_bytes=job.memory_bytes)
+            assert job.devices or room < job.minimum
+            for device in job.devices:
+                assert sizes[int(device.host[1:])] >= job.memory_bytes

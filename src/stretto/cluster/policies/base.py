@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from stretto.cluster.devices import Device, are_text
 from stretto.cluster.views import DATA_PARALLEL
-from stretto.units import counted
+from stretto.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from stretto.cluster.views import ClusterView, JobsView, JobView
@@ -64,6 +64,12 @@ class Detach:
 Decision = Start | Stop | Resize | Attach | Detach
 
 
+def devices_text(job: JobView) -> str:
+    """Return ``2 devices``, and how much memory they need if the job says so."""
+    text = counted(job.minimum, "device")
+    return f"{text} with {format_bytes(job.memory_bytes)}" if job.memory_bytes else text
+
+
 class AbstractPolicy(abc.ABC):
     """Chooses which jobs run where.
 
@@ -109,7 +115,7 @@ class AbstractPolicy(abc.ABC):
     ) -> str:
         """Return why a job that could start does not, in a few words."""
         del now_s, jobs
-        free = cluster.free.num_free()
+        free = cluster.free.num_free(memory_bytes=job.memory_bytes)
         if free < job.minimum:
-            return f"needs {counted(job.minimum, 'device')}, {are_text(free)} free"
+            return f"needs {devices_text(job)}, {are_text(free)} free"
         return "waits for its turn"

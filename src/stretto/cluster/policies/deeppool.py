@@ -12,6 +12,7 @@ from stretto.cluster.policies.base import (
     Detach,
     Start,
     Stop,
+    devices_text,
 )
 from stretto.cluster.policies.exclusive import (
     PATIENCE_S,
@@ -24,7 +25,6 @@ from stretto.cluster.policies.offers import NEVER_USED, Offers
 from stretto.cluster.policies.sized import SETTLE_S, best, growth
 from stretto.cluster.views import BURST, DATA_PARALLEL
 from stretto.schema.job import BACKGROUND, FOREGROUND
-from stretto.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,7 +98,7 @@ class DeepPoolPolicy(AbstractPolicy):
         return growth(BURST, self._settle_s, now_s, cluster, jobs)[1]
 
     def _keeps(self, first: JobView, now_s: float, cluster: ClusterView) -> bool:
-        limit = cluster.free.num_usable
+        limit = cluster.free.num_usable_with(first.memory_bytes)
         return keeps_devices(first, now_s, self._patience_s, limit)
 
     # Foregrounds.
@@ -111,11 +111,12 @@ class DeepPoolPolicy(AbstractPolicy):
         for job in in_turn(
             FOREGROUND,
             jobs,
-            lambda: free.num_free(NO_FOREGROUND),
+            lambda job: free.num_free(NO_FOREGROUND, job.memory_bytes),
             lambda job: self._keeps(job, now_s, cluster),
         ):
-            row = best(job, BURST, free.num_free(NO_FOREGROUND))
-            gpus = min(job.maximum, free.num_free(NO_FOREGROUND))
+            room = free.num_free(NO_FOREGROUND, job.memory_bytes)
+            row = best(job, BURST, room)
+            gpus = min(job.maximum, room)
             gpus = gpus if row is None else row.gpus
             devices = free.pick(gpus, EMPTY, job.memory_bytes) or free.pick(
                 gpus, NO_FOREGROUND, job.memory_bytes
@@ -164,7 +165,7 @@ class DeepPoolPolicy(AbstractPolicy):
         for job in in_turn(
             BACKGROUND,
             jobs,
-            lambda: places.num_left,
+            places.num_left,
             lambda job: self._keeps(job, now_s, cluster),
         ):
             devices = places.for_job(job, job.minimum)
@@ -195,14 +196,12 @@ class DeepPoolPolicy(AbstractPolicy):
         if first is not None and first is not job and keeps:
             return f"free devices are kept for {first.id}, which waits longer"
         among = NO_FOREGROUND if job.role == FOREGROUND else EMPTY
-        free = cluster.free.num_free(among)
+        free = cluster.free.num_free(among, job.memory_bytes)
         if job.role == FOREGROUND:
-            return (
-                f"needs {counted(job.minimum, 'device')}, without a foreground: {free}"
-            )
+            return f"needs {devices_text(job)}, without a foreground: {free}"
         offered = self._offers.num_offered(jobs)
         return (
-            f"needs {counted(job.minimum, 'device')}, {are_text(free)} free and "
+            f"needs {devices_text(job)}, {are_text(free)} free and "
             f"{are_text(offered)} idle for "
             "long enough beside a foreground"
         )
@@ -223,10 +222,12 @@ class _Places:
         self._never_used = offers.best(jobs, NEVER_USED)
         self._others = offers.best(jobs)
 
-    @property
-    def num_left(self) -> int:
-        """How many devices there are at most, fewer than the last gang that failed."""
-        left = self._free.num_free(EMPTY) + self._num_offered
+    def num_left(self, job: JobView) -> int:
+        """Return how many devices there are at most for a job.
+
+        They are fewer than the last gang needed that failed.
+        """
+        left = self._free.num_free(EMPTY, job.memory_bytes) + self._num_offered
         return min(left, self._max)
 
     def for_job(self, job: JobView, need: int) -> tuple[Device, ...] | None:
@@ -244,7 +245,8 @@ class _Places:
         if len(found) == need:
             return found
         self._give_back(found)
-        self._max = need - 1
+        if not job.memory_bytes:  # or another one may fit
+            self._max = need - 1
         return None
 
     def some(self, job: JobView, maximum: int) -> tuple[Device, ...]:

@@ -85,21 +85,26 @@ class PartitionPolicy(AbstractPolicy):
         """Return which jobs of a role start on at most ``left`` of its part."""
         out: list[Decision] = []
         others = free.num_free() - left
+
+        def room(job: JobView) -> int:
+            return min(free.num_free() - others, free.num_free(EMPTY, job.memory_bytes))
+
         for job in in_turn(
             role,
             jobs,
-            lambda: free.num_free() - others,
-            lambda job: self._keeps(job, now_s, part),
+            room,
+            lambda job: self._keeps(job, now_s, part, free),
         ):
-            gpus = min(job.maximum, free.num_free() - others)
+            gpus = min(job.maximum, room(job))
             devices = free.pick(gpus, memory_bytes=job.memory_bytes)
             if devices is not None:
                 free.take(devices, foreground=role == FOREGROUND)
                 out.append(Start(job.id, devices))
         return out
 
-    def _keeps(self, first: JobView, now_s: float, part: int) -> bool:
-        return keeps_devices(first, now_s, self._patience_s, part)
+    def _keeps(self, first: JobView, now_s: float, part: int, free: DeviceMap) -> bool:
+        limit = min(part, free.num_usable_with(first.memory_bytes))
+        return keeps_devices(first, now_s, self._patience_s, limit)
 
     def why_waiting(
         self, job: JobView, now_s: float, cluster: ClusterView, jobs: JobsView
@@ -109,7 +114,8 @@ class PartitionPolicy(AbstractPolicy):
         if part < job.minimum:
             return f"needs {counted(job.minimum, 'device')}, {job.role}s have {part}"
         first = jobs.first(job.role)
-        keeps = first is not None and self._keeps(first, now_s, part)
+        free = cluster.free
+        keeps = first is not None and self._keeps(first, now_s, part, free)
         if first is not None and first is not job and keeps:
             return f"free devices are kept for {first.id}, which waits longer"
         return super().why_waiting(job, now_s, cluster, jobs)

@@ -53,15 +53,19 @@ def growth(
 
     One at a time, the first that gains `GROW_RATIO`, if no job waits.
     """
-    free = cluster.free.num_free()
     waits = any(jobs.first(role) is not None for role in (FOREGROUND, BACKGROUND))
-    if waits or not free or any(True for _ in jobs.stopping(FOREGROUND)):
+    if (
+        waits
+        or not cluster.free.num_free()
+        or any(True for _ in jobs.stopping(FOREGROUND))
+    ):
         return [], None
     later_s: float | None = None
     for job in jobs.growable(FOREGROUND):
         has = len(job.devices)
         if job.speed is None:
             continue
+        free = cluster.free.num_free(memory_bytes=job.memory_bytes)
         row = best(job, method, has + free)
         if row is None or row.speedup < GROW_RATIO * job.speed.speedup:
             continue
