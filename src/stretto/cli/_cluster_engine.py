@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -211,7 +212,9 @@ def down_command(timeout_s: float, folders: Folders, is_json: bool) -> None:
 
     Jobs that ran wait for the next `stretto cluster start` of the same folder.
     """
-    has_ended = engine_local.down(folders, timeout_s=timeout_s)
+    has_ended = engine_local.down(
+        folders, timeout_s=timeout_s, report=functools.partial(click.echo, err=True)
+    )
     if is_json:
         put({"down": True, "jobs_ended": has_ended})
         return

@@ -30,7 +30,7 @@ from stretto.cluster.roles import (
 from stretto.errors import ClusterError, Infeasible, SpecError, StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 COORDINATOR_ENDS = ": the coordinator ends: "
 """In the line with which a coordinator says why it cannot run."""
@@ -46,6 +46,9 @@ _ANSWER_S = 10.0
 _KEEPER_S = 2.0
 _STOPPED_LOOK_S = 1.0
 _START_S = 90.0
+_QUIET_S = 2.0
+"""`down` says what it waits for after this time."""
+
 _RAY_START_S = 180.0
 """Ray's processes take 5 s to start, and much longer on a busy machine."""
 
@@ -274,8 +277,20 @@ def _refusal(text: str, exit_code: int) -> StrettoError:
     return kinds.get(exit_code, ClusterError)(text)
 
 
-def down(folders: Folders, *, timeout_s: float) -> bool:
+def down(
+    folders: Folders,
+    *,
+    timeout_s: float,
+    report: Callable[[str], None] = lambda _: None,
+) -> bool:
     """End a cluster: its jobs stop with their grace, and wait for the next start.
+
+    If this is interrupted, the cluster goes on.
+
+    Args:
+        folders: of the cluster.
+        timeout_s: how long to wait for the jobs.
+        report: called with what it waits for, if that takes long.
 
     Returns:
         Whether all jobs had ended in time. Otherwise, and if the coordinator cannot
@@ -292,18 +307,53 @@ def down(folders: Folders, *, timeout_s: float) -> bool:
         _end_processes(folders, [])
         return False
     drained = [row["host"] for row in status["hosts"] if not row["drained"]]
-    for host in drained:
-        with contextlib.suppress(ClusterError):  # it cannot be kept, on a full disk
-            ask(folders, {"do": "drain", "host": host, "user": "down"})
-    deadline_s = now_s() + timeout_s
-    has_ended = False
-    while not has_ended and now_s() < deadline_s:
-        status = ask(folders, {"do": "status"})
-        has_ended = not status["attempts"]
-        if not has_ended:
-            time.sleep(0.05)
+    try:
+        for host in drained:
+            with contextlib.suppress(ClusterError):  # it cannot be kept, on a full disk
+                ask(folders, {"do": "drain", "host": host, "user": "down"})
+        has_ended = _await_ends(folders, timeout_s, report)
+    except BaseException:
+        for host in drained:
+            with contextlib.suppress(StrettoError):
+                again = {"do": "drain", "host": host, "open": True, "user": "down"}
+                ask(folders, again, patience_s=1.0)
+        raise
     _end_processes(folders, drained)
     return has_ended
+
+
+def _await_ends(
+    folders: Folders, timeout_s: float, report: Callable[[str], None]
+) -> bool:
+    """Wait for the ends of all attempts; return whether they came in time."""
+    began_s = now_s()
+    said = ""
+    while True:
+        try:
+            status = ask(folders, {"do": "status"})
+        except ClusterError:
+            return False
+        if not status["attempts"]:
+            return True
+        passed_s = now_s() - began_s
+        if passed_s >= timeout_s:
+            return False
+        text = _waits_for(status, timeout_s)
+        if text != said and (status["trouble"] or passed_s > _QUIET_S):
+            said = text
+            report(text)
+        time.sleep(0.05)
+
+
+def _waits_for(status: dict[str, Any], timeout_s: float) -> str:
+    jobs = ", ".join(sorted(job for job, _ in status["attempts"]))
+    if status["trouble"]:
+        return (
+            f"cannot ask {jobs} to stop: {status['trouble']}. Waits at most "
+            f"{timeout_s:g} s for space; then, or with --timeout 0, the cluster ends, "
+            "and they end when their watchdog fires"
+        )
+    return f"waits at most {timeout_s:g} s for {jobs}"
 
 
 def _end_processes(folders: Folders, drained: Sequence[str]) -> None:

@@ -467,6 +467,33 @@ def test_a_cluster_on_a_full_disk_can_be_ended(small_disk: Path) -> None:
         assert not processes.is_locked(found.folders.keeper_lock)
 
 
+@pytest.mark.lab
+def test_the_end_of_a_cluster_on_a_full_disk_says_what_it_waits_for(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    with cluster(small_disk / "c", hosts=1) as found:
+        name = found.submit(job(tmp_path, f"touch ready; {WAITS}"))
+        await_file(tmp_path / "ready")
+        rest, said = filled(small_disk), []
+
+        def free(text: str) -> None:
+            said.append(text)
+            rest.unlink(missing_ok=True)
+
+        assert engine_local.down(found.folders, timeout_s=60.0, report=free)
+        assert said[0].startswith(f"cannot ask {name} to stop: ")
+
+
+def test_a_cluster_goes_on_if_its_end_is_interrupted(
+    shared: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(engine_local, "_await_ends", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine_local.down(shared.folders, timeout_s=60.0)
+    assert not any(row["drained"] for row in shared.ask("status")["hosts"])
+
+
 # processes that a signal has stopped
 
 
