@@ -4,8 +4,8 @@ Four emulated devices without preemption (`exclusive`), a stand-in for VGG-11 wi
 batch of 16, and four background jobs. Devices and jobs sleep instead of computing: the
 foreground's ranks follow the windows of its simulated step, data parallel on half of
 the devices under `partition`, by a burst plan (amplification limit 1.5, four hosts with
-10 GB/s) on all under `deeppool`. Both policies, the cluster, and the backgrounds'
-leases are the real ones. Ranks do not wait for each other.
+10 GB/s) on as many as `deeppool` chooses, which are two. Both policies, the cluster,
+and the backgrounds' leases are the real ones. Ranks do not wait for each other.
 
 The target is 1.2 times the throughput of all jobs, with a foreground that is no slower.
 Throughput counts in devices: the foreground's speed-up over one device, and each

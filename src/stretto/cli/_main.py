@@ -76,5 +76,9 @@ def main(args: list[str] | None = None, **extra: Any) -> None:
     try:
         group.main(args=args, prog_name="stretto", **extra)
     except StrettoError as error:
-        click.echo(f"stretto: error: {error}", err=True)
+        # What a file says must not control the terminal.
+        text = "".join(
+            c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(error)
+        )
+        click.echo(f"stretto: error: {text}", err=True)
         sys.exit(error.exit_code)

@@ -173,7 +173,7 @@ def assumptions(trace: Trace, options: ReplayOptions) -> list[str]:
         )
     if large := sum(job.gpus > options.gpus for job in trace.jobs):
         found.append(
-            f"{large} of the jobs had more than {options.gpus} GPUs, and get all."
+            f"Jobs with more than {options.gpus} GPUs, which get all: {large}."
         )
     if any(min(job.gpus, options.gpus) > _MAX_TABLE_GPUS for job in trace.jobs):
         found.append(

@@ -39,6 +39,8 @@ _PAI_COLUMNS = (
 _MISSING = (None, "", "None")
 
 _MAX_GPUS = 1_000_000
+_MAX_S = 1e12
+"""Of times and durations: beyond all dates, and sums of them are exact enough."""
 
 _Value = TypeVar("_Value")
 
@@ -259,6 +261,11 @@ def _job(
         return None
     if gpus > _MAX_GPUS:
         raise ValueError(f"a job with {gpus:g} GPUs: no cluster has them")
+    if max(abs(submit_s), duration_s) > _MAX_S:
+        raise ValueError(
+            f"a job submitted at {submit_s:g} s that lasts {duration_s:g} s: times "
+            f"have at most {_MAX_S:g} s"
+        )
     return TraceJob(
         submit_s=submit_s, gpus=math.ceil(gpus), duration_s=duration_s, role=role
     )

@@ -99,7 +99,7 @@ def kind_in(path: str | Path) -> str:
     kind = parse(read(path), str(path)).get("kind")
     if not isinstance(kind, str):
         raise SpecError(
-            f"{path}: $.kind: must be the kind of a stretto file, got {kind!r}",
+            f"{path}: $.kind: must be the kind of a stretto file, got {kind!r:.80}",
             place="$.kind",
         )
     return kind
@@ -184,16 +184,16 @@ def take_header(body: dict[str, Any], kind: str, source: str) -> None:
     made_by = body.pop("made_by")
     if found != kind:
         raise SpecError(
-            f"{source}: $.kind: must be {kind!r}, got {found!r}", place="$.kind"
+            f"{source}: $.kind: must be {kind!r}, got {found!r:.80}", place="$.kind"
         )
     if version is True or version != SCHEMA_VERSION or not isinstance(version, int):
         raise SpecError(
-            f"{source}: $.schema_version: must be {SCHEMA_VERSION}, got {version!r} "
-            f"(made by {made_by!r}); this is {MADE_BY}: "
+            f"{source}: $.schema_version: must be {SCHEMA_VERSION}, got "
+            f"{version!r:.80} (made by {made_by!r:.80}); this is {MADE_BY}: "
             "make the file again or upgrade stretto",
             place="$.schema_version",
         )
     if not isinstance(made_by, str):
         raise SpecError(
-            f"{source}: $.made_by: must be text, got {made_by!r}", place="$.made_by"
+            f"{source}: $.made_by: must be text, got {made_by!r:.80}", place="$.made_by"
         )

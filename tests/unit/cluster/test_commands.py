@@ -220,6 +220,12 @@ def test_a_duplicate_key_of_a_job_file_is_named(tmp_path: Path) -> None:
         read_job(path)
 
 
+def test_a_refusal_does_not_control_the_terminal(run: Run, tmp_path: Path) -> None:
+    _, _, err = run("submit", job_file(tmp_path, directory="\x1b[31m"))
+    assert "no such folder" in err
+    assert "\x1b" not in err
+
+
 def test_a_path_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"bad\xff")
     folder.mkdir()

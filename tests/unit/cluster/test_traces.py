@@ -102,6 +102,7 @@ def test_philly_takes_the_last_attempt_with_both_times(tmp_path):
         (SPOT + "d\n", "line 5: job_type must be HP or Spot"),
         (SPOT.replace("a,HP", "a" * 200_000 + ",HP"), "line 2: field larger"),
         (SPOT.replace("HP,2,2", "HP,1e200,1e200"), "line 2: a job with inf GPUs"),
+        (SPOT.replace("100,50", "100,1e308"), "line 2: a job submitted at 100 s that"),
         (PAI.replace("600,29,50", "600,29,1e300"), "j1: a job with 2e.298 GPUs"),
         ("[" * 100_000, "nested too deeply"),
         ('[{"submitted_time": 1}]', r"\$\[0\]: lacks 'attempts'"),
