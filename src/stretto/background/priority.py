@@ -54,6 +54,8 @@ _LOOP_S = 0.05
 _ANSWER_S = 10.0
 _NICE = 19
 _NAME = "stretto-background-"
+_ENTERED_S = 60.0
+"""Time in which a background enters the cgroup that it has made."""
 
 _PROC = Path("/proc")
 
@@ -189,7 +191,6 @@ def _enter_idle_cgroup() -> Isolation:
     own = own_cgroup()
     last: OSError = OSError("no cgroup with processors is mounted")
     for parent in _levels(own):
-        _remove_left(parent)
         # Containers that share this folder may have equal process ids.
         made = parent / f"{_NAME}{os.getpid()}-{os.urandom(4).hex()}"
         try:
@@ -204,6 +205,7 @@ def _enter_idle_cgroup() -> Isolation:
             last = exc
             made.rmdir()
             continue
+        _remove_left(parent, made)  # also that of a program which became this one
         return Isolation(
             method=CGROUP,
             detail=f"cgroup {made} with cpu.idle",
@@ -263,13 +265,19 @@ def _has_limits(cgroup: Path) -> bool:
     return False
 
 
-def _remove_left(parent: Path) -> None:
-    """Remove the cgroups of backgrounds that were killed."""
+def _remove_left(parent: Path, made: Path) -> None:
+    """Remove the cgroups of backgrounds that were killed.
+
+    Another process may have their process ids by now. A cgroup with processes in it is
+    not removed, and a background enters its own at once.
+    """
+    now_s = made.stat().st_mtime
     for left in parent.glob(f"{_NAME}*"):
         pid, _, _ = left.name.removeprefix(_NAME).partition("-")
-        used_again = pid == str(os.getpid())
-        if pid.isdigit() and (used_again or stat_row(int(pid)) is None):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
+            row = None if int(pid) == os.getpid() else stat_row(int(pid))
+            has_ended = row is None or row[0] in "ZXx"
+            if has_ended or now_s - left.stat().st_mtime > _ENTERED_S:
                 left.rmdir()
 
 

@@ -282,6 +282,18 @@ def test_an_empty_cgroup_that_had_this_process_id_is_removed(cgroups):
     assert not left.exists()
 
 
+@pytest.mark.parametrize(("is_old", "is_left"), [(True, False), (False, True)])
+def test_an_old_empty_cgroup_is_removed_whoever_has_its_process_id_now(
+    cgroups, is_old, is_left
+):
+    left = cgroups / f"stretto-background-{os.getppid()}-00000000"
+    left.mkdir()
+    if is_old:
+        os.utime(left, (0.0, 0.0))
+    priority._enter_idle_cgroup()
+    assert left.exists() == is_left
+
+
 def test_levels_with_limits_are_never_left(tmp_path):
     own = tmp_path / "root" / "service" / "job"
     write(tmp_path / "root", cgroup__procs="")
