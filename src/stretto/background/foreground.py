@@ -25,7 +25,8 @@ from stretto.background.board import (
     Board,
 )
 from stretto.background.devices import open_device
-from stretto.errors import SpecError
+from stretto.background.program_change import leave_at_exec
+from stretto.errors import BackgroundError, SpecError
 from stretto.foreground_marks import StepMarker
 from stretto.logs import get_logger
 
@@ -131,6 +132,7 @@ class Foreground:
             os.register_at_fork(after_in_child=lambda: _leave_to_parent(own()))
         foreground_marks.add(self)
         _opened.add(self)
+        leave_at_exec(self)
 
     @property
     def device_name(self) -> str:
@@ -325,6 +327,24 @@ class Foreground:
             return
         with contextlib.suppress(OSError):
             os.kill(pid, number)
+
+    def leave_for_exec(self) -> None:
+        """Leave the device to a background."""
+        if not self._is_closed:
+            self._device.release()
+            self._board.release_foreground()
+
+    def return_from_exec(self) -> None:
+        """Be the device's foreground again; close if another process is."""
+        if self._is_closed:
+            return
+        try:
+            self._board.claim_foreground()
+        except BackgroundError as error:
+            _log.warning("no background can run beside this process: %s", error)
+            self.close()
+        else:
+            self._begins = self._device.is_taken
 
     def close(self) -> None:
         """Leave the device to a background."""

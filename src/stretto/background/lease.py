@@ -23,7 +23,8 @@ from stretto.background.pacing import (
     Reason,
 )
 from stretto.background.pair_measurement import PairMeasurement
-from stretto.errors import SpecError
+from stretto.background.program_change import leave_at_exec
+from stretto.errors import BackgroundError, SpecError
 from stretto.logs import get_logger
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ class Background:
         self._is_open = False
         self._reason = Reason.NO_FOREGROUND
         atexit.register(self.close)
+        leave_at_exec(self)
 
     def _isolated(self, *, isolates: bool) -> Isolation | None:
         if not isolates or self._board is None:
@@ -186,7 +188,14 @@ class Background:
             label: of tasks of about the same length.
             timeout_s: return ``False`` after this time instead.
         """
-        self.end_task()
+        try:
+            self.end_task()
+            return self._wait(label, timeout_s)
+        except BaseException:  # an interrupt, which the program may catch
+            self.withdraw()
+            raise
+
+    def _wait(self, label: str, timeout_s: float | None) -> bool:
         begin_s = looked_s = perf_counter()
         self._view.request_began(begin_s)
         pause_s = _MIN_PAUSE_S
@@ -227,12 +236,34 @@ class Background:
 
     def end_task(self) -> None:
         """End the task of the last `wait`, if it has not ended."""
-        if self._is_open and self._owner == os.getpid():
-            self._is_open = False
+        try:
+            if not self.has_lease:
+                return
             self._device.end_task()
+            self._is_open = False
             self._collect()
             self._status.lease_begin_s = 0.0
             self._claimed().publish(self._status)
+        except BaseException:  # an interrupt
+            self.withdraw()
+            raise
+
+    def withdraw(self) -> None:
+        """End the task, and give back what is reserved on the device for later ones."""
+        if self._owner != os.getpid():
+            return
+        self._device.end_task()
+        self._device.withdraw()
+        self._is_open = False
+        self._view.request_ended(perf_counter())
+        self._status.lease_begin_s = 0.0
+        if self._board is not None:
+            self._board.publish(self._status)
+
+    @property
+    def has_lease(self) -> bool:
+        """Whether a task of this process has the device."""
+        return self._is_open and self._owner == os.getpid()
 
     def _started(self, label: str) -> bool:
         """Start a task if the gate permits it and the device is free."""
@@ -454,6 +485,22 @@ class Background:
             windows=self._view.windows,
         )
 
+    def leave_for_exec(self) -> None:
+        """End the task and let another background have the device."""
+        if self._board is not None and self._owner == os.getpid():
+            self.withdraw()
+            self._board.release_background()
+
+    def return_from_exec(self) -> None:
+        """Be the device's background again; close if another one is."""
+        if self._board is None or self._owner != os.getpid():
+            return
+        try:
+            self._board.claim_background()
+        except BackgroundError as error:
+            _log.warning("background on %s closed: %s", self._device.name, error)
+            self.close()
+
     def close(self) -> None:
         """Leave the device, and restore this process's priority where permitted."""
         atexit.unregister(self.close)
@@ -503,4 +550,7 @@ class _Lease:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._background.end_task()
+        if kind is None:
+            self._background.end_task()
+        else:
+            self._background.withdraw()

@@ -370,3 +370,14 @@ def test_an_interrupt_while_a_task_waits_withdraws_its_launches(queues, monkeypa
     assert not background._tickets
     foreground.release()
     assert foreground.take(patience_s=0.0)
+
+
+def test_a_task_that_must_not_wait_never_begins_with_a_launch_that_waits(queues):
+    foreground, background = queues(), queues()
+    assert background.start_task("a", waits=True, depth=2)
+    assert not foreground.take(patience_s=0.0)
+    background.end_task()
+    assert background.start_task("a", waits=True, depth=2)  # one is behind foreground's
+    background.end_task()
+    assert foreground.take(patience_s=0.0)
+    assert not background.start_task("a", waits=False, depth=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import itertools
 import json
 import logging
@@ -18,6 +19,7 @@ from stretto.background import foreground as foreground_module
 from stretto.background import named_device
 from stretto.background.board import COMMUNICATING, COMPUTING, WAITING, Mark
 from stretto.background.devices.base import EndedTask
+from stretto.background.devices.exclusive import ExclusiveDevice
 from stretto.background.foreground_view import ForegroundView
 from stretto.background.pacing import Policy, Reason
 from stretto.background.paired_steps import StepRecord
@@ -572,3 +574,104 @@ def test_a_background_that_computes_and_takes_no_lease_is_reported_once(
             foreground._look()
             foreground._look()
     assert not caplog.records
+
+
+def interruption_points(code):
+    """Return the instructions before which Python calls the handlers of signals."""
+    found = set()
+    for one, following in itertools.pairwise(dis.get_instructions(code)):
+        # In a return the call would be outside of its handlers.
+        if one.opname.startswith("CALL") and following.opname != "RETURN_VALUE":
+            found.add(following.offset)
+        if "JUMP_BACKWARD" in one.opname:
+            found.add(one.argval)
+    return found
+
+
+INTERRUPTED = ("lease.py", "exclusive.py", "board.py", "contextlib.py")
+
+
+def interrupted_at(number, call):
+    """Interrupt a call at one of these points; return whether there are so many."""
+    left = itertools.count(number, -1)
+
+    def trace(frame, event, _arg):
+        if Path(frame.f_code.co_filename).name not in INTERRUPTED:
+            return None
+        frame.f_trace_opcodes = True
+        points = interruption_points(frame.f_code)
+
+        def look(inner, event, _arg):
+            if event == "opcode" and inner.f_lasti in points and not next(left):
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return look
+
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_interrupt_at_any_point_of_a_lease_leaves_the_device_free(depth):
+    other = ExclusiveDevice("exclusive:i")
+    with stretto.Background(
+        "exclusive:i", depth=depth, policy=Policy.OUTSTANDING
+    ) as job:
+
+        def lease():
+            job.wait("a")
+            job.end_task()
+
+        number, kept = 0, []
+        while interrupted_at(number, lease):
+            if not other.take(patience_s=0.0) or job.has_lease:
+                kept.append(number)
+            other.release()
+            assert job.wait("b", timeout_s=10.0)
+            job.withdraw()
+            number += 1
+        assert number > 50
+        assert not kept
+    other.close()
+
+
+@pytest.mark.parametrize("role", ["Background", "Foreground"])
+def test_a_process_that_becomes_another_program_leaves_its_device(role, tmp_path):
+    code = (
+        "import os, sys, stretto\n"
+        f"job = stretto.{role}('exclusive:x')\n"
+        "job.wait() if hasattr(job, 'wait') else job.step()\n"
+        "os.execlp('cat', 'cat', '-')\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    process.stdin.write(b"line\n")
+    process.stdin.flush()
+    try:
+        assert process.stdout.readline() == b"line\n"  # the other program runs
+        with getattr(stretto, role)("exclusive:x"):
+            device = ExclusiveDevice("exclusive:x")
+            assert device.take(patience_s=0.0)
+            device.close()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("role", ["Background", "Foreground"])
+def test_a_process_that_cannot_become_another_program_keeps_its_device(role):
+    with getattr(stretto, role)("exclusive:x"):
+        with pytest.raises(FileNotFoundError):
+            os.execv("/no/such/program", ["program"])
+        with pytest.raises(BackgroundError, match=f"has a {role.lower()} already"):
+            getattr(stretto, role)("exclusive:x")

@@ -8,6 +8,11 @@ The queue is a small file that all processes map. It changes under a lock on the
 only, except that a process may withdraw its own tickets at any time. A waiting process
 skips tickets that were withdrawn and those of processes that have ended. A process may
 be stopped while it holds the lock, so the foreground waits for it with patience.
+
+# Note [Interrupts]
+A signal's handler may raise between any two operations. So a process records a ticket
+before it is in the queue, and forgets it after it has been withdrawn: its record has
+all of its tickets, and `_own_first` leaves out those that the queue does not have.
 """
 
 from __future__ import annotations
@@ -77,7 +82,7 @@ class ExclusiveDevice(AbstractDevice):
                 f"the queue {self._path} cannot be opened ({exc.strerror}): remove "
                 "that file"
             ) from exc
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # see Note [Interrupts]
         self._pid, self._started = os.getpid(), own_start()
         self._tickets: deque[int] = deque()  # of this process, the oldest first
         try:
@@ -146,12 +151,10 @@ class ExclusiveDevice(AbstractDevice):
     def _locked(self, patience_s: float) -> Iterator[bool]:
         """Lock the queue; ``False`` if another process keeps it locked so long."""
         with self._lock:  # threads share the lock on the file
-            is_locked = lock_within(self._descriptor, patience_s)
             try:
-                yield is_locked
-            finally:
-                if is_locked:
-                    fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+                yield lock_within(self._descriptor, patience_s)
+            finally:  # an interrupt may come as soon as it is locked
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def _reserve(
         self, *, only_free: bool = False, patience_s: float = float("inf")
@@ -174,11 +177,24 @@ class ExclusiveDevice(AbstractDevice):
                     f"device {self.name} has {_TICKETS} waiting launches already: end "
                     "some background jobs"
                 )
-            self._words[_NEXT] = number + 1
             at = _TICKETS_AT + 2 * (number % _TICKETS)
+            self._tickets.append(number)
             self._words[at], self._words[at + 1] = self._pid, self._started
-        self._tickets.append(number)
+            self._words[_NEXT] = number + 1
         return True
+
+    def _own_first(self) -> int | None:
+        """Return this process's oldest ticket in the queue, if it has one."""
+        words = self._words
+
+        def is_own(number: int) -> bool:
+            at = _TICKETS_AT + 2 * (number % _TICKETS)
+            in_queue = words[_SERVED] <= number < words[_NEXT]
+            return in_queue and words[at] == self._pid
+
+        if self._tickets:
+            self._tickets = deque(n for n in self._tickets if is_own(n))
+        return self._tickets[0] if self._tickets else None
 
     def _skip_withdrawn(self) -> None:
         words = self._words
@@ -211,8 +227,12 @@ class ExclusiveDevice(AbstractDevice):
                 self._words[at] = 0
             self._skip_withdrawn()
 
-    def _give_back(self, number: int) -> None:
-        self._words[_TICKETS_AT + 2 * (number % _TICKETS)] = 0
+    def _give_back(self, index: int) -> None:
+        """Withdraw one of this process's tickets: 0 is the oldest, -1 the newest."""
+        at = _TICKETS_AT + 2 * (self._tickets[index] % _TICKETS)
+        if self._words[at] == self._pid:
+            self._words[at] = 0
+        del self._tickets[index]
         with self._locked(_GIVE_BACK_S) as is_locked:
             if is_locked:  # else a process that waits for the device skips it
                 self._skip_withdrawn()
@@ -221,8 +241,12 @@ class ExclusiveDevice(AbstractDevice):
 
     def start_task(self, label: str, *, waits: bool, depth: int) -> bool:
         """Get the device, with further launches in the queue up to the depth."""
+        first = self._own_first()
         if not waits:
-            if not self._tickets and not self._reserve(only_free=True):
+            if first is not None and first != self._words[_SERVED]:
+                self.withdraw()  # launched when tasks might wait in the queue
+                return False
+            if first is None and not self._reserve(only_free=True):
                 self._look()
                 return False
         else:
@@ -240,15 +264,16 @@ class ExclusiveDevice(AbstractDevice):
         """Serve the next ticket."""
         if self._running is not None:
             label, begin_s = self._running
-            self._running = None
             now_s = perf_counter()
-            self._give_back(self._tickets.popleft())
+            self._running = None
+            if self._own_first() is not None:
+                self._give_back(0)
             self._ended.append(EndedTask(label, now_s - begin_s, now_s))
 
     def withdraw(self) -> None:
         """Withdraw launches that have not begun."""
         while len(self._tickets) > int(self._running is not None):
-            self._give_back(self._tickets.pop())
+            self._give_back(-1)
 
     def ended(self) -> list[EndedTask]:
         """Return the tasks that have ended since the last call."""
@@ -265,7 +290,7 @@ class ExclusiveDevice(AbstractDevice):
     def take(self, *, patience_s: float = float("inf")) -> bool:
         """Get the device after what was launched before."""
         try:
-            if not self._tickets and not self._reserve(patience_s=patience_s):
+            if self._own_first() is None and not self._reserve(patience_s=patience_s):
                 return False
         except BackgroundError:  # the foreground trains on whatever others do
             self._look()
@@ -276,7 +301,7 @@ class ExclusiveDevice(AbstractDevice):
     def release(self) -> None:
         """Serve the next ticket."""
         while self._tickets:
-            self._give_back(self._tickets.popleft())
+            self._give_back(0)
 
     def close(self) -> None:
         """Return all tickets."""
