@@ -208,7 +208,10 @@ def _report_steps() -> None:
 
 
 def _show_log() -> None:
-    """Show log lines if the script sets up no logging of its own."""
+    """Show log lines on stderr, if nothing else has been set up for them.
+
+    They do not reach handlers that the script sets up later: its output is its own.
+    """
     logger = logging.getLogger("stretto")
     own = [h for h in logger.handlers if not isinstance(h, LastResort)]
     if not own and not logging.getLogger().handlers:
@@ -216,6 +219,7 @@ def _show_log() -> None:
         handler.setFormatter(logging.Formatter("stretto: %(message)s"))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
+        logger.propagate = False
 
 
 def main() -> None:

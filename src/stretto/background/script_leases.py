@@ -4,23 +4,33 @@ Hooks on all modules and optimizers open and end the leases: one for each micro-
 or one for each layer in forward and in backward.
 
 # Note [What a micro-batch's lease covers]
-A task should hold the device only while it computes, so loading data is outside where
-that is possible. A lease begins with the first forward, and ends with the optimizer's
-step or after a forward without gradients. No hook reports that a backward without a
-step has ended (gradient accumulation), so its lease lasts until the next forward. A
-forward that fails ends its lease. After an interrupt, which no hook reports, the next
-forward finds that the last one does not run any more.
+A task should hold the device only while it computes, so loading data is outside. A
+lease begins with the first forward, and ends with the optimizer's step, after a forward
+without gradients, or after a backward that another one follows before the step. Nothing
+says in advance whether a step follows a backward (gradient accumulation) or a backward
+a forward (evaluation without ``no_grad``). So what happened the last time is expected:
+the number of backwards between two steps, and whether a model's output had a backward.
+Where that was wrong, the backward or the step takes a lease of its own.
+
+Forwards within a backward compute again what activation checkpoints left out: they
+belong to its task. A forward that fails ends its lease. After an interrupt, which no
+hook reports, the next forward finds that the last one does not run any more.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import inspect
+import itertools
 import os
 import re
 import sys
 import threading
 import time
+import weakref
+from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 from weakref import WeakKeyDictionary
@@ -32,9 +42,12 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from stretto.autograd_engine import graph_task_id
+from stretto.autograd_engine import graph_task_id, queue_callback
 from stretto.background.board import runtime_folder
 from stretto.background.child_processes import child_processes
 from stretto.background.lease import Background
@@ -46,6 +59,7 @@ from stretto.schema.collocation import Collocation
 from stretto.step_hooks import reads_nothing
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
     from torch.optim import Optimizer
@@ -82,6 +96,12 @@ started, from which a warning names it."""
 _LEASELESS_STEPS = 3
 """Successive steps of optimizers without a lease before a warning."""
 
+_MAX_OUTPUTS = 8
+"""Tensors of a forward's output, at most, that may begin its backward."""
+
+_MAX_FORWARDS = 8
+"""Last forwards of which it is not yet known whether a backward follows."""
+
 _UNCERTAIN = 1.0
 """Error of the foreground's loss from which the last line gives none."""
 
@@ -113,13 +133,22 @@ class ScriptLeases:
         self._has_warned = False
         self._top: nn.Module | None = None
         self._top_frame: FrameType | None = None
+        self._depth = 0
         self._layer = 0
+        self._forwards: deque[_Forward] = deque(maxlen=_MAX_FORWARDS)
+        self._unused: set[str] = set()  # labels whose last output had no backward
+        self._backward = -1
+        self._backwards = 0  # since the last step
+        self._last_stepped: weakref.ref[Optimizer] | None = None
+        self._backwards_after: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._step_frame: FrameType | None = None
         self._waits = 0
         self._waits_before: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._leaseless = 0
         self._handles: list[RemovableHandle] = [
             register_module_forward_pre_hook(self._before_forward),
             register_module_forward_hook(self._after_forward, always_call=True),
+            register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
         if hasattr(os, "register_at_fork"):  # such as a DataLoader's workers
@@ -154,40 +183,126 @@ class ScriptLeases:
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
         if not self._applies():
             return
-        if self._top is None or _has_ended(self._top_frame):
-            self._top, self._layer = module, 0
+        if graph_task_id() != -1:
+            self._before_recomputed(module)
+        elif self._top is None or _has_ended(self._top_frame):
+            self._top, self._depth, self._layer = module, 0, 0
             self._top_frame = _caller()
             self._look_for_ranks()
-            self._waits += 1
-            self._background.wait(_label(module))
+            self._learn_of_outputs()
+            self._wait(_label(module))
+        elif module is self._top:  # it calls itself
+            self._depth += 1
         elif self._by_layer and _is_layer(module):
             self._layer += 1
             self._background.wait(f"{_label(self._top)} {self._layer}")
 
+    def _wait(self, label: str) -> None:
+        self._waits += 1
+        self._background.wait(label)
+
+    def _before_recomputed(self, module: nn.Module) -> None:
+        """Take a lease for a forward within a backward, by layer or without one."""
+        if (self._by_layer and _is_layer(module)) or not self._background.has_lease:
+            self._wait(f"{_label(module)} again")
+
     def _after_forward(self, module: nn.Module, _args: Any, output: Any) -> None:
-        if not self._applies() or self._top is None:
+        if not self._applies() or graph_task_id() != -1 or self._top is None:
             return
         # A leaf, such as a parameter that a layer returns, keeps its hooks forever.
         has_backward = isinstance(output, Tensor) and output.grad_fn is not None
         if self._by_layer and has_backward and self._layer and _is_layer(module):
             label = f"{_label(self._top)} {self._layer} backward"
-            output.register_hook(lambda _grad: self._in_backward(label))
-        if module is self._top:
-            self._top = self._top_frame = None
-            # torch calls this for a forward that has failed, too, with no output.
-            has_failed = output is None and sys.exc_info()[0] is not None
-            if has_failed or not torch.is_grad_enabled():
-                self._background.end_task()
+            output.grad_fn.register_prehook(lambda _: self._in_backward(label))
+        if module is not self._top:
+            return
+        if self._depth:
+            self._depth -= 1
+            return
+        self._top = self._top_frame = None
+        # torch calls this for a forward that has failed, too, with no output.
+        has_failed = output is None and sys.exc_info()[0] is not None
+        if has_failed or not self._awaits_backward(module, output):
+            self._background.end_task()
+
+    def _awaits_backward(self, module: nn.Module, output: Any) -> bool:
+        """Return whether a backward is expected to follow; note where it begins."""
+        if not torch.is_grad_enabled():
+            return False
+        if torch._C._are_functorch_transforms_active():  # noqa: SLF001
+            return True  # its tensors are not those of the backward
+        found = [t for t in _tensors(output) if t.grad_fn is not None]
+        if not found:
+            return any(p.requires_grad for p in module.parameters())
+        forward = _Forward(_label(module))
+        hook = functools.partial(self._backward_begins, forward)
+        for node in {t.grad_fn for t in found}:
+            if node is not None:
+                node.register_prehook(hook)
+        forward.hook = weakref.ref(hook)
+        self._forwards.append(forward)
+        return forward.label not in self._unused
+
+    def _learn_of_outputs(self) -> None:
+        """Note whose outputs have ended without a backward."""
+        kept = []
+        for forward in self._forwards:
+            if forward.has_ended:
+                self._unused.add(forward.label)
+            elif not forward.has_backward:
+                kept.append(forward)
+        self._forwards = deque(kept, maxlen=_MAX_FORWARDS)
+
+    def _backward_begins(self, forward: _Forward, _gradients: Any) -> None:
+        if not self._is_on or torch.compiler.is_compiling():
+            return
+        forward.has_backward = True
+        self._unused.discard(forward.label)
+        if self._backward == graph_task_id():
+            return
+        self._backward = graph_task_id()
+        queue_callback(self._backward_ended)
+        if not self._background.has_lease:
+            self._wait(f"{forward.label} backward")
+
+    def _backward_ended(self) -> None:
+        self._backwards += 1
+        if not self._is_on or self._in_step():
+            return
+        last = None if self._last_stepped is None else self._last_stepped()
+        if last is not None and self._backwards < self._backwards_after.get(last, 0):
+            self._background.end_task()
 
     def _in_backward(self, label: str) -> None:
         if self._is_on:
             self._background.wait(label)
 
+    def _in_step(self) -> bool:
+        """Return whether an optimizer's step runs, such as one that has a closure."""
+        return self._step_frame is not None and not _has_ended(self._step_frame)
+
+    @reads_nothing
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._applies():
+            return
+        self._step_frame = _caller()
+        # Compiled code may hide the forwards, see `_look_for_leases`.
+        has_forwards = self._waits_before.get(optimizer, 0) != self._waits
+        if has_forwards and not self._background.has_lease:
+            self._background.wait(f"{type(optimizer).__qualname__} step")
+
     @reads_nothing
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._applies():
-            self._background.end_task()
-            self._look_for_leases(optimizer)
+        if not self._applies():
+            return
+        self._step_frame = None
+        self._background.end_task()
+        self._look_for_leases(optimizer)
+        last = None if self._last_stepped is None else self._last_stepped()
+        if last is not None:
+            self._backwards_after[last] = self._backwards
+        self._backwards_after.setdefault(optimizer, self._backwards)
+        self._last_stepped, self._backwards = weakref.ref(optimizer), 0
 
     def _look_for_leases(self, optimizer: Optimizer) -> None:
         """Warn of an optimizer that steps without a lease since its last step."""
@@ -220,6 +335,37 @@ class ScriptLeases:
                 "from their foregrounds: give each background one rank",
                 ranks,
             )
+
+
+@final
+class _Forward:
+    """A forward whose output may have a backward."""
+
+    def __init__(self, label: str) -> None:
+        self.label, self.has_backward = label, False
+        self.hook: weakref.ref[Any] | None = None
+        """What its graph calls as a backward begins; only the graph holds it."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its graph has been freed, and had no backward."""
+        return not self.has_backward and self.hook is not None and self.hook() is None
+
+
+def _tensors(output: Any, most: int = _MAX_OUTPUTS) -> list[Tensor]:
+    """Return the first tensors in a forward's output."""
+
+    def found(value: Any) -> Iterator[Tensor]:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            for one in value:
+                yield from found(one)
+        elif isinstance(value, Mapping):
+            for one in value.values():
+                yield from found(one)
+
+    return list(itertools.islice(found(output), most))
 
 
 def _caller() -> FrameType | None:

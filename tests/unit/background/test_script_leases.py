@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from stretto.background import script_leases
 from stretto.background.child_processes import ChildProcesses
@@ -85,6 +86,161 @@ def test_a_micro_batch_is_one_lease(leases, words):
     words.clear()
     step(model, optimizer, micro_batches=2)
     assert words == ["Sequential", "Sequential", "end", "end"]
+
+
+def test_a_lease_ends_with_a_backward_that_is_not_the_last_before_a_step(leases, words):
+    leases("micro-batch")
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer, micro_batches=3)
+    words.clear()
+    step(model, optimizer, micro_batches=3)
+    assert words == ["Sequential", "end"] * 3
+
+
+def test_each_optimizers_next_step_is_expected_after_its_own_backwards(leases, words):
+    leases("micro-batch")
+    model, optimizer = model_and_optimizer()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        words.clear()
+        step(model, optimizer, micro_batches=2)
+        step(model, other, micro_batches=1)
+    assert words == ["Sequential", "end"] * 3
+
+
+def test_a_step_that_comes_early_takes_a_lease_of_its_own(leases, words):
+    leases("micro-batch")
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer, micro_batches=2)
+    words.clear()
+    step(model, optimizer)
+    assert words == ["Sequential", "end", "SGD step", "end"]
+
+
+def test_a_second_optimizers_step_takes_a_lease(leases, words):
+    leases("micro-batch")
+    model, optimizer = model_and_optimizer()
+    step(model, optimizer)
+    torch.optim.Adam(model.parameters()).step()
+    assert words == ["Sequential", "end", "Adam step", "end"]
+
+
+def test_a_closures_backward_does_not_end_the_lease_of_its_step(leases, background):
+    leases("micro-batch")
+    model, _ = model_and_optimizer()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    open_after = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        open_after.append(background.has_lease)
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert all(open_after)
+    assert not background.has_lease
+
+
+def test_forwards_whose_outputs_are_not_used_end_their_leases(leases, words):
+    leases("micro-batch")
+    model, _ = model_and_optimizer()
+    for _ in range(3):
+        words.clear()
+        loss = model(torch.ones(2, 4)).sum().item()
+    assert loss
+    assert words == ["Sequential", "end"]
+
+
+def test_a_backward_takes_a_lease_if_none_was_expected(leases, words):
+    leases("micro-batch")
+    model, optimizer = model_and_optimizer()
+    for _ in range(2):
+        model(torch.ones(2, 4))
+    step(model, optimizer)  # its output is expected to be unused
+    words.clear()
+    step(model, optimizer)
+    assert words == ["Sequential", "end"]
+
+
+def test_an_output_that_a_loss_was_computed_of_awaits_its_backward(leases, words):
+    leases("micro-batch")
+    model, optimizer = model_and_optimizer()
+    for _ in range(2):
+        words.clear()
+        losses = [model(torch.ones(2, 4)).sum() for _ in range(2)]
+        sum(losses).backward()
+        optimizer.step()
+    assert words == ["Sequential", "Sequential", "end", "end"]
+
+
+def test_a_model_that_a_loss_follows_keeps_its_lease_until_then(leases, words):
+    leases("micro-batch")
+    model, optimizer = model_and_optimizer()
+    criterion = nn.MSELoss()
+    for _ in range(3):
+        words.clear()
+        criterion(model(torch.ones(2, 4)), torch.ones(2, 3)).backward()
+        optimizer.step()
+    assert words == ["Sequential", "MSELoss", "end", "end"]
+
+
+def test_a_frozen_model_ends_its_lease_with_gradients_on_too(leases, words):
+    leases("micro-batch")
+    model, _ = model_and_optimizer()
+    model.requires_grad_(False)
+    model(torch.ones(2, 4))
+    assert words == ["Sequential", "end"]
+
+
+class Checkpointed(nn.Module):
+    """A model that computes its forward again in backward."""
+
+    def __init__(self, *, use_reentrant):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.layers = model_and_optimizer()[0]
+
+    def forward(self, x):
+        out = checkpoint(self.layers, x, use_reentrant=self.use_reentrant)
+        return {"out": out}
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_backward_that_computes_a_forward_again_keeps_its_lease(
+    leases, words, use_reentrant
+):
+    leases("micro-batch")
+
+    model = Checkpointed(use_reentrant=use_reentrant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        words.clear()
+        x = torch.ones(2, 4, requires_grad=True)
+        model(x)["out"].square().mean().backward()
+        assert words == ["Checkpointed"]
+        optimizer.step()
+    assert words == ["Checkpointed", "end"]
+
+
+class Nested(nn.Module):
+    """A module that calls itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, depth):
+        return self.layer(self(x, depth - 1) if depth else x)
+
+
+def test_a_module_that_calls_itself_has_one_lease(leases, words):
+    leases("micro-batch")
+    with torch.no_grad():
+        Nested()(torch.ones(2, 4), 2)
+    assert words == ["Nested without gradients", "end"]
 
 
 def test_a_forward_without_gradients_ends_its_lease(leases, words):
@@ -221,7 +377,8 @@ def test_unknown_segments_are_refused(background):
 
 
 SCRIPT = """
-import sys, torch
+import logging, sys, torch
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)  # its output is its own
 from torch import nn
 model = nn.Linear(4, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
