@@ -33,6 +33,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
@@ -209,9 +210,26 @@ def _enter_idle_cgroup() -> Isolation:
         return Isolation(
             method=CGROUP,
             detail=f"cgroup {made} with cpu.idle",
-            undo=[made.rmdir, functools.partial(_move_to, own)],
+            undo=[functools.partial(_remove, made), functools.partial(_move_to, own)],
         )
     raise last
+
+
+def _remove(made: Path) -> None:
+    """Remove a cgroup, at the latest when processes that are still in it have ended.
+
+    At its exit `multiprocessing` ends daemons and joins the others, later than this.
+    """
+    if not _is_removed(made):
+        Finalize(None, _is_removed, args=(made,), exitpriority=-100)
+
+
+def _is_removed(made: Path) -> bool:
+    try:
+        made.rmdir()
+    except OSError:
+        return False
+    return True
 
 
 def _move_to(cgroup: Path) -> None:

@@ -135,6 +135,32 @@ def test_the_cgroup_of_a_background_that_was_killed_is_removed_by_the_next():
     assert not Path(inside).exists()
 
 
+WORKER = """
+import multiprocessing, time
+from stretto.background import priority
+found = priority.lower(["cgroup"], test=False)
+worker = multiprocessing.get_context("fork").Process(
+    target=time.sleep, args=(60,), daemon=True
+)
+worker.start()
+print(priority.own_cgroup())
+"""
+
+
+@cgroups
+def test_a_cgroup_is_removed_where_the_script_left_workers_in_it():
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER],
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE_S,
+        check=True,
+    )
+    made = Path(done.stdout.strip())
+    assert made.name.startswith("stretto-background-")
+    assert not made.exists()
+
+
 @cgroups
 def test_a_background_in_the_foregrounds_session_comes_second_too():
     method, _, ratio, *_ = measured(
