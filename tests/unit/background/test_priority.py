@@ -136,7 +136,7 @@ def test_the_cgroup_of_a_background_that_was_killed_is_removed_by_the_next():
 
 
 WORKER = """
-import multiprocessing, time
+import multiprocessing, multiprocessing.util, time  # as torch does
 from stretto.background import priority
 found = priority.lower(["cgroup"], test=False)
 worker = multiprocessing.get_context("fork").Process(
