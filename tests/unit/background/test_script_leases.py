@@ -509,6 +509,8 @@ def test_run_reports_a_device_that_has_a_background(tmp_path, monkeypatch):
         (["--max-loss", "0.1"], "--max-loss needs --background"),
         (["--foreground", "cpu", "--background", "cpu"], "either --foreground or"),
         (["--background", "cpu", "--segments", "epoch"], "epoch"),
+        (["--background", ""], "--background needs the name of a device"),
+        (["--foreground", " "], "--foreground needs the name of a device"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message):
