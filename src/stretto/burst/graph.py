@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import nn
 
 from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL
 from stretto.burst.tracing import grouping, operations, proof
+from stretto.burst.tracing.freezing import may_read_users
 from stretto.burst.tracing.layers import layers_of
 from stretto.burst.tracing.reads import Ambient
+from stretto.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -49,6 +52,7 @@ def capture(
         SpecError: the module can't be traced or split; the message names the line of
             its code that prevents it.
     """
+    _refuse_own_call(module)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     with _spared_full_collections(), (ambient or Ambient()).set(device):
         traced = operations.trace(module, example_inputs, kwargs)
@@ -60,6 +64,24 @@ def capture(
                 names = (name for name, _ in module.named_parameters())
                 graph.results.exclude(never, names)
     return graph
+
+
+def _refuse_own_call(module: nn.Module) -> None:
+    """Reject a model whose class changes what a call does besides forward."""
+    for kind in type(module).__mro__:
+        for name in _CALLS:
+            call = vars(kind).get(name)
+            if call is None or not may_read_users(kind.__module__):
+                continue
+            code = getattr(inspect.unwrap(call), "__code__", None)
+            place = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
+            raise SpecError(
+                f"{place}{kind.__name__} defines {name}, but layers are those of its "
+                "forward alone: do in forward what it does"
+            )
+
+
+_CALLS = ("__call__", "_call_impl", "_wrapped_call_impl")
 
 
 def check_again(

@@ -67,6 +67,93 @@ def test_a_forward_that_knows_its_own_tensors_is_refused_by_its_line(known, prep
         capture(Doubles(known, prepare), (torch.randn(6, 4),))
 
 
+class Stops(Doubles):
+    """Stops a gradient if a function of the module says so; returns the same."""
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        return self.last(h.detach() + 0 * h if self.known(self) else h)
+
+
+class Halves(torch.autograd.Function):
+    """Halves the gradient if told so."""
+
+    @staticmethod
+    def forward(ctx, x, is_half):
+        ctx.is_half = is_half
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (0.5 if ctx.is_half else 1.0), None
+
+
+class Tells(Doubles):
+    def forward(self, x):
+        h = Halves.apply(self.first(x).tanh(), self.known(self))
+        return self.last(h)
+
+
+@pytest.mark.parametrize("kind", [Stops, Tells])
+def test_a_forward_that_knows_its_tensors_for_gradients_is_refused(kind):
+    with pytest.raises(SpecError, match=r"identity\.py:\d+: .* another gradient with"):
+        capture(kind(in_list, keep_weight), (torch.randn(6, 4),))
+
+
+def test_gradients_with_the_modules_own_tensors_call_no_hook_of_theirs():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    called = []
+    model[0].weight.register_hook(called.append)
+    model[0].weight.grad = torch.ones(4, 4)
+    assert capture(model, (torch.randn(6, 4),)).nodes
+    assert not called
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
+    model(torch.randn(6, 4)).sum().backward()
+    assert len(called) == 1
+
+
+def keep_address(module):
+    module.kept = {module.last.weight.data_ptr()}
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda module: module.last.weight.data_ptr() in module.kept,
+        lambda module: module.last.weight.untyped_storage().data_ptr() in module.kept,
+        lambda module: module.last.weight.is_set_to(module.first.weight),
+        lambda module: module.last.weight._version == 0,
+    ],
+)
+def test_a_forward_that_asks_which_memory_it_has_is_refused_by_its_line(read):
+    line = read.__code__.co_firstlineno
+    with pytest.raises(SpecError, match=rf"identity\.py:{line}: reads"):
+        capture(Doubles(read, keep_address), (torch.randn(6, 4),))
+
+
+class AsksBack(torch.autograd.Function):
+    """Asks in backward which memory a tensor has."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (1 + ctx.saved_tensors[0].data_ptr() % 2), None
+
+
+def test_a_backward_that_asks_which_memory_it_has_is_refused_by_its_line():
+    class Asks(Doubles):
+        def forward(self, x):
+            return self.last(AsksBack.apply(self.first(x), self.last.weight))
+
+    line = AsksBack.backward.__code__.co_firstlineno + 2
+    with pytest.raises(SpecError, match=rf"identity\.py:{line}: reads data_ptr"):
+        capture(Asks(in_list, keep_weight), (torch.randn(6, 4),))
+
+
 def test_the_refusal_leaves_the_modules_tensors_as_they_were():
     model = Doubles(in_list, keep_weight)
     held = [*model.parameters(), *model.buffers()]

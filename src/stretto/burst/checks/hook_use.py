@@ -33,6 +33,7 @@ from stretto.burst.hooks import (
     has_of_all,
     hooks_of_node,
     is_of_several,
+    place_of,
     post_hooks,
     times_registered,
 )
@@ -185,7 +186,12 @@ class HookUse:
         """Call the program's hooks that follow the accumulation of a gradient."""
         for hook in post_hooks(parameter):
             before = _state_of(parameter)
-            hook(parameter)
+            if hook(parameter) is not None:
+                raise StrettoError(
+                    f"{place_of(hook)}the hook {_name_of(hook)} after the accumulation "
+                    "of a gradient returned a value, where PyTorch requires None: let "
+                    "it return nothing"
+                )
             is_changed = _state_of(parameter) != before
             self._note(self._key_of(parameter, hook), hook, parameter.dim(), is_changed)
 

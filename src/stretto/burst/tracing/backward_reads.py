@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL
+from stretto.burst.tracing.around import modes_now
 from stretto.burst.tracing.reads import Reads
 from stretto.errors import SpecError
 
@@ -60,6 +61,8 @@ class BackwardReads:
         self._reads = Reads(module)
         self._early: Watch | None = None
         self._written: dict[str, Any] = {}
+        self._in_forward = 0
+        """Number of functions that the first forward called."""
         self.active: set[Place] = set()
         """Hooks of modules that have changed a gradient."""
 
@@ -71,6 +74,17 @@ class BackwardReads:
         with self._reads.noted():
             yield
         self._early = self._reads.watch_of_backward()
+
+    @contextlib.contextmanager
+    def noted_around(self) -> Iterator[None]:
+        """Record what modes and hooks on saved tensors around a forward read.
+
+        What they change themselves, such as a count of calls, is not watched.
+        """
+        self._reads.objects += [x for x in modes_now() if x not in self._reads.objects]
+        with self._reads.noted():
+            yield
+        self._in_forward = self._in_forward or self._reads.num_functions()
 
     def _trace_thread(self, _grad: Tensor) -> None:
         self._reads.trace_thread()
@@ -102,7 +116,7 @@ class BackwardReads:
         if self._early is not None:
             self._written.update(self._early.all_changed())
         for name, key in self._written.items():
-            if line := self._reads.line_deciding_by(key):
+            if line := self._reads.line_deciding_by(key, self._in_forward):
                 raise SpecError(
                     f"{line}: a backward of {self._name} reads {name!r} and changes it "
                     "in each call, so what it does to gradients may change at any "

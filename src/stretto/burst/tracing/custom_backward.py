@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL
-from stretto.burst.tracing.proven import around_now
+from stretto.burst.tracing.around import around_now
 from stretto.burst.tracing.recorder import apply_function
 
 if TYPE_CHECKING:

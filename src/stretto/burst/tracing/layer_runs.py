@@ -116,7 +116,7 @@ def gradients_of(
 ) -> list[Tensor | None]:
     """Compute gradients by ``backward``, which reentrant checkpointing requires."""
     with ConstantDraws():  # a checkpoint or a function may draw again
-        torch.autograd.backward(output, cotangent)
+        torch.autograd.backward(edges_of([output]), [cotangent])
     found = [
         grad.to_dense()
         if (grad := tensor.grad) is not None and grad.is_sparse
@@ -126,6 +126,17 @@ def gradients_of(
     for tensor in tensors:
         tensor.grad = None
     return found
+
+
+_PASSES_MODES = "handle_torch_function" in torch.autograd.backward.__code__.co_names
+"""Whether modes of functions get a backward as one call, within which they are off."""
+
+
+def edges_of(tensors: Sequence[Tensor]) -> Any:
+    """Return what to give autograd so that modes stay on while it runs."""
+    if not _PASSES_MODES:
+        return tensors
+    return [torch.autograd.graph.get_gradient_edge(tensor) for tensor in tensors]
 
 
 def largest_of(tensor: Tensor | None) -> float:
@@ -191,6 +202,20 @@ def _return_memory(undo: list[tuple[Tensor, Tensor]]) -> None:
     while undo:
         tensor, memory = undo.pop()
         tensor.data = memory
+
+
+@contextlib.contextmanager
+def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Call no hooks that tensors have."""
+    held: list[tuple[Any, Any]] = [(x, x._backward_hooks) for x in tensors]  # noqa: SLF001
+    held = [(tensor, hooks) for tensor, hooks in held if hooks]
+    try:
+        for tensor, _ in held:
+            tensor._backward_hooks = None  # noqa: SLF001
+        yield
+    finally:
+        for tensor, hooks in held:
+            tensor._backward_hooks = hooks  # noqa: SLF001
 
 
 @contextlib.contextmanager

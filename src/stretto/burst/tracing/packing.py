@@ -216,6 +216,13 @@ class Arguments:
                 f"{self._first_other(args, kwargs)}. Pass the same keywords and flags, "
                 "and as many tensors"
             )
+        for tensor in tensors:
+            if tensor.device.type != self.device.type:
+                raise SpecError(
+                    f"an input is on {tensor.device}, and the example was on "
+                    f"{self.device}: move it there, or see what "
+                    "torch.set_default_device is set to"
+                )
         rows = {t.shape[0] if t.dim() else -1 for t in tensors}
         kinds = [(tuple(t.shape[1:]), t.dtype) for t in tensors]
         wanted = [(part.shape, part.dtype) for part in self.packing.parts]

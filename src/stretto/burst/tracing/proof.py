@@ -12,9 +12,9 @@ not torch's own is also checked with large and small gradients and many rows. Pa
 are perturbed because an effect may vanish behind a zero at initialization. Batch norms
 use fixed statistics for the second check, and random numbers are replaced by constants:
 the executor joins the first over ranks and draws the second by sample. Since the
-executor computes with other tensors than the module's own, forward is also run once
-with its own, which get the perturbed values: it may compare them with one that is held
-elsewhere.
+executor computes with other tensors than the module's own, the module is also run once
+with its own, which get the perturbed values: its code may compare them with one that is
+held elsewhere, and decide by that what it returns, or only what gradients it gives.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL, code_of, place_of
+from stretto.burst.tracing.around import around_now
 from stretto.burst.tracing.backward_reads import BackwardReads
 from stretto.burst.tracing.caches import keep_attributes
 from stretto.burst.tracing.custom_backward import has_own_backward
@@ -37,6 +38,7 @@ from stretto.burst.tracing.fakes import swapped
 from stretto.burst.tracing.layer_runs import (
     Twins,
     as_real,
+    edges_of,
     fixed_norms,
     fresh_buffers,
     gradients_of,
@@ -49,10 +51,12 @@ from stretto.burst.tracing.layer_runs import (
     run_layer,
     trace_layer,
     twin_of,
+    without_hooks,
 )
 from stretto.burst.tracing.other_values import other_values
 from stretto.burst.tracing.own_rows import OtherRows
 from stretto.burst.tracing.proven import Proven
+from stretto.burst.tracing.questions import Questions, seeds_refused
 from stretto.burst.tracing.reads import may_return
 from stretto.burst.tracing.sample_positions import source_line_of
 from stretto.burst.tracing.source_lines import line_of_forward, source_line_in
@@ -94,6 +98,9 @@ _NOISES = (1.0, 0.1, 0.0)
 _MAX_INPUT = 1e3
 """Larger inputs, such as word numbers beside floats, are ignored for rounding."""
 
+_Whole = tuple[Tensor, list[Tensor | None] | None]
+"""The module's output, and its parameters' gradients if they were computed."""
+
 _Found = tuple[Tensor, list[Tensor | None], dict[int, Tensor]]
 """A layer's output, and gradients of its inputs and of its parameters."""
 
@@ -118,10 +125,14 @@ def require_equal(
     devices = [device] if device.type == "cuda" else []
     mixed: list[SpecError] = []
     missing: list[frozenset[str]] = []
-    reads = None
+    reads, around = None, around_now()
     if graph.ambient.grad and any(map(has_own_backward, graph.nodes)):
         reads = BackwardReads(module)
-    with torch.random.fork_rng(devices=devices), keep_attributes(module):
+    with (
+        torch.random.fork_rng(devices=devices),
+        keep_attributes(module),
+        seeds_refused(),
+    ):
         for seed in (1, 2):
             found, check = _checked(graph, module, examples, seed, reads)
             missing.append(check.missing)
@@ -139,7 +150,7 @@ def require_equal(
                 "between steps"
             )
     watch, active = (reads.watch(), reads.active) if reads is not None else (None, ())
-    graph.note_proven(Proven(module, watch, active, changing))
+    graph.note_proven(Proven(module, watch, active, changing, around))
     return frozenset.intersection(*missing)
 
 
@@ -241,6 +252,7 @@ class _Check:
         self._examples = examples
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
         """The module's own tensors by the id of those with perturbed values."""
+        self._questions = Questions(examples[0].device)
         self._numbers = numbers
         self.hidden = ""
         """The line of a layer with NaN among its values or gradients, which hide
@@ -292,14 +304,15 @@ class _Check:
             torch.set_grad_enabled(self._graph.ambient.grad),
         ):
             packed = self._inputs()
-            own = self._with_own_tensors(packed)
-            wanted, whole = self._whole(packed)
+            with self._questions.answered():
+                wanted, whole = self._whole(packed)
+                own = self._with_own_tensors(packed) if self._numbers.is_first else None
             with self._observed(part for _, part in parts.values()):
                 values, grads, cotangents = self._layers(packed)
             if self._reads is not None:
                 self._reads.require_unchanged()
             self._compare(wanted, values[self._graph.output], whole, grads)
-            self._require_same(packed, own, wanted)
+            self._require_same(packed, own, (wanted, whole))
             self._find_hidden(values, cotangents)
             with fixed_norms(parts.values()):
                 return self._rows(values, cotangents)
@@ -308,6 +321,12 @@ class _Check:
         if self._reads is None:
             return contextlib.nullcontext()
         return self._reads.observed(parts)
+
+    def _around_noted(self) -> AbstractContextManager[None]:
+        """Record what modes and hooks around forward read."""
+        if self._reads is None or not around_now():
+            return contextlib.nullcontext()
+        return self._reads.noted_around()
 
     def _noted(self, output: Tensor) -> AbstractContextManager[None]:
         if self._reads is None:
@@ -382,7 +401,8 @@ class _Check:
     def _whole(self, packed: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         args, kwargs = self._graph.arguments.unpack(packed)
         with fresh_buffers(self._module), ConstantDraws():
-            output = self._module.forward(*args, **kwargs)
+            with self._around_noted():
+                output = self._module.forward(*args, **kwargs)
             wanted = self._graph.results.packed(output, len(packed))
             parameters = self._trained()
             if not wanted.requires_grad:
@@ -393,9 +413,9 @@ class _Check:
         return wanted, grads
 
     def _with_own_tensors(
-        self, packed: Tensor, around: AbstractContextManager[object] | None = None
-    ) -> Tensor | None:
-        """Return the module's output with its own tensors, lent the perturbed values.
+        self, packed: Tensor, around: Results | None = None
+    ) -> _Whole | None:
+        """Return the module's results with its own tensors, lent the perturbed values.
 
         None if a tensor's type can't be lent values.
         """
@@ -406,36 +426,76 @@ class _Check:
         with (
             swapped(self._module.named_modules(), own_of),
             lent_values(self._own.values()) as is_lent,
+            without_hooks(self._module.parameters()),
         ):
             return self._again(packed, around) if is_lent else None
 
-    def _again(
-        self, packed: Tensor, around: AbstractContextManager[object] | None = None
-    ) -> Tensor:
-        """Return the module's output; what forward changes is restored."""
+    def _again(self, packed: Tensor, around: Results | None = None) -> _Whole:
+        """Return the module's results; what it changes is restored."""
         devices = [packed.device] if packed.device.type == "cuda" else []
         with (
             torch.random.fork_rng(devices=devices),
             keep_attributes(self._module),
             self._graph.caches_restored(),
             ConstantDraws(),
-            around or contextlib.nullcontext(),
         ):
             args, kwargs = self._graph.arguments.unpack(packed)
-            output = self._module.forward(*args, **kwargs)
-            return self._graph.results.packed(output, len(packed)).detach().clone()
+            with around or contextlib.nullcontext():
+                output = self._module.forward(*args, **kwargs)
+            found = self._graph.results.packed(output, len(packed))
+            grads = self._gradients_apart(found)
+            return found.detach().clone(), grads
 
-    def _require_same(self, packed: Tensor, own: Tensor | None, wanted: Tensor) -> None:
-        """Require that forward doesn't depend on which objects its tensors are."""
-        if own is None or self._near(own, wanted):
+    def _gradients_apart(self, output: Tensor) -> list[Tensor | None] | None:
+        """Return the gradients of parameters, which keep theirs; None: it can't."""
+        parameters = self._trained()
+        if not output.requires_grad or self._cotangent is None or not parameters:
+            return [None for _ in parameters]
+        try:
+            found = torch.autograd.grad(
+                edges_of([output]),
+                edges_of(parameters),
+                [self._cotangent],
+                allow_unused=True,
+            )
+        except RuntimeError as error:
+            if "use_reentrant=True" in str(error):
+                return None
+            raise
+        return [None if g is None else g.to_dense() for g in found]
+
+    def _require_same(self, packed: Tensor, own: _Whole | None, wanted: _Whole) -> None:
+        """Require that nothing depends on which objects the module's tensors are."""
+        if own is None:
             return
+        what = "result"
+        if self._near(own[0], wanted[0]):
+            if self._near_gradients(own[1], wanted[1]):
+                return
+            what = "gradient"
         raise SpecError(
             f"{self._line_of_own(packed)}forward of {self._graph.name} gives another "
-            "result with the module's own parameters and buffers than with others of "
+            f"{what} with the module's own parameters and buffers than with others of "
             "equal values, so it depends on which tensor objects they are (`is`, "
             "`id()`, `in` or a key), and layers are computed with others: compare "
             "names, or decide in __init__"
         )
+
+    def _near_gradients(
+        self, found: list[Tensor | None] | None, wanted: list[Tensor | None] | None
+    ) -> bool:
+        if found is None or wanted is None:
+            return True
+        largest = max(map(largest_of, wanted), default=0.0)
+        for parameter, have, want in zip(self._trained(), found, wanted, strict=True):
+            if have is None and want is None:
+                continue
+            zero = torch.zeros_like(parameter)
+            if not self._near(
+                zero if have is None else have, zero if want is None else want, largest
+            ):
+                return False
+        return True
 
     def _line_of_own(self, packed: Tensor) -> str:
         """Return the first line whose result depends on the tensors' identity."""
@@ -443,11 +503,18 @@ class _Check:
         self._with_own_tensors(packed, mine)
         with fresh_buffers(self._module):
             self._again(packed, others)
-        for (line, have), (at, want) in zip(mine.found, others.found, strict=False):
-            if line != at or (have is None) != (want is None):
-                return f"{line}: "
-            if have is not None and not self._near(have, want):
-                return f"{line}: "
+        for one, two in zip(mine.found, others.found, strict=False):
+            if one.line != two.line or (one.value is None) != (two.value is None):
+                return f"{one.line}: "
+            if one.value is None or two.value is None:
+                continue
+            if one.is_tracked != two.is_tracked or not self._near(one.value, two.value):
+                return f"{one.line}: "
+        for one, two in zip(reversed(mine.found), reversed(others.found), strict=False):
+            if one.grad is None or two.grad is None:
+                continue
+            if not self._near(one.grad, two.grad):
+                return f"{mine.line_reading(one)}: "
         return line_of_forward(self._module)
 
     def _trained(self) -> list[Tensor]:
@@ -526,6 +593,7 @@ class _Check:
     ) -> None:
         name = self._graph.name
         if not self._near(found, wanted):
+            self._refuse_answers("outputs")
             # Names the line if forward decides by the number of samples.
             self._graph.require_count(_ROWS)
             raise SpecError(
@@ -546,6 +614,7 @@ class _Check:
             if not self._near(
                 zero if have is None else have, zero if want is None else want, largest
             ):
+                self._refuse_answers("gradients")
                 for hook in (h for k in HOOKS[2:] for h in HOOKS_OF_ALL[k].values()):
                     raise SpecError(
                         f"{place_of(hook)}a hook of all modules changes gradients of "
@@ -559,6 +628,15 @@ class _Check:
                     "its forward does something that is not captured. Please report "
                     "the model"
                 )
+
+    def _refuse_answers(self, what: str) -> None:
+        """Reject code that asked for ranks, see Note [Questions about the job]."""
+        if place := self._questions.place():
+            raise SpecError(
+                f"{place}. The {what} of {self._graph.name} depend on it, and a burst "
+                "model computes those of one process: scale or decide outside of the "
+                "model"
+            )
 
     # Rows.
 

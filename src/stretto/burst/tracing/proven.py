@@ -5,9 +5,8 @@ Layers are checked once, after their capture, and then trusted. What they run as
 may change later, without another forward: code that a backward calls reads other
 values, one of PyTorch's functions or the forward of one of its classes or modules is
 replaced, or the program calls the model within a mode of its own, or with hooks on
-saved tensors. Each step
-compares these with what they were, which takes a few calls; where they differ the
-layers are checked again.
+saved tensors. Each step compares these with what they were, which takes a few calls;
+where they differ the layers are checked again.
 """
 
 from __future__ import annotations
@@ -18,27 +17,22 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from stretto.burst.tracing.freezing import may_read_users
+from stretto.burst.tracing.around import around_now
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
+    from stretto.burst.tracing.around import Around
     from stretto.burst.tracing.backward_reads import Place
     from stretto.burst.tracing.watching import Watch
 
-_C: Any = torch._C  # noqa: SLF001
-_saved_hooks: Any = _C._autograd._top_saved_tensors_default_hooks  # noqa: SLF001
 _calls_of = operator.attrgetter("forward", "__call__")
 _own_forward = operator.methodcaller("get", "forward")
 
 _functions = vars(nn.functional)
 _of_torch, _of_tensors = vars(torch), vars(torch.Tensor)
 _known_of_torch = len(_of_torch)  # those that are loaded on demand come after
-
-Around = tuple[Any, ...]
 
 
 def _functions_now() -> tuple[list[Any], list[Any], list[Any]]:
@@ -50,28 +44,6 @@ def _functions_now() -> tuple[list[Any], list[Any], list[Any]]:
     )
 
 
-def around_now() -> Around:
-    """Return what of the program's own operations pass through in this thread.
-
-    These are modes of PyTorch's functions and operators, by their classes, and hooks on
-    saved tensors, by their code.
-    """
-    saved = _saved_hooks(True)  # noqa: FBT003
-    if not (saved or _C._len_torch_function_stack() or _C._len_torch_dispatch_stack()):  # noqa: SLF001
-        return ()
-    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
-    found: list[Any] = [type(mode) for mode in modes]
-    found += (getattr(hook, "__code__", hook) for hook in saved or ())
-    return tuple(x for x in found if may_read_users(_module_of(x)))
-
-
-def _module_of(what: Any) -> str:
-    if (file := getattr(what, "co_filename", None)) is not None:
-        is_torch = file.startswith(torch.__path__[0])
-        return "torch" if is_torch else ""
-    return str(getattr(what, "__module__", ""))
-
-
 @final
 class Proven:
     """What the last check of a capture's layers depends on.
@@ -81,6 +53,7 @@ class Proven:
         watch: what backwards read; None if nothing.
         active: hooks of modules that changed gradients.
         changing: names of hooks on values that change their own state.
+        before: what was around before the check; what it changed is not compared.
     """
 
     def __init__(
@@ -89,11 +62,20 @@ class Proven:
         watch: Watch | None,
         active: Iterable[Place],
         changing: Collection[str],
+        before: Around,
     ) -> None:
         self.changing = frozenset(changing)
         self.watch = watch
         self.active = frozenset(active)
-        self.around = {around_now()}
+        around = around_now()
+        self._counting = {
+            (number, key)
+            for number, ((_, one), (_, two)) in enumerate(
+                zip(before, around, strict=False)
+            )
+            for key, _ in {*one} ^ {*two}
+        }
+        self.around = {self._settled(around)}
         self._functions = _functions_now()
         parts = list(module.modules())
         self._kinds = list(dict.fromkeys(map(type, parts)))
@@ -104,9 +86,15 @@ class Proven:
     def changed(self) -> str | None:
         """Return what is no longer as it was, or None."""
         inside = self.changed_inside()
-        if inside is None and around_now() not in self.around:
+        if inside is None and self._settled(around_now()) not in self.around:
             return "a mode, or hooks on saved tensors"
         return inside
+
+    def _settled(self, around: Around) -> Around:
+        return tuple(
+            (what, tuple(one for one in held if (number, one[0]) not in self._counting))
+            for number, (what, held) in enumerate(around)
+        )
 
     def changed_inside(self) -> str | None:
         """Return what is no longer as it was, apart from modes; or None."""

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL
+from stretto.burst.tracing.around import state_of
 from stretto.burst.tracing.freezing import (
     INSTALLED,
     LRU_CACHE,
@@ -140,6 +141,8 @@ class Reads:
         self._functions: list[types.FunctionType] = []
         self._searched = 0
         self._is_on = False
+        self.objects: list[Any] = []
+        """Modes around forward, which have attributes."""
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -150,6 +153,10 @@ class Reads:
         def note(module: nn.Module, name: str) -> Any:
             number = id(module)
             if number not in known or name in _INTERNAL:
+                if name in HOOKS and number in known:
+                    caller = sys._getframe(1)  # noqa: SLF001
+                    if may_read_users(caller.f_globals.get("__name__")):
+                        found[number, name] = True
                 return read(module, name)
             is_public = name[:2] != "__"
             if is_public and found.get((number, name)):
@@ -247,6 +254,9 @@ class Reads:
             held = {kind: vars(part)[kind] for kind in HOOKS[2:]}
             _add_hooks(rows, held, f"a hook of {prefix!r}")
         _add_hooks(rows, HOOKS_OF_ALL, "a hook of all modules")
+        for one in self.objects:
+            for key in state_of(one):
+                rows.add(vars(one), key, f"{type(one).__name__}.{key}")
         self._add_functions(rows, helpers, is_between=True)
         return rows.watch()
 
@@ -278,13 +288,19 @@ class Reads:
             if is_between or INSTALLED.isdisjoint(_folders(code)):
                 _add_function(rows, function)
 
-    def line_deciding_by(self, name: Any) -> str:
+    def num_functions(self) -> int:
+        """Return how many functions of the user's were called so far."""
+        return len(self._helpers)
+
+    def line_deciding_by(self, name: Any, first: int = 0) -> str:
         """Return the line of a function that may return something by a value, if any.
+
+        Those before the ``first`` that was called don't count.
 
         One that names it can't if all that it returns is None, or if it only appends
         to the value.
         """
-        for code, _ in self._helpers:
+        for code, _ in self._helpers[first:]:
             is_named = not isinstance(name, str) or (  # else a hook's own state
                 name in (*code.co_names, *code.co_freevars)
                 and not _only_appends(code, name)
@@ -319,6 +335,16 @@ class Reads:
         parts = [part for _, part in self._modules.values()]
         kinds = [type(part) for part in parts]
         rows.add_test(lambda: list(map(type, parts)) == kinds, "the class of a module")
+        held = [
+            one
+            for part in parts
+            for one in (part._modules, part._parameters, part._buffers)  # noqa: SLF001
+        ]
+        sizes = list(map(len, held))
+        rows.add_test(
+            lambda: list(map(len, held)) == sizes,
+            "the number of a module's parts, parameters or buffers",
+        )
         dtype = torch.get_default_dtype()
         rows.add_test(
             lambda: torch.get_default_dtype() is dtype, "torch.get_default_dtype()"

@@ -24,6 +24,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from stretto.burst.boundary import in_checkpoint
+from stretto.burst.tracing.addresses import refuse_address
+from stretto.burst.tracing.around import (
+    dispatch_modes_now,
+    is_of_user,
+    saved_hooks_now,
+)
 from stretto.burst.tracing.copied_norms import CopiedNorms, is_of, torch_forward
 from stretto.burst.tracing.fakes import AbstractRecorder, held_by, storage_of, swapped
 from stretto.burst.tracing.freezing import may_read_users
@@ -34,6 +40,7 @@ from stretto.burst.tracing.inner_calls import (
     tensors_among,
 )
 from stretto.burst.tracing.patching import patched
+from stretto.burst.tracing.questions import seeds_refused
 from stretto.burst.tracing.records import SOURCE, Context, Fixed, Record, Recording, Ref
 from stretto.burst.tracing.source_lines import line_setting, source_line
 from stretto.burst.tracing.torch_modules import BatchNorm, Dropout
@@ -138,6 +145,9 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             if part is not root and not is_leaf(part, root)
         )
         self._depth = 0
+        self._saved = saved_hooks_now()
+        self.modes = 0
+        """The number of modes of operators around the call of the model."""
         self._default = torch.get_default_dtype()
         self._grad = torch.is_grad_enabled()
         self._draws = 0
@@ -301,6 +311,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _LAYOUT:
             self._note_layout_read(args[0], sys._getframe(1))  # noqa: SLF001
+        refuse_address(func)
         if self._depth:
             self._note_borrowed((args, kwargs))
             result = func(*args, **kwargs)
@@ -427,11 +438,28 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
                 "the call of the model, which layers would not: set it outside of the "
                 "model, or pass dtype to what makes tensors"
             )
+        self._refuse_modes_within()
         self._depth += 1
         try:
             return self._operation(kind, target, call, args, kwargs, source_line())
         finally:
             self._depth -= 1
+
+    def _refuse_modes_within(self) -> None:
+        """Reject hooks on saved tensors and modes of operators that forward enters."""
+        what = ""
+        if (now := saved_hooks_now()) != self._saved and is_of_user(now):
+            what = "torch.autograd.graph.saved_tensors_hooks"
+        elif (modes := dispatch_modes_now())[self.modes :]:
+            what = next(
+                (type(m).__name__ for m in modes[self.modes :] if is_of_user(m)), ""
+            )
+        if what:
+            raise SpecError(
+                f"{source_line()}: runs within {what} in forward, which layers on "
+                "other ranks would not enter: enter it around the call of the model, "
+                "or compute this in a torch.autograd.Function"
+            )
 
     def _operation(
         self,
@@ -1101,7 +1129,8 @@ def record(
                 recorder.knows(batch, SOURCE)
                 recorder.recording.source = batch
                 recorder.varying.add(storage_of(batch))
-                with recorder, noted:
+                recorder.modes = len(dispatch_modes_now())
+                with recorder, noted, seeds_refused():
                     before = held_by(root)
                     output = run(batch)
                 recorder._require_own_seed()  # noqa: SLF001

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from stretto.burst.memory import in_memory
+from stretto.burst.tracing.addresses import refuse_address
 from stretto.burst.tracing.source_lines import source_line
 
 if TYPE_CHECKING:
@@ -90,6 +94,7 @@ class ConstantDraws(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        refuse_address(func)  # of a backward, which is not recorded
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if func in _DROPOUTS or func in _DROPOUTS_IN_PLACE:
@@ -125,20 +130,55 @@ class ConstantDraws(TorchFunctionMode):
 
 
 @final
+@dataclass(eq=False)
+class Result:
+    """What an operation returned."""
+
+    line: str
+    """Of the user's code, which calls it."""
+
+    value: Tensor | None
+
+    given: list[int]
+    """The numbers of the results that it reads."""
+
+    is_tracked: bool = False
+
+    grad: Tensor | None = None
+
+
+@final
 class Results(TorchFunctionMode):
-    """Keeps the result of each operation, with the line that calls it."""
+    """Keeps the result of each operation, and its gradient once it is computed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[str, Any]] = []
+        self.found: list[Result] = []
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Any] = []
 
     def __torch_function__(
         self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        given = [self._numbers[id(x)] for x in leaves if id(x) in self._numbers]
         result = func(*args, **(kwargs or {}))
-        kept = result.detach().clone() if isinstance(result, Tensor) else None
-        self.found.append((source_line(), kept))
+        one = Result(source_line(), None, given)
+        if isinstance(result, Tensor):
+            self._numbers[id(result)] = len(self.found)
+            self._alive.append(result)
+            one.value = result.detach().clone()
+            if result.requires_grad and not result.is_leaf:
+                one.is_tracked = True
+                result.register_hook(partial(setattr, one, "grad"))
+        self.found.append(one)
         return result
+
+    def line_reading(self, one: Result) -> str:
+        """Return the line of the last operation that reads a result, or its own."""
+        number = self.found.index(one)
+        lines = [other.line for other in self.found if number in other.given]
+        return lines[-1] if lines else one.line
 
 
 _OF_RRELU = ("input", "lower", "upper", "training")
@@ -216,6 +256,7 @@ class RandomInputs:
             noise: Size of parameters' perturbations, relative to the usual one.
             values: How inputs are made, one of `VALUES`.
         """
+        self.is_first = seed == 1
         self._generator = torch.Generator().manual_seed(seed)
         self._noise = noise
         self._values = values
