@@ -391,11 +391,13 @@ class BurstParallel(nn.Module):
 
         try:
             marked = graph.arguments.mapped(taken, args, kwargs)
-            if not is_known:
-                parts.input_classes.require_no_effect(graph, args, kwargs)
+            tensors = graph.arguments.tensors(args, kwargs)
+            same = graph.one_tensor_as(tensors)
+            if not is_known or same not in parts.input_classes.known_same:
+                parts.input_classes.require_no_effect(graph, args, kwargs, same)
             batch = graph.arguments.pack(*marked)
             graph.require_gradients_known(batch)
-            graph.require_layout_known(graph.arguments.tensors(args, kwargs))
+            graph.require_layout_known(tensors)
         except StrettoError as exc:
             return torch.zeros(()), exc
         return batch, None

@@ -7,7 +7,7 @@ defines.
 The module and the program:
 
 - `structure`: notice replaced modules and parameters (for `plan_follower`).
-- `input_classes`: classes of input tensors change no result.
+- `input_classes`: classes and identity of input tensors change no result.
 - `backward_use`: the same backward passes end, and their gradients have known weights.
 - `hook_use`: hooks that change something are on all ranks.
 - `later_hooks`: hooks registered after building change nothing (for `hook_use`,

@@ -1,9 +1,13 @@
-"""Inputs of classes derived from a tensor: their class must not change the result.
+"""Inputs' classes and identity must not change the result.
 
 Layers compute with plain tensors, while a class such as one for images with metadata
 runs its own ``__torch_function__`` around each operation of one process. So when the
 first input of a class arrives, the module computes it twice, with and without the
 class, and both results must be the same.
+
+Layers also compute with other tensors than a call's. So when a call first passes one
+tensor twice, or one that forward reads elsewhere, the module computes it with copies
+too.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from torch.utils import _pytree as pytree
 from stretto.burst.boundary import plain
 from stretto.burst.tracing.caches import keep_attributes
 from stretto.burst.tracing.fakes import swapped
+from stretto.burst.tracing.source_lines import line_of_forward
 from stretto.burst.tracing.trial import tolerance_of
 from stretto.errors import StrettoError
 
@@ -37,11 +42,23 @@ class InputClasses:
         self._stale_guard = stale_guard
         self.known: set[type] = {Tensor, nn.Parameter}
         """Those that change no result."""
+        self.known_same: set[tuple[Any, ...]] = {()}
+        """Which inputs may be one tensor, see `LayerGraph.one_tensor_as`."""
 
     def require_no_effect(
-        self, graph: LayerGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        graph: LayerGraph,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        same: tuple[Any, ...],
     ) -> None:
-        """Require that a call's classes change no result; local to this rank.
+        """Require that inputs' classes and identity change no result, on this rank.
+
+        Args:
+            graph: the capture that runs.
+            args: of the call.
+            kwargs: of the call.
+            same: which inputs are one tensor.
 
         Raises:
             StrettoError: they do.
@@ -53,17 +70,26 @@ class InputClasses:
         try:
             with self._apart(graph), torch.no_grad():
                 plain_args, plain_kwargs = pytree.tree_map_only(
-                    Tensor, plain, (args, dict(kwargs))
+                    Tensor, _copied, (args, dict(kwargs))
                 )
                 wanted = self._outputs(plain_args, plain_kwargs)
                 found = self._outputs(args, kwargs)
-                same = len(found) == len(wanted) and all(
+                is_same = len(found) == len(wanted) and all(
                     _is_same(graph, a, b) for a, b in zip(found, wanted, strict=True)
                 )
-            effect = "" if same else "changes the result"
+            effect = "" if is_same else "changes the result"
         except Exception as exc:  # noqa: BLE001 - of the program's class
             first = (str(exc).splitlines() or [""])[0]
             effect = f"causes an error ({type(exc).__name__}: {first})"
+        if effect and not kinds:
+            number, other = same[0]
+            where = f"{other!r}" if isinstance(other, str) else f"input {other}"
+            raise StrettoError(
+                f"{line_of_forward(self._module)}input {number} is the same tensor as "
+                f"{where}, which {effect} in forward of {type(self._module).__name__}, "
+                "whose layers compute with other tensors of equal values: pass a copy "
+                "(x.clone()), or decide by an argument"
+            )
         if effect:
             names = ", ".join(sorted(kind.__name__ for kind in kinds))
             raise StrettoError(
@@ -72,6 +98,7 @@ class InputClasses:
                 "tensors: convert it to a plain tensor before calling the burst model"
             )
         self.known |= kinds
+        self.known_same.add(same)
 
     def _outputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         torch.manual_seed(0)
@@ -92,6 +119,10 @@ class InputClasses:
             graph.caches_restored(),
         ):
             yield
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return plain(tensor).clone()
 
 
 def _copy_of(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from stretto.errors import PlanMismatch, SpecError
 from stretto.schema.burst import digest_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -209,6 +209,22 @@ class LayerGraph:
                 "needs one, unlike at capture: decide by an attribute or an argument "
                 "of forward, or call the model with an input that needs none"
             )
+
+    def one_tensor_as(self, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """Return which inputs are one object, or one that forward reads elsewhere.
+
+        Each is a pair of a number of an input and the number or name of the other.
+        """
+        held = self._traced.watch.tensors
+        first: dict[int, int] = {}
+        found: list[Any] = []
+        for number, tensor in enumerate(inputs):
+            if id(tensor) in held:
+                found.append((number, held[id(tensor)]))
+            other = first.setdefault(id(tensor), number)
+            if other != number:
+                found.append((number, other))
+        return tuple(found)
 
     def require_layout_known(self, tensors: Iterable[torch.Tensor]) -> None:
         """Require that inputs are contiguous if forward acts on it, as at capture.

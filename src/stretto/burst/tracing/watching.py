@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, final
 
+from torch import Tensor
+
 from stretto.burst.tracing.freezing import (
     ATOMS,
     CODE,
@@ -140,6 +142,10 @@ class Watch:
         quick = {id(row) for *_, row in (*self._quick, *self._empty)}
         self._rows = [row for row in rows if id(row) not in quick]
         self._tests = list(tests)
+        self.tensors = {
+            id(row.value): row.name for row in rows if isinstance(row.value, Tensor)
+        }
+        """The names of tensors that forward reads, by their ids."""
 
     def __bool__(self) -> bool:
         return bool(self._quick or self._empty or self._rows or self._tests)

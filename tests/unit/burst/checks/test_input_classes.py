@@ -1,0 +1,55 @@
+"""Inputs that are one tensor, or one that the model holds."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stretto.burst.checks.input_classes import InputClasses
+from stretto.burst.graph import capture
+from stretto.errors import StrettoError
+
+X = torch.randn(6, 4)
+GUARD: Any = SimpleNamespace(opened=contextlib.nullcontext)
+
+
+class Pair(nn.Module):
+    """Adds a layer of two inputs; doubles it if they are one tensor and it is told."""
+
+    def __init__(self, doubles: bool) -> None:
+        super().__init__()
+        self.layer, self.doubles = nn.Linear(4, 4), doubles
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        found: Tensor = self.layer(x) + self.layer(y)
+        is_one = x is y or x is self.last
+        return found * 2 if is_one and self.doubles else found
+
+
+def check(model: Pair, *args: Tensor) -> None:
+    graph = capture(model, (X, X.clone()))
+    same = graph.one_tensor_as(args)
+    assert same
+    InputClasses(model, GUARD).require_no_effect(graph, args, {}, same)
+
+
+def test_a_tensor_that_is_passed_twice_may_not_change_the_result():
+    with pytest.raises(StrettoError, match=r"classes\.py:\d+: input 1 is .* input 0"):
+        check(Pair(doubles=True), X, X)
+
+
+def test_an_input_that_the_model_holds_may_not_change_the_result():
+    model = Pair(doubles=True)
+    model.last = X
+    with pytest.raises(StrettoError, match="input 0 is the same tensor as 'last'"):
+        check(model, X, X.clone())
+
+
+def test_a_tensor_may_be_passed_twice_if_that_changes_nothing():
+    check(Pair(doubles=False), X, X)
