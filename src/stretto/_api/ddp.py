@@ -37,7 +37,11 @@ PLAN_VARIABLE = "STRETTO_PLAN"
 OVERLAP_VARIABLE = "STRETTO_OVERLAP"
 """Set by `stretto run --overlap`; replaces a missing ``overlap``."""
 
+CLIPPING_VARIABLE = "STRETTO_CLIPPING"
+"""Set by `stretto run --clipping`; ``parts`` replaces a missing ``exact_clipping``."""
+
 BACKWARD = "backward"
+BY_PARTS = "parts"
 OVERLAPS = (BACKWARD, "forward", AUTO)
 
 _COMPARED = ("order", "lanes", "unit_bytes", "nan", "nan_patience", "error_feedback")
@@ -69,6 +73,11 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             ``"forward"`` requires a plan that was made for it; ``"backward"`` executes
             such a plan without it. By default ``STRETTO_OVERLAP``, or else
             ``"backward"``.
+        exact_clipping: ``False`` (experimental) lets plans that overlap with the next
+            forward exchange buckets in halves, so that clipping by the global norm
+            waits for sums only; see the page on overlap with the next forward. The
+            clipping factor then differs from the exact one in its last bits. By default
+            ``False`` if ``STRETTO_CLIPPING`` is ``parts``, else ``True``.
         **kwargs: Passed on to PyTorch's class, and ``record``, ``timeout_s``,
             ``error_feedback``, ``nan``, ``nan_patience``, ``order``, ``lanes``,
             ``unit_bytes`` and ``lane_backend`` to
@@ -92,6 +101,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         wire_dtype: str | None = None,
         tune: TuneOptions | None = None,
         overlap: str | None = None,
+        exact_clipping: bool | None = None,
         **kwargs: Any,
     ) -> None:
         self._auto: AutoPlan | None = None
@@ -138,7 +148,12 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             except StrettoError as exc:
                 self._trouble = exc
         self._counts_steps = self._plans_itself = automatic
-        super().__init__(module, *args, plan=plan, **kwargs)
+        if exact_clipping is None:
+            chosen = os.environ.get(CLIPPING_VARIABLE) == BY_PARTS
+            exact_clipping = negotiates or not chosen
+        super().__init__(
+            module, *args, plan=plan, exact_clipping=exact_clipping, **kwargs
+        )
         self._on_settled = on_settled
         rank = self._ranks.rank
         # Its state is by bucket, and it gathers records through the group's store.

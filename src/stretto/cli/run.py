@@ -29,6 +29,7 @@ SETTINGS = {
     "memory": "STRETTO_MEMORY",
     "lane_backend": "STRETTO_LANE_BACKEND",
     "overlap": "STRETTO_OVERLAP",
+    "clipping": "STRETTO_CLIPPING",
     "resume": "STRETTO_RESUME",
     "foreground": "STRETTO_FOREGROUND",
     "background": "STRETTO_BACKGROUND",
@@ -136,6 +137,13 @@ def _torchrun_options() -> dict[str, argparse.Action]:
     help="Overlap communication with backward only, or (experimental) also with the "
     "next forward: forward requires a plan that was made for it, auto uses it where "
     "that is faster.  [default: backward]",
+)
+@click.option(
+    "--clipping",
+    type=click.Choice(["exact", "parts"]),
+    help="With parts (experimental), clipping by the global norm also overlaps with "
+    "the next forward, where a plan does; the last bits of the norm change.  "
+    "[default: exact]",
 )
 @click.option(
     "--foreground",

@@ -26,7 +26,7 @@ class DearPlanner(AbstractPlanner):
 
     ``fusion_bytes`` is the size of the buffer; by default, the best of `SIZES_BYTES`
     under the simulator, which stands for DeAR's search by Bayesian optimization. Only
-    to compare with: the runtime does not send halves.
+    to compare with: the runtime refuses such plans.
 
     Source: Zhang et al., DeAR, ICDCS 2023.
     """

@@ -120,6 +120,10 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             without buckets or a plan. ``"static"`` is DDP's behavior.
         lanes: With a negotiated order, the number of units sent concurrently.
         unit_bytes: With a negotiated order, the size of one all-reduce.
+        exact_clipping: ``False`` lets plans that overlap with the next forward exchange
+            buckets in halves, so that clipping by the global norm
+            (``torch.nn.utils.clip_grad_norm_``) waits for sums only. The norm is summed
+            in another order than PyTorch's, which changes its last bits.
         lane_backend: The backend of the lanes: ``"local"`` is shared memory, for ranks
             on one host; ``"hierarchical"`` is that within hosts and Gloo across them.
             By default the environment variable ``STRETTO_LANE_BACKEND``, or else the
@@ -158,6 +162,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         lanes: int | None = None,
         unit_bytes: int | None = None,
         lane_backend: str | None = None,
+        exact_clipping: bool = True,
         **kwargs: Any,
     ) -> None:
         group = process_group_of(module, args, kwargs)
@@ -176,6 +181,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             "nan": nan != "off",
             "error_feedback": error_feedback,
             "lane_backend": lane_backend is not None,
+            "exact_clipping": not exact_clipping,
             "mixed_precision": kwargs.get("mixed_precision") is not None,
             "delay_all_reduce_named_params": bool(
                 kwargs.get("delay_all_reduce_named_params")
@@ -194,10 +200,15 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             order, nan, timeout_s = STATIC, "off", None
         negotiates = order == NEGOTIATED
         self._error_feedback = error_feedback
+        self._exact_clipping = bool(exact_clipping)
         self._nan = (nan, nan_patience)
         self._chosen_lane_backend = lane_backend
         self._attach(group, module, timeout_s)
-        compared = {**compared, "lane_backend": self._lane_backend}
+        compared = {
+            **compared,
+            "lane_backend": self._lane_backend,
+            "exact_clipping": repr(self._exact_clipping),
+        }
         trouble = trouble or self._lane_backend_trouble()
         self._meet(module, plan, "build a model", settings=compared, trouble=trouble)
         if plan is not None:
@@ -462,6 +473,8 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             # that backward's step continues.
             reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
             group.begin_forward(reduces=reduces)
+        if self._planned is not None:
+            self._planned.joins = self._join_config.enable
         if self._reads is not None:
             if compiled or self._join_config.enable:
                 self._release_reads()

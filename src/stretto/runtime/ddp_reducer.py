@@ -53,6 +53,9 @@ class ReplaceableReducerDDP(RankedDDP):
     """Gives DDP's Reducer a plan's buckets and process group, and another one later."""
 
     _error_feedback: bool
+    _exact_clipping = True
+    """Whether plans that overlap with forward send whole all-reduces."""
+
     _built: Any = None
     _built_forms: Sequence[_Form] = ()
     _plan: Plan | None = None
@@ -237,7 +240,11 @@ class ReplaceableReducerDDP(RankedDDP):
         why = self._why_backward(table)
         if why is None:
             self._reads = ReadWatch(
-                self.module, table, seen=self._reads_seen, poisons=is_poisoned()
+                self.module,
+                table,
+                seen=self._reads_seen,
+                poisons=is_poisoned(),
+                by_parts=not self._exact_clipping,
             )
             self._end_reads = weakref.finalize(self, self._reads.release)
             self._end_reads.atexit = False
@@ -261,6 +268,11 @@ class ReplaceableReducerDDP(RankedDDP):
         self, module: nn.Module, group: dist.ProcessGroup, plan: Plan
     ) -> PlannedGroup:
         """Open a plan's lanes, together with the other ranks."""
+        halves = (
+            plan.overlap == "forward"
+            and not self._exact_clipping
+            and self._ranks.size > 1
+        )
         return PlannedGroup(
             base=group,
             device=self._device_used,
@@ -275,7 +287,8 @@ class ReplaceableReducerDDP(RankedDDP):
             numerics=self._numerics,
             reduced=weakref.WeakMethod(self._backward_reduced),
             overlaps=plan.overlap == "forward",
-            launch=plan.launch,
+            launch=() if halves else plan.launch,
+            halves=halves,
         )
 
     def _watch(self) -> WatchedGroup | None:

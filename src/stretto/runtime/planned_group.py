@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from stretto.runtime.backends.base import AbstractBackend
     from stretto.runtime.bucket_schedule import BucketSchedule
     from stretto.runtime.failure import FailureReporter
+    from stretto.runtime.forward.halves import Halves
     from stretto.runtime.forward.overlap import ForwardOverlap
     from stretto.runtime.lanes import LanePool
     from stretto.runtime.nan_check import NanCheck
@@ -129,6 +130,7 @@ class PlannedGroup(dist.ProcessGroup):
         reduced: Callable[[], Callable[[], None] | None] | None = None,
         overlaps: bool = False,
         launch: Sequence[int] = (),
+        halves: bool = False,
     ) -> None:
         # Only this form of the constructor lets C++ call the methods below.
         super().__init__(base.rank(), base.size())  # type: ignore[call-arg]
@@ -150,6 +152,13 @@ class PlannedGroup(dist.ProcessGroup):
         self._order = LaunchOrder(launch) if launch else None
         self._overlap: ForwardOverlap | None = None
         self._overlaps_now = False
+        self._may_halve = halves
+        """Whether ranks must still agree on exchanging buckets in halves."""
+
+        self._halves: Halves | None = None
+        self.joins = False
+        """Whether ranks that have no more batches take part in this step."""
+
         self.may_overlap = overlaps
         """Whether to decide in the next forward if communication overlaps with it."""
 
@@ -283,7 +292,7 @@ class PlannedGroup(dist.ProcessGroup):
         """
         if self._overlap is not None:
             self._overlap.release()
-            self._overlap = None
+            self._overlap = self._halves = None
         self._tables = ((), ())
         self._launchers = self._nothing = self._forwards = ()
 
@@ -325,8 +334,10 @@ class PlannedGroup(dist.ProcessGroup):
             completing = [partial(self._look_at, launch) for launch in completing]
             quick = [partial(self._look_at, launch) for launch in quick]
         if self._overlap is not None:
+            launcher_of = (self._halves or self._sender).launcher
             forwards = [
-                self._forward(schedule, observer) for schedule in self._schedules
+                self._forward(schedule, launcher_of(schedule, observer))
+                for schedule in self._schedules
             ]
             self._forwards = self._closing(forwards)
         self._tables = (self._closing(completing), self._closing(quick))
@@ -352,15 +363,9 @@ class PlannedGroup(dist.ProcessGroup):
 
     # Setup.
 
-    def _forward(
-        self, schedule: BucketSchedule, observer: AbstractStepObserver | None
-    ) -> Any:
+    def _forward(self, schedule: BucketSchedule, launch: Any) -> Any:
         """Return a launcher of a bucket that nothing in this backward waits for."""
-        launch = partial(
-            self._launch_under_forward,
-            self._sender.launcher(schedule, observer),
-            schedule,
-        )
+        launch = partial(self._launch_under_forward, launch, schedule)
         return partial(self._in_order_under_forward, launch, schedule.index)
 
     def _ordering(
@@ -508,10 +513,14 @@ class PlannedGroup(dist.ProcessGroup):
     # Begin and end of a step. With completing launches, lanes' threads call these too.
 
     def _open_step(self) -> None:
-        if self._overlap is not None:
-            # Forward has settled all, unless this backward follows another directly.
-            self._overlap.settle_all()
         self._in_backward = graph_task_id() != -1
+        quick = self._in_backward and self._raises_late and self._warm
+        overlap = self._overlap
+        # Halves must not depend on what this rank alone does: it may only wait.
+        halved = self._halves is not None and quick and not self.joins
+        late = overlap is not None and self._may_be_late(overlap)
+        if overlap is not None:
+            overlap.begin_backward(waits=halved and not late)
         self._sender.forget()
         self._aside.clear()
         self._pending.clear()
@@ -519,20 +528,41 @@ class PlannedGroup(dist.ProcessGroup):
         self._looked_at.clear()
         if self._order is not None:
             self._order.reset()
-        quick = self._in_backward and self._raises_late and self._warm
         self._launchers = self._tables[quick]
-        overlap = self._overlap
-        self._overlaps_now = (
-            quick
-            and overlap is not None
-            and overlap.armed
-            and (self._observer is None or self._observer.takes_late_ends)
-            and self._numerics is None
-        )
+        self._overlaps_now = halved or (quick and late)
         if self._overlaps_now:
             self._launchers = self._forwards
         if self._failures.error is not None:
             self._launchers = self._nothing
+
+    def _may_be_late(self, overlap: ForwardOverlap) -> bool:
+        """Return whether this rank lets a backward end before its communication."""
+        return (
+            overlap.armed
+            and (self._observer is None or self._observer.takes_late_ends)
+            and self._numerics is None
+        )
+
+    def _agree_on_halves(self) -> None:
+        """Exchange buckets in halves from the next step on if all ranks can.
+
+        Called at the end of the first backward in which all ranks take part.
+        """
+        self._may_halve = False
+        overlap = self._overlap
+        why = None if overlap is None else overlap.why_whole()
+        vote = torch.tensor([float(overlap is not None and why is None)], device="cpu")
+        opts: Any = dist.AllreduceOptions()
+        opts.reduceOp = dist.ReduceOp.MIN
+        work = self._lanes[self.needs[0]].allreduce([vote], opts)
+        self._failures.wait(work, "the agreement on an exchange in halves")
+        if overlap is None:
+            return
+        if not vote.item():
+            overlap.warn_of_whole(why or "another rank does not overlap with forward")
+            return
+        self._halves = overlap.exchange_in_halves(rank=self.rank(), ranks=self.size())
+        self.observe(self._observer)
 
     def _close_step(self, launch: Any, buffer: torch.Tensor, opts: Any) -> dist.Work:
         launched: dist.Work = launch(buffer, opts)
@@ -585,6 +615,8 @@ class PlannedGroup(dist.ProcessGroup):
         else:
             self._await_works()
         self._marker.end_step()
+        if self._may_halve and not self.joins and self._failures.error is None:
+            self._agree_on_halves()
         for pending, buffer in self._pending:
             pending.set_result(buffer)
         self._sender.forget()

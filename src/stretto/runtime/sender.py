@@ -223,6 +223,49 @@ class BucketSender:
         reduces = [self.reduce(schedule, part) for part in schedule.slices]
         return self._streams.launcher(schedule, reduces, observer)
 
+    # A bucket in two halves: two collectives a slice, one after the other.
+
+    def lane(self, part: Slice) -> Any:
+        """Return the open lane of a slice."""
+        return self._lanes[part.lane, part.resource]
+
+    def start_first_half(
+        self,
+        schedule: BucketSchedule,
+        starts: Sequence[Callable[[Any], Any]],
+        observer: AbstractStepObserver | None,
+    ) -> None:
+        """Start a collective for each slice, given its lane; `wait` waits for them."""
+        if observer is not None:
+            observer.bucket_launched(schedule.index, perf_counter())
+        self._works[schedule.index] = self._start(schedule, starts)
+
+    def start_second_half(
+        self,
+        schedule: BucketSchedule,
+        starts: Sequence[Callable[[Any], Any]],
+        observer: AbstractStepObserver | None,
+    ) -> None:
+        """Start those that follow; their ends are the bucket's for an observer."""
+        works = self._start(schedule, starts)
+        if observer is not None:
+            finished = partial(observer.slice_finished, schedule.index)
+            works = [
+                Launched(work.get_future().then(partial(_stamp, finished, part)))
+                for part, work in zip(schedule.slices, works, strict=True)
+            ]
+        self._works[schedule.index] = works
+
+    def _start(
+        self, schedule: BucketSchedule, starts: Sequence[Callable[[Any], Any]]
+    ) -> list[Any]:
+        rows = zip(schedule.slices, starts, strict=True)
+        return [start(self.lane(part)) for part, start in rows]
+
+    def await_work(self, work: Any, place: str) -> None:
+        """Wait for another collective; raise the watch's error if it fails."""
+        self._watch.wait(work, place)
+
     def wait(
         self,
         schedule: BucketSchedule,

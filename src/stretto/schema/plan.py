@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OVERLAPS = ("none", "backward", "forward", "halves")
 """Where communication runs: after backward, during it, also during the next forward, or
 in two halves as in DeAR, one during backward and one during the next forward. The
-runtime does not send halves: they are simulated to compare with."""
+runtime refuses the last: it is simulated to compare with."""
 ALGORITHMS = (
     "ring",
     "halving_doubling",

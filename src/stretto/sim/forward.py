@@ -26,7 +26,7 @@ buckets become ready, in the plan's order; all-gathers launch after all of them,
 order of need. Each bucket takes the same lanes both times. All-gathers do not use gaps
 in which lanes wait for gradients, so a job whose communication backward hides anyway
 may be slower than with overlap ``backward``. Source: Zhang et al., DeAR, ICDCS 2023,
-section III. The runtime does not send halves.
+section III. Clipping by parts sends halves, too, of the buckets of a forward plan.
 """
 
 from __future__ import annotations

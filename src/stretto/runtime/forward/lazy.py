@@ -54,6 +54,9 @@ class LazyGradient(torch.Tensor):
     member: Any
     """The parameter in its bucket; ``None`` once its bucket is settled."""
 
+    part: Any
+    """The same if norms are known before gradients, also after it is settled."""
+
     @classmethod
     def __torch_function__(
         cls,
@@ -63,6 +66,12 @@ class LazyGradient(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Settle, then call ``func`` with the real gradients."""
+        if func in _BY_PARTS and args and _NAMED.issuperset(kwargs or ()):
+            found = _BY_PARTS[func](func, *args, **(kwargs or {}))
+            if found is not None:
+                return found
+        elif func in _ESCAPES:
+            _forget_norms((args, kwargs))
         wait = func not in METADATA
         named = {k: _real(v, wait=wait) for k, v in (kwargs or {}).items()}
         return func(*(_real(value, wait=wait) for value in args), **named)
@@ -76,6 +85,7 @@ class LazyGradient(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Settle, then run an operator on the real gradients."""
+        _show_gradients(args)
         named = {k: _real(v, wait=True) for k, v in (kwargs or {}).items()}
         return func(*(_real(value, wait=True) for value in args), **named)
 
@@ -94,8 +104,134 @@ def _real(value: Any, *, wait: bool) -> Any:
 
 
 def real_gradients(value: Any) -> Any:
-    """Return a value with complete gradients in place of wrappers."""
+    """Return a value with complete gradients in place of wrappers.
+
+    The caller takes their addresses.
+    """
+    _forget_norms(value)
     return _real(value, wait=True)
+
+
+# Note [Norms before gradients]
+# Clipping by the global norm asks each gradient for its norm and multiplies it by a
+# factor. If the overlap knows norms (`halves.py`), neither waits for the gradient.
+
+
+def _norm(
+    _func: Any,
+    gradient: Any,
+    ord: Any = 2,  # noqa: A002 - as PyTorch's
+    dim: Any = None,
+    keepdim: Any = False,  # noqa: FBT002
+    *,
+    dtype: Any = None,
+    out: Any = None,
+) -> torch.Tensor | None:
+    """Return a gradient's norm, or ``None`` if it has to be computed."""
+    usual = ord == 2 and dim is None and not keepdim and dtype is None and out is None
+    part = getattr(gradient, "part", None)
+    if not usual or part is None:
+        return None
+    found: torch.Tensor | None = part.owner.norm_of(part)
+    return found
+
+
+def _norms(
+    func: Any,
+    gradients: Any,
+    ord: Any = 2,  # noqa: A002
+    dtype: Any = None,
+) -> list[torch.Tensor] | None:
+    """Return the norms of gradients, or ``None`` if they have to be computed."""
+    if dtype is not None:
+        return None
+    found = [
+        _norm(func, gradient, ord) if isinstance(gradient, LazyGradient) else None
+        for gradient in gradients
+    ]
+    if all(norm is None for norm in found):
+        return None
+    return [
+        torch.linalg.vector_norm(gradient, ord) if norm is None else norm
+        for gradient, norm in zip(gradients, found, strict=True)
+    ]
+
+
+def _is_factor(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        plain = not isinstance(value, LazyGradient) and not value.requires_grad
+        return plain and value.ndim == 0
+    return type(value) in (int, float)
+
+
+def _scaled(func: Any, gradient: Any, other: Any) -> Any:
+    """Multiply a gradient, perhaps later; return ``None`` if it is done as usual."""
+    part = getattr(gradient, "part", None)
+    if part is None or not _is_factor(other):
+        return None
+    part.owner.scale(part, func, other)
+    return gradient
+
+
+def _all_scaled(_func: Any, gradients: Any, other: Any) -> Any:
+    """Multiply gradients, perhaps later; return ``None`` if it is done as usual."""
+    if not _is_factor(other):
+        return None
+    multiply = torch.Tensor.mul_
+    if all(getattr(gradient, "part", None) is None for gradient in gradients):
+        return None
+    for gradient in gradients:
+        if not isinstance(gradient, LazyGradient):
+            gradient.mul_(other)
+        elif _scaled(multiply, gradient, other) is None:
+            _real(gradient, wait=True).mul_(other)
+    return gradients
+
+
+_BY_PARTS: dict[Any, Any] = {
+    torch.linalg.vector_norm: _norm,
+    torch._foreach_norm: _norms,  # noqa: SLF001
+    torch.Tensor.mul_: _scaled,
+    torch._foreach_mul_: _all_scaled,
+}
+
+_NAMED = frozenset({"ord", "dim", "keepdim", "dtype", "out", "other"})
+"""Arguments of these that may be passed by name."""
+
+_ESCAPES = _getters("data") | {
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.data_ptr,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.storage,
+    torch.Tensor.share_memory_,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.set_,
+}
+"""Reads after which a gradient may be written unseen, so that its norm isn't known."""
+
+
+def _forget_norms(value: Any) -> None:
+    """Forget the known norms of gradients that may be written unseen."""
+    if isinstance(value, LazyGradient):
+        part = getattr(value, "part", None)
+        if part is not None:
+            if value.settle is not None:
+                value.settle()
+            part.version = None
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _forget_norms(item)
+    elif type(value) is dict:
+        _forget_norms(tuple(value.values()))
+
+
+def _show_gradients(values: Any) -> None:
+    """Put gradients in place of wrappers for C++, which looks at their memory."""
+    for value in values:
+        if isinstance(value, LazyGradient) and value.part is not None:
+            value.part.owner.show_gradients()
+            return
 
 
 def wrap(
@@ -103,6 +239,8 @@ def wrap(
     settle: Callable[[], None],
     member: Any,
     used: LazyGradient | None,
+    *,
+    by_parts: bool = False,
 ) -> LazyGradient:
     """Return a wrapper of a gradient; ``used`` again if it fits.
 
@@ -122,6 +260,7 @@ def wrap(
         )
     assert lazy is not None  # noqa: S101
     lazy.target, lazy.settle, lazy.member = real, settle, member
+    lazy.part = member if by_parts else None
     return lazy
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
 
@@ -49,6 +49,17 @@ class Overlap(Protocol):
     def settle_all(self, *, keep_hooks: bool = False) -> None:
         """Settle all buckets."""
 
+    def norm_of(self, member: BucketMember) -> torch.Tensor | None:
+        """Return the 2-norm of a member's gradient if it is known before that."""
+
+    def scale(
+        self, member: BucketMember, multiply: Callable[..., Any], factor: Any
+    ) -> None:
+        """Multiply a member's gradient in place, at the latest as it is settled."""
+
+    def show_gradients(self) -> None:
+        """Settle all, and put gradients in place of the wrappers that remain."""
+
 
 @final
 class BucketMember:
@@ -57,6 +68,7 @@ class BucketMember:
     __slots__ = (
         "aside",
         "bucket",
+        "factors",
         "gradient",
         "group",
         "guarded",
@@ -71,6 +83,7 @@ class BucketMember:
         "swapped",
         "twin",
         "update",
+        "version",
     )
 
     def __init__(
@@ -97,6 +110,12 @@ class BucketMember:
 
         self.update: DeferredUpdate | None = None
         """The optimizer's step that is to be executed on this parameter."""
+
+        self.factors: list[tuple[Callable[..., Any], Any]] = []
+        """Functions and factors that multiply the gradient once it is complete."""
+
+        self.version: int | None = None
+        """Of a settled gradient whose norm is known: as long as nothing writes it."""
 
         self.group = 0
         """Index of the optimizer's parameter group, while there is an update."""
@@ -140,7 +159,7 @@ class BucketMember:
         lazy = self.lazy
         if lazy is None:
             return
-        lazy.settle = lazy.member = None
+        lazy.settle = lazy.member = lazy.part = None
         # Refers to it: the member, this variable and the call's argument.
         if sys.getrefcount(lazy) > _OWN_REFERENCES:
             self.lazy = None

@@ -34,6 +34,7 @@ import torch
 
 from stretto.logs import get_logger
 from stretto.runtime.forward import raw_access, steps
+from stretto.runtime.forward.halves import Halves, why_whole
 from stretto.runtime.forward.lazy import is_held, is_shared, uses_of, wrap
 from stretto.runtime.forward.member import BucketMember
 from stretto.runtime.forward.module_hooks import ModuleHooks
@@ -48,7 +49,7 @@ from stretto.runtime.forward.pending import (
 from stretto.runtime.forward.undisturbed import undisturbed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
 
@@ -143,6 +144,13 @@ class ForwardOverlap:
         self._compilations: set[int] = set()
         """Steps in which something was compiled while something was pending."""
 
+        self._halves: Halves | None = None
+        self._wrapped: dict[BucketMember, None] = {}
+        """Members whose settled gradients are still wrapped, until the step."""
+
+        self.waits = False
+        """Whether this backward's communication is waited for as it ends."""
+
         self.armed = True
         """Whether the next backward may return with communication under way."""
 
@@ -167,7 +175,32 @@ class ForwardOverlap:
             self._said.add(why)
             _log.warning("no overlap with forward: %s", why)
 
+    def why_whole(self) -> str | None:
+        """Return why buckets can't be exchanged in halves, or ``None``."""
+        return why_whole(self._schedules, self._members)
+
+    def exchange_in_halves(self, *, rank: int, ranks: int) -> Halves:
+        """Exchange buckets in halves from the next step on, on all ranks."""
+        self._halves = Halves(
+            self._schedules, self._members, self._sender, rank=rank, ranks=ranks
+        )
+        return self._halves
+
+    def warn_of_whole(self, why: str) -> None:
+        """Say once, on one rank, why buckets are not exchanged in halves."""
+        if self._logs and why not in self._said:
+            self._said.add(why)
+            _log.warning("no clipping by parts: %s", why)
+
     # Backward.
+
+    def begin_backward(self, *, waits: bool) -> None:
+        """Settle what is left; forward has done it unless it was another backward."""
+        self.waits = waits
+        self.settle_all()
+        self._put_back()
+        if self._halves is not None:
+            self._halves.begin()
 
     def take(self, index: int, bucket: torch.Tensor) -> torch.Tensor:
         """Note a bucket that is being launched; return the tensor to send."""
@@ -194,10 +227,22 @@ class ForwardOverlap:
 
     def before_reducer(self) -> None:
         """Finish the buckets that have arrived, just before the Reducer ends."""
-        if not self._poisons:
+        if self._halves is not None:
+            self._sum_up(self._halves)
+        elif not self._poisons:
             for index in self._arrived():
                 self._sender.wait(self._schedules[index])
                 del self._unfinished[index]
+
+    def _sum_up(self, halves: Halves) -> None:
+        """Wait for the first halves; second halves are waited for in their order."""
+        try:
+            with undisturbed():
+                order = self._marker.wait("all-reduce", halves.sum_up)
+        except BaseException:
+            self._give_up()
+            raise
+        self._unfinished = {index: self._unfinished[index] for index in order}
 
     def after_reducer(self) -> None:
         """Replace the gradients of unfinished buckets."""
@@ -214,6 +259,7 @@ class ForwardOverlap:
             why = "the program keeps tensors that share the memory of gradients"
         if why is not None:
             self.warn(why)
+        if why is not None or self.waits:
             self.settle_all()
 
     def _replace_gradient(self, member: BucketMember) -> str | None:
@@ -225,7 +271,13 @@ class ForwardOverlap:
         held = is_held(gradient) or (not self._views and is_shared(gradient))
         member.note_shape()
         member.gradient = gradient
-        member.lazy = wrap(gradient, self.settle_all, member, member.lazy)
+        member.lazy = wrap(
+            gradient,
+            self.settle_all,
+            member,
+            member.lazy,
+            by_parts=self._halves is not None,
+        )
         parameter.grad = member.lazy
         if gradient.requires_grad:
             return f"the gradient of {member.name!r} requires gradients itself"
@@ -244,7 +296,7 @@ class ForwardOverlap:
 
     def refuse(self, why: str) -> None:
         """Settle all for an optimizer's step that can't be deferred; say why."""
-        self.settle_all()
+        self.show_gradients()
         if why:
             self.warn(why)
 
@@ -281,6 +333,70 @@ class ForwardOverlap:
                     "readers can't be seen"
                 )
                 self.touch(member)
+
+    # Norms before gradients. See Note [Clipping by parts] in `halves`.
+
+    def norm_of(self, member: BucketMember) -> torch.Tensor | None:
+        """Return the 2-norm of a gradient that nothing has written; settle nothing."""
+        lazy = member.lazy
+        if self._halves is None or lazy is None or lazy.target is None:
+            return None
+        gradient = lazy.target
+        with self._lock, undisturbed():
+            if lazy.settle is not None:
+                if member.factors:
+                    return None
+            elif member.version != gradient._version:  # noqa: SLF001
+                return None
+            halves = self._halves
+            self._marker.wait("all-reduce", halves.finish)
+            dtype = gradient.dtype
+            return torch.tensor(halves.norm(member), dtype=dtype, device="cpu")
+
+    def scale(
+        self, member: BucketMember, multiply: Callable[..., Any], factor: Any
+    ) -> None:
+        """Multiply a gradient in place, once it is complete."""
+        lazy = member.lazy
+        assert lazy is not None  # noqa: S101
+        with self._lock, undisturbed():
+            if lazy.settle is not None:
+                if isinstance(factor, torch.Tensor):
+                    factor = factor.detach().clone()
+                member.factors.append((multiply, factor))
+            else:
+                self._write(member, lazy.target, [(multiply, factor)])
+
+    def _write(
+        self, member: BucketMember, gradient: Any, factors: Sequence[Any]
+    ) -> None:
+        """Multiply a complete gradient, after which only its own norm isn't known."""
+        before = gradient._version  # noqa: SLF001
+        for multiply, factor in factors:
+            multiply(gradient, factor)
+        member.version = None
+        if self._views:  # gradients of a bucket have one version
+            for other in self._members[member.bucket]:
+                if other.version == before:
+                    other.version = gradient._version  # noqa: SLF001
+
+    def show_gradients(self) -> None:
+        """Settle all, and put gradients in place of the wrappers that remain."""
+        self.settle_all()
+        self._put_back()
+
+    def _put_back(self) -> None:
+        """Put settled gradients in place of their wrappers."""
+        if not self._wrapped:
+            return
+        with self._lock, undisturbed():
+            for member in self._wrapped:
+                lazy = member.lazy
+                if lazy is not None:
+                    if gradient_of(member) is lazy:
+                        assign_gradient(member, lazy.target)
+                    member.release_lazy()
+            self._wrapped.clear()
 
     # Settle.
 
@@ -354,18 +470,47 @@ class ForwardOverlap:
         bucket = self._poisoned.pop(index, None)
         members = [m for m in self._members[index] if m.gradient is not None]
         with undisturbed():
+            if self._halves is not None:
+                self._halves.complete(index, sent)
             if bucket is not None:
                 bucket.copy_(sent)
             if members and not self._views:
                 views = self._views_of(index, sent)
                 gradients: Any = [member.gradient for member in members]
                 torch._foreach_copy_(gradients, [views[m.place] for m in members])
+            if self._halves is not None:
+                self._multiply(members)
             for member in members:
+                if self._halves is not None and member.update is None:
+                    self._stay_wrapped(member)
+                    continue
                 if gradient_of(member) is member.lazy:
                     assign_gradient(member, member.gradient)
                 if member.update is None:
                     member.gradient = None
                 member.release_lazy()
+
+    def _multiply(self, members: Sequence[BucketMember]) -> None:
+        """Multiply complete gradients by the program's factors."""
+        for member in members:
+            gradient: Any = member.gradient
+            member.version = gradient._version  # noqa: SLF001
+        for member in members:
+            if member.factors:
+                self._write(member, member.gradient, member.factors)
+                member.factors = []
+
+    def _stay_wrapped(self, member: BucketMember) -> None:
+        """Keep the wrapper of a settled gradient, which answers for its norm.
+
+        Otherwise a rank on which something reads a gradient would compute the norm
+        itself, and clip by another factor than the others.
+        """
+        lazy = member.lazy
+        member.gradient = None
+        if lazy is not None:
+            lazy.settle = lazy.member = None
+            self._wrapped[member] = None
 
     def _views_of(self, index: int, sent: torch.Tensor) -> list[torch.Tensor]:
         """Return the parts of a reduced bucket, whose memory rarely changes."""
@@ -424,7 +569,9 @@ class ForwardOverlap:
                         if member.parameter.grad is member.lazy:
                             member.parameter.grad = member.gradient
                         member.lazy.settle = member.lazy.member = None
+                        member.lazy.part = None
                         member.lazy = None
+                    member.factors = []
                     if member.update is None:
                         member.gradient = None
             for member in list(self._pending):
@@ -439,6 +586,7 @@ class ForwardOverlap:
     def begin_forward(self) -> None:
         """Settle what this forward could read unseen."""
         steps.show_hidden()
+        self._put_back()
         self._in_forward = torch.is_grad_enabled()
         if not (self._unfinished or self._pending or self._watched):
             return
@@ -492,6 +640,8 @@ class ForwardOverlap:
         with contextlib.suppress(Exception):  # a lost rank; nothing is left to do
             for index in list(self._unfinished):
                 self._sender.wait(self._schedules[index])
+            if self._halves is not None:
+                self._halves.wait_at_exit()
 
     def release(self) -> None:
         """End this; whatever is pending is settled first."""
@@ -502,6 +652,8 @@ class ForwardOverlap:
             self.settle_all()
         except Exception:  # noqa: BLE001 - often called as a model is freed
             _log.exception("an optimizer's step on a released model was not executed")
+        self._put_back()
+        self._halves = None
         for member in list(self._watched):
             self._unwatch(member)
         self._module_hooks.remove()

@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, final
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, final
 
 import torch
 
@@ -29,7 +29,7 @@ from stretto.runtime.forward.pending import guard, plainly, unguard
 from stretto.runtime.forward.undisturbed import undisturbed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from types import FrameType
 
     from torch import nn
@@ -85,6 +85,7 @@ class ReadWatch:
         *,
         seen: set[str],
         poisons: bool,
+        by_parts: bool = False,
     ) -> None:
         """Prepare.
 
@@ -93,6 +94,7 @@ class ReadWatch:
             table: Names and parameters.
             seen: Gets the names of parameters whose reads in forward show.
             poisons: Whether to fill what is watched with NaN until it is read.
+            by_parts: Whether a plan will know norms before gradients.
         """
         self._members = tuple(
             BucketMember(self, name, parameter, 0, i, 0)
@@ -101,6 +103,7 @@ class ReadWatch:
         self._module_hooks = ModuleHooks(self, root)
         self._seen = seen
         self._poisons = poisons
+        self._by_parts = by_parts
         self._lock = threading.RLock()
         self._wrapped: dict[BucketMember, None] = {}
         self._guarded: dict[BucketMember, None] = {}
@@ -169,7 +172,13 @@ class ReadWatch:
                     )
                     continue
                 member.gradient = gradient
-                member.lazy = wrap(gradient, self._read_gradients, member, member.lazy)
+                member.lazy = wrap(
+                    gradient,
+                    self._read_gradients,
+                    member,
+                    member.lazy,
+                    by_parts=self._by_parts and not self._stepped,
+                )
                 member.parameter.grad = member.lazy
                 self._wrapped[member] = None
 
@@ -281,6 +290,28 @@ class ReadWatch:
             self._unwatch_all()
             if not keep_hooks:
                 self._module_hooks.remove()
+
+    def norm_of(self, member: BucketMember) -> torch.Tensor | None:
+        """Return a gradient's norm, which a plan will know before the gradient."""
+        if member not in self._wrapped:
+            return None
+        gradient: Any = member.gradient
+        with undisturbed():
+            found: torch.Tensor = torch.linalg.vector_norm(gradient)
+        return found
+
+    def scale(
+        self, member: BucketMember, multiply: Callable[..., Any], factor: Any
+    ) -> None:
+        """Multiply a gradient, which a plan will do once it has arrived."""
+        lazy = member.lazy
+        if lazy is not None and lazy.target is not None:
+            with undisturbed():
+                multiply(lazy.target, factor)
+
+    def show_gradients(self) -> None:
+        """Note that something reads gradients."""
+        self._read_gradients()
 
     def settle_to_compile(self) -> None:
         """Stop watching, so that code is compiled for the usual classes."""
