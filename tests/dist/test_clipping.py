@@ -195,7 +195,7 @@ def test_norms_and_parameters_are_those_of_ddp(ranks: Any, size: int) -> None:
         for name, (norm, far, equal, under_way) in found.items():
             limit = 1e-6 if name == "single" else 1e-12
             assert norm <= limit, name
-            assert far <= limit, name
+            assert far <= 100 * limit, name
             assert equal, name
             assert under_way, name
 

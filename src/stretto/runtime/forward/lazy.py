@@ -70,7 +70,7 @@ class LazyGradient(torch.Tensor):
             found = _BY_PARTS[func](func, *args, **(kwargs or {}))
             if found is not None:
                 return found
-        elif func in _ESCAPES:
+        if func in _ESCAPES or _writes(func):
             _forget_norms((args, kwargs))
         wait = func not in METADATA
         named = {k: _real(v, wait=wait) for k, v in (kwargs or {}).items()}
@@ -209,6 +209,15 @@ _ESCAPES = _getters("data") | {
     torch.Tensor.set_,
 }
 """Reads after which a gradient may be written unseen, so that its norm isn't known."""
+
+
+def _writes(func: Any) -> bool:
+    """Return whether a function writes in place, by its name.
+
+    Versions of tensors don't tell: those of lists are not always increased.
+    """
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
 
 
 def _forget_norms(value: Any) -> None:
