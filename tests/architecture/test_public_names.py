@@ -20,7 +20,10 @@ PACKAGES = (
     "stretto.tune",
     "stretto.burst",
     "stretto.horovod.torch",
+    "stretto.horovod.tensorflow",
+    "stretto.horovod.tensorflow.keras",
     "stretto.jax",
+    "stretto.keras",
     "stretto.convert",
     "stretto.papers",
     "stretto.planners",
@@ -46,7 +49,13 @@ MODULES = {
 """What a backend of one's own needs, by module: these modules have no ``__all__``."""
 
 
-NEEDS = {"stretto.jax": "jax"}
+NEEDS = {
+    "stretto.horovod.keras": "tensorflow",
+    "stretto.horovod.keras3": "keras",
+    "stretto.horovod.tensorflow": "tensorflow",
+    "stretto.jax": "jax",
+    "stretto.keras": "keras",
+}
 """Packages that an extra's package needs."""
 
 

@@ -233,15 +233,33 @@ def test_messages_name_the_torch_that_the_package_requires():
 EXTRAS = {
     "hypothesis": "testing/strategies.py",
     "jax": "jax/",
+    "keras": ("keras/", "horovod/keras3/", "horovod/tensorflow/"),
     "libcst": "convert/",
     "optax": "jax/",
     "optuna": "tune/techniques/aiacc.py",
     "ray": "cluster/engine_ray.py",
     "sklearn": "demo/tasks.py",
+    "tensorflow": "horovod/tensorflow/",
 }
 """Packages that extras install, and where alone they are imported."""
 
-HAS_JAX = importlib.util.find_spec("jax") is not None
+NEEDS = {
+    "stretto.horovod.keras": "tensorflow",
+    "stretto.horovod.keras3": "keras",
+    "stretto.horovod.tensorflow": "tensorflow",
+    "stretto.jax": "jax",
+    "stretto.keras": "keras",
+}
+"""What packages of other frameworks need."""
+
+
+def is_missing(module):
+    """Whether a module belongs to a package that can't be imported here."""
+    return any(
+        f"{module}.".startswith(f"{package}.")
+        and importlib.util.find_spec(needed) is None
+        for package, needed in NEEDS.items()
+    )
 
 
 def test_the_package_itself_imports_its_own_requirements_only():
@@ -260,7 +278,7 @@ def modules():
         last = found.name.rpartition(".")[2]
         if last in ("__main__", "sitecustomize"):  # which run when imported
             continue
-        if found.name.startswith("stretto.jax") and not HAS_JAX:
+        if is_missing(found.name):
             continue
         names.append(found.name)
     return names

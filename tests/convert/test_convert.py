@@ -410,7 +410,16 @@ def test_a_model_kept_in_a_list_is_refused():
             TRAINING.replace("opt = torch.optim.SGD", "from mine import opt\ng = dict"),
             [":12:", "no optimizer"],
         ),
-        ("import horovod.tensorflow as hvd\n", [":1:", "horovod.tensorflow"]),
+        ("import horovod.mxnet as hvd\n", [":1:", "horovod.mxnet"]),
+        ("from horovod import spark\n", [":1:", "horovod.spark"]),
+        (
+            "from horovod.tensorflow import elastic\n",
+            [":1:", "horovod.tensorflow.elastic"],
+        ),
+        ("import keras\n", [":1:", "Keras", "docs/how-to/keras.md"]),
+        ("import jax.numpy as jnp\n", [":1:", "JAX", "docs/how-to/jax.md"]),
+        ("import optax\n", [":1:", "JAX", "docs/how-to/jax.md"]),
+        ("from mxnet import gluon\n", [":1:", "MXNet is retired"]),
     ],
 )
 def test_what_is_not_understood_is_refused_by_one_line(source, words):
@@ -451,6 +460,14 @@ def test_another_target_than_the_scripts_own_is_refused():
         (
             "from horovod.torch import rank\n",
             "from stretto.horovod.torch import rank\n",
+        ),
+        (
+            "import tensorflow as tf\nimport horovod.tensorflow as hvd\n",
+            "import tensorflow as tf\nimport stretto.horovod.tensorflow as hvd\n",
+        ),
+        (
+            "import horovod.tensorflow.keras as hvd\n",
+            "import stretto.horovod.tensorflow.keras as hvd\n",
         ),
         (
             "from horovod import torch as h\n",

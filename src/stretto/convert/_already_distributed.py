@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import libcst as cst
@@ -97,6 +98,12 @@ class _Replace(cst.CSTTransformer):
 
 # Horovod
 
+_PROVIDED = ("torch", "run", "tensorflow", "keras")
+
+_NOT_PROVIDED = re.compile(
+    r"(tensorflow(\.keras)?|keras)\.(elastic|data|xla_mpi_ops)\b"
+)
+
 
 def _horovod(
     tree: Tree, imports: list[tuple[str, cst.CSTNode]], target: Target, name: str
@@ -107,15 +114,17 @@ def _horovod(
             "stretto.horovod, not to DDP: use --to horovod or --to stretto"
         )
     for module, line in imports:
-        rest = module.split(".")[1:]
-        wanted = {rest[0]} if rest else _from_package(line)
-        bad = wanted - {"torch", "run"}
-        if bad:
-            raise SpecError(
-                f"{name}:{tree.line(line)}: imports horovod.{sorted(bad)[0]}, but "
-                "stretto provides only horovod.torch and horovod.run. Replace this "
-                "import first"
-            )
+        rest = ".".join(module.split(".")[1:])
+        names = _from_package(line) or {""}
+        wanted = {".".join(filter(None, (rest, imported))) for imported in names}
+        for each in sorted(wanted - {""}):
+            if each.split(".")[0] not in _PROVIDED or _NOT_PROVIDED.match(each):
+                raise SpecError(
+                    f"{name}:{tree.line(line)}: imports horovod.{each}, but stretto "
+                    f"provides only {', '.join(f'horovod.{p}' for p in _PROVIDED)}, "
+                    "the latter two without elastic and data. Replace this import "
+                    "first"
+                )
     changes: dict[cst.CSTNode, Callable[[], cst.CSTNode]] = {}
     notes = []
     bound = {

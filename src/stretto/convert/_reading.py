@@ -19,11 +19,26 @@ _PYTHON_2 = re.compile(
 _OTHER_FRAMEWORKS = {
     "tensorflow": "TensorFlow",
     "keras": "Keras",
+    "tf_keras": "Keras",
     "jax": "JAX",
     "flax": "JAX",
+    "optax": "JAX",
+    "haiku": "JAX",
+    "equinox": "JAX",
     "mxnet": "MXNet",
+    "caffe": "Caffe",
+    "caffe2": "Caffe",
     "paddle": "Paddle",
 }
+
+_WAYS_OUT = {
+    "TensorFlow": "train with stretto.horovod.tensorflow, see docs/how-to/keras.md",
+    "Keras": "pass stretto.keras.DistributedOptimizer, see docs/how-to/keras.md",
+    "JAX": "use stretto.jax.value_and_grad, see docs/how-to/jax.md",
+    "MXNet": "move the model to PyTorch, Keras or JAX first: MXNet is retired",
+    "Caffe": "move the model to PyTorch, Keras or JAX first: Caffe is retired",
+}
+"""What to do by hand; others have nothing."""
 
 _DISTRIBUTED = {
     "accelerate": "Accelerate",
@@ -104,10 +119,14 @@ def check_framework(tree: Tree, name: str) -> None:
     for module, line in imports:
         first = module.partition(".")[0]
         if first in _OTHER_FRAMEWORKS:
-            raise SpecError(
-                f"{name}:{line}: imports {module}, but {_OTHER_FRAMEWORKS[first]} is "
-                "not supported: stretto converts only PyTorch training code"
+            framework = _OTHER_FRAMEWORKS[first]
+            message = (
+                f"{name}:{line}: imports {module}, but {framework} is not supported: "
+                "stretto converts only PyTorch training code"
             )
+            if framework in _WAYS_OUT:
+                message += f". By hand, {_WAYS_OUT[framework]}"
+            raise SpecError(message)
         for known, title in _DISTRIBUTED.items():
             if module == known or module.startswith(known + "."):
                 raise SpecError(

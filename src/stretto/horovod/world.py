@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from stretto.errors import StrettoError
+from stretto.errors import SpecError, StrettoError
 from stretto.horovod import environment, meeting, timeline, topology
 from stretto.horovod.exceptions import HorovodInternalError
 from stretto.horovod.process_sets import ProcessSet, global_process_set
 from stretto.logs import get_logger
 from stretto.runtime.agreement import Agreement
 from stretto.runtime.negotiated import Engine, EngineOptions
+from stretto.runtime.rounds import Rounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -62,6 +63,11 @@ class JoinedSet:
     optimizers: list[UsedOptimizer] = field(default_factory=list)
     """Distributed optimizers that have sent gradients, in that order."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    rounds: Rounds = field(init=False)
+    """Reductions of gradients that other frameworks than PyTorch computed."""
+
+    def __post_init__(self) -> None:
+        self.rounds = Rounds(self.engine)
 
 
 @final
@@ -103,6 +109,16 @@ class World:
             f"rank {self.ranks.rank} is not in {process_set}: only its ranks may call "
             "operations of it"
         )
+
+    def ranks_of(self, process_set_id: int) -> tuple[int, ...]:
+        """Return a set's global ranks.
+
+        Raises:
+            ValueError: no set has this number.
+        """
+        if process_set_id not in self._ranks_of:
+            raise ValueError(f"no process set has the number {process_set_id}")
+        return self._ranks_of[process_set_id]
 
     def add(self, process_set: ProcessSet) -> None:
         """Add a set; every rank must, in the same order.
@@ -371,6 +387,23 @@ def cross_size() -> int:
 def is_homogeneous() -> bool:
     """Return whether all hosts have the same number of ranks."""
     return _topology().is_homogeneous
+
+
+def shard(n: int) -> range:
+    """Return this rank's indices out of ``n`` samples, an equal part for each rank.
+
+    Raises:
+        SpecError: ``n`` is not a multiple of the number of ranks; an average of ranks
+            would then weight samples unequally.
+    """
+    ranks = size()
+    if n % ranks:
+        raise SpecError(
+            f"{n} samples can't be divided equally among {ranks} ranks: use "
+            f"{n - n % ranks} or {n - n % ranks + ranks}"
+        )
+    share = n // ranks
+    return range(rank() * share, (rank() + 1) * share)
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:

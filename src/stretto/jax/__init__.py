@@ -8,7 +8,7 @@ backward, over the negotiated engine, while XLA computes.
 - `operations`: other collectives, in and outside of `jit`; `ranks`: init, rank, size.
 - `refusals`: what a reduction can't be within.
 - `xla_options`: `compile_options`, for programs that use none of these.
-- `callbacks`: the seam to XLA, on `rounds`, the state of this process's reductions.
+- `callbacks`: the seam to XLA.
 """
 
 from stretto.horovod.reduce_ops import Average, Max, Min, Product, Sum

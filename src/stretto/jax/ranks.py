@@ -11,9 +11,9 @@ import torch
 from stretto.errors import SpecError
 from stretto.horovod import world
 from stretto.horovod.process_sets import global_process_set
-from stretto.jax.rounds import Rounds
 from stretto.logs import get_logger
 from stretto.runtime.negotiated import Engine
+from stretto.runtime.rounds import Rounds
 
 _log = get_logger(__name__)
 
@@ -49,8 +49,9 @@ def init() -> None:
     world.init()
     if is_first:
         torch.set_num_threads(1)  # torch only copies here, beside XLA's threads
-    engine = world.current().member(global_process_set).engine
-    _joined = _Joined(Rounds(engine), engine)
+    member = world.current().member(global_process_set)
+    engine = member.engine
+    _joined = _Joined(member.rounds, engine)
     if _last_size not in (None, engine.size):
         # What was traced for another number of ranks has other callbacks, or none.
         jax.clear_caches()
@@ -145,11 +146,5 @@ def shard(n: int) -> range:
         SpecError: ``n`` is not a multiple of the number of ranks; an average of ranks
             would then weight samples unequally.
     """
-    ranks = size()
-    if n % ranks:
-        raise SpecError(
-            f"{n} samples can't be divided equally among {ranks} ranks: use "
-            f"{n - n % ranks} or {n - n % ranks + ranks}"
-        )
-    share = n // ranks
-    return range(rank() * share, (rank() + 1) * share)
+    joined()
+    return world.shard(n)

@@ -23,8 +23,8 @@ import numpy as np
 
 from stretto.errors import SpecError
 from stretto.jax import callbacks
-from stretto.jax.rounds import RoundRows
 from stretto.runtime.exchange import ArrayRow
+from stretto.runtime.rounds import RoundRows
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

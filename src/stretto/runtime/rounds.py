@@ -1,22 +1,23 @@
-"""The reductions of this process: one round at a time, numbered.
+"""The reductions of a process: one round at a time, numbered.
 
 # Note [Rounds]
-XLA may run executions, and calls within one, at the same time where they don't depend
-on each other, and in an order of its own. So ranks could pair gradients of different
-calls. Therefore a call's first and last callback, `begin` and `wait`, are ordered
-effects: JAX runs these in program order, across executions too, so all ranks begin the
-same round. Only `submit` runs whenever a gradient is ready. Every callback gets the
-round's ticket; a stale one raises. As `begin` runs in one order on all ranks, ranks
-register a new set of gradients there, however often each rank traced it.
+A framework's graph may run calls at the same time where they don't depend on each
+other, and in an order of its own. So ranks could pair gradients of different calls.
+Therefore a call's first and last callback, `begin` and `wait`, run in program order,
+across executions too, so all ranks begin the same round: these are JAX's ordered
+effects and TensorFlow's stateful operations. Only `submit` may run whenever a gradient
+is ready. Every callback gets the round's ticket; a stale one raises. As `begin` runs in
+one order on all ranks, ranks register a new set of gradients there, however often each
+rank traced it.
 
 A round that is open when the next one begins was cut short by an error. It is
 abandoned, so that the other ranks' `wait` raises and no rank pairs its gradients with
 later ones.
 
-JAX orders the effects of each thread of the program apart. Two threads' rounds are
-noticed only if one begins while the other is open; if ranks' threads take turns in
-different orders, ranks pair different calls. The callbacks run in XLA's own threads, so
-they can't know which thread of the program dispatched them.
+Frameworks order the effects of each thread of the program apart. Two threads' rounds
+are noticed only if one begins while the other is open; if ranks' threads take turns in
+different orders, ranks pair different calls. The callbacks run in the framework's own
+threads, so they can't know which thread of the program dispatched them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ class RoundRows:
     op: Op
 
     flags: tuple[int, ...] = ()
-    """Rows that must be zero on all ranks, see Note [Tags]."""
+    """Rows that must be zero on all ranks: they say that a gradient can't be right."""
+
+    prescale: float = 1.0
+
+    postscale: float = 1.0
 
 
 @final
@@ -78,7 +83,14 @@ class Rounds:
         exchange = self._exchanges.get(what)
         if exchange is None:
             name = f"gradients {len(self._exchanges)}"
-            exchange = Exchange(self._engine, name, what.rows, op=what.op)
+            exchange = Exchange(
+                self._engine,
+                name,
+                what.rows,
+                op=what.op,
+                prescale=what.prescale,
+                postscale=what.postscale,
+            )
             self._exchanges[what] = exchange
         with self._lock:
             self._last = self._last % _TICKETS + 1
@@ -161,3 +173,9 @@ class Rounds:
                 for k, array in enumerate(found):
                     output[k] = array
         exchange.recycle(arrays)
+
+    def results(self, ticket: int) -> list[np.ndarray[Any, Any]]:
+        """Return an ended round's results; their memory is the caller's."""
+        with self._lock:
+            _, arrays = self._ended.pop(ticket)
+        return arrays

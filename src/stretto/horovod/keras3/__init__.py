@@ -1,0 +1,6 @@
+"""What Keras 3 needs on every backend, for `stretto.keras` and Horovod's names.
+
+- `optimizer_class`: gives an optimizer a class that reduces gradients first.
+- `model_state`: weights and the optimizer's state to all ranks.
+- `epoch_callbacks`: callbacks of ``fit``.
+"""

@@ -1,0 +1,133 @@
+"""Horovod for TensorFlow 2: `import stretto.horovod.tensorflow as hvd`, experimental.
+
+- `operations`: one operation each; `functions`: variables and objects to all ranks;
+  `compression` is an argument of theirs. `mpi_ops` has Horovod's module name.
+- `tape`: `DistributedGradientTape`; `optimizer`: `DistributedOptimizer`; both on
+  `gradients`, which sends them during backward.
+- `sync_batch_norm`: its layer; `keras`: Horovod's names for Keras.
+- `host_calls`: the seam to TensorFlow; `refused`: names that are not provided.
+"""
+
+from stretto.horovod.exceptions import HorovodInternalError
+from stretto.horovod.process_sets import ProcessSet, global_process_set
+from stretto.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum
+from stretto.horovod.tensorflow.compression import Compression
+from stretto.horovod.tensorflow.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
+from stretto.horovod.tensorflow.mpi_ops import (
+    add_process_set,
+    allgather,
+    allreduce,
+    alltoall,
+    barrier,
+    broadcast,
+    broadcast_,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    init,
+    is_homogeneous,
+    is_initialized,
+    join,
+    local_rank,
+    local_rank_op,
+    local_size,
+    local_size_op,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    process_set_included_op,
+    rank,
+    rank_op,
+    reducescatter,
+    remove_process_set,
+    rocm_built,
+    shutdown,
+    size,
+    size_op,
+    start_timeline,
+    stop_timeline,
+)
+from stretto.horovod.tensorflow.optimizer import DistributedOptimizer
+from stretto.horovod.tensorflow.refused import (
+    BroadcastGlobalVariablesHook,
+    PartialDistributedGradientTape,
+    broadcast_global_variables,
+)
+from stretto.horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
+from stretto.horovod.tensorflow.tape import DistributedGradientTape
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "BroadcastGlobalVariablesHook",
+    "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "PartialDistributedGradientTape",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "SyncBatchNormalization",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_rank_op",
+    "local_size",
+    "local_size_op",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "process_set_included_op",
+    "rank",
+    "rank_op",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "size_op",
+    "start_timeline",
+    "stop_timeline",
+]

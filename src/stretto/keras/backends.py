@@ -1,0 +1,63 @@
+"""What reduces the gradients of each backend of Keras."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from stretto.errors import SpecError
+from stretto.horovod import world
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stretto.horovod.reduce_ops import ReduceOp
+
+
+def backend_name() -> str:
+    """Return Keras's backend.
+
+    Raises:
+        SpecError: it is neither TensorFlow nor JAX nor PyTorch.
+    """
+    name = str(keras.backend.backend())
+    if name not in ("tensorflow", "jax", "torch"):
+        raise SpecError(
+            f"stretto.keras needs the backend tensorflow, jax or torch, got {name}: "
+            "set KERAS_BACKEND before keras is imported"
+        )
+    return name
+
+
+@functools.cache
+def reducer(op: ReduceOp) -> Callable[[Sequence[Any]], list[Any]]:
+    """Return the function that reduces a list of gradients, where None stays None."""
+    name = backend_name()
+    if name == "tensorflow":
+        from stretto.horovod.tensorflow.gradients import reduce_gradients
+
+        return functools.partial(reduce_gradients, op=op)
+    return functools.partial(_in_jax if name == "jax" else _in_torch, op=op)
+
+
+def _in_jax(gradients: Sequence[Any], op: ReduceOp) -> list[Any]:
+    from stretto.jax import allreduce_gradients
+
+    # None is a tree without leaves.
+    return list(allreduce_gradients(list(gradients), op=op))
+
+
+def _in_torch(gradients: Sequence[Any], op: ReduceOp) -> list[Any]:
+    from stretto.horovod.torch import grouped_allreduce
+
+    results = list(gradients)
+    sent = [i for i, gradient in enumerate(results) if gradient is not None]
+    if sent and world.size() > 1:
+        reduced = grouped_allreduce(
+            [results[i].detach() for i in sent], name="gradients", op=op
+        )
+        for i, value in zip(sent, reduced, strict=True):
+            results[i] = value
+    return results
