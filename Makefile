@@ -19,7 +19,7 @@ test-faults: setup  ## every fault of hosts, links and ranks that elastic traini
 test-cluster-ray: setup  ## what every engine of a cluster must do, on Ray, in an environment of its own
 	@scripts/test-cluster-ray $(ARGS)
 
-test-frameworks: setup  ## what needs JAX, in an environment of its own
+test-frameworks: setup  ## what needs JAX, TensorFlow or Keras, in an environment of its own
 	@scripts/test-frameworks $(ARGS)
 
 check: setup  ## style, types, import directions

@@ -80,10 +80,10 @@ class ReducingOptimizer:
 
     def _reduced(self, grads: list[Any], variables: list[Any] | None) -> list[Any]:
         this: Any = self
-        for variable in variables or this._trainable_variables:  # noqa: SLF001
+        for variable in variables or getattr(this, "_trainable_variables", ()):
             if this._overwrite_variable_with_gradient(variable):  # noqa: SLF001
                 raise SpecError(
-                    f"the gradient of {variable.path} is a value that replaces it, "
+                    f"the gradient of {variable.name} is a value that replaces it, "
                     "which an average would change: quantized training isn't provided"
                 )
         return list(self._stretto_reduce(grads))
@@ -164,5 +164,6 @@ def reducing(optimizer: Any, reduce: Callable[[Sequence[Any]], list[Any]]) -> An
         raise SpecError("the optimizer is distributed already: wrap it once")
     if isinstance(inner, ReducingOptimizer):
         raise SpecError(_WITHIN_LOSS_SCALE)
-    optimizer.__class__ = _class_for(type(optimizer), reduce)
+    cls: Any = type(optimizer)
+    optimizer.__class__ = _class_for(cls, reduce)
     return optimizer

@@ -108,9 +108,9 @@ def require_no_xla() -> None:
 
 
 def is_alone(size: int) -> bool:
-    """Return whether there is one rank, and remember it where a graph is traced."""
+    """Return whether ``size`` is 1; remember graphs of jobs of one rank."""
     global _traced_alone
-    if size == 1 and not tf.executing_eagerly():
+    if world.size() == 1 and not tf.executing_eagerly():
         _traced_alone = True
     return size == 1
 

@@ -77,17 +77,13 @@ def _allreduce(
     process_set: ProcessSet,
 ) -> list[Any]:
     """Reduce tensors as one group; the gradient is the same reduction of gradients."""
-    options = {
-        "op": op,
-        "prescale_factor": prescale_factor,
-        "postscale_factor": postscale_factor,
-        "process_set": process_set,
-    }
 
     @tf.custom_gradient
     def reduced(*values: Any) -> Any:
         def start(copies: Any) -> Any:
-            return grouped_allreduce_async(copies, name=name, **options)
+            return grouped_allreduce_async(
+                copies, None, name, op, prescale_factor, postscale_factor, process_set
+            )
 
         found = _call(start, values, [v.shape for v in values])
 

@@ -12,10 +12,10 @@ from stretto.horovod.reduce_ops import Sum
 from stretto.horovod.tensorflow.host_calls import not_converted
 from stretto.horovod.tensorflow.operations import allreduce
 
+_BatchNormalization: Any = keras.layers.BatchNormalization
 
-class SyncBatchNormalization(  # type: ignore[misc]
-    keras.layers.BatchNormalization
-):
+
+class SyncBatchNormalization(_BatchNormalization):  # type: ignore[misc]
     """A layer as ``keras.layers.BatchNormalization``, with moments of all ranks.
 
     All ranks must call it in training equally often; numbers of samples may differ.

@@ -40,9 +40,9 @@ def reduction(
             f"the reduction: it needs op=Average, got {op.name}"
         )
 
-    @not_converted
     def reduce(gradients: Sequence[Any]) -> list[Any]:
-        sent, contexts = [], []
+        sent: list[Any] = []
+        contexts: list[Any] = []
         for gradient in gradients:
             if sparse_as_dense and isinstance(gradient, tf.IndexedSlices):
                 gradient = tf.convert_to_tensor(gradient)
@@ -69,7 +69,8 @@ def reduction(
             for value, context in zip(reduced, contexts, strict=True)
         ]
 
-    return reduce
+    found: Callable[[Sequence[Any]], list[Any]] = not_converted(reduce)
+    return found
 
 
 def refuse_groups(num_groups: int, groups: Any) -> None:

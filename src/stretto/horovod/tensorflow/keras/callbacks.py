@@ -58,7 +58,7 @@ class MetricAverageCallback(MetricAverage):
 
 
 def _note_momentum(callback: Any, correct: bool) -> None:  # noqa: FBT001
-    if correct and getattr(callback.model.optimizer, "momentum", 0.0):
+    if correct and getattr(callback.model.optimizer, "momentum", None):
         _log.warning(
             "momentum_correction has no effect: Keras 3 compiles the momentum into the "
             "step. Pass momentum_correction=False to silence this."
