@@ -268,8 +268,11 @@ def said(program: Callable[[], Any]) -> str:
 def step_of(model: Any, optimizer: Any, rank: int, **compiled: Any) -> Any:
     """Train a model for a step; return it."""
     x, y = data("dense")
+    callbacks = compiled.pop("callbacks", [])
     model.compile(optimizer, "mse", **compiled)
-    model.fit(x[rank::2], y[rank::2], batch_size=SAMPLES, verbose=0)
+    model.fit(
+        x[rank::2], y[rank::2], batch_size=SAMPLES, verbose=0, callbacks=callbacks
+    )
     return model
 
 
@@ -481,7 +484,13 @@ def jit_is_turned_off(rank: int, size: int) -> bool:
     if keras.backend.backend() != "tensorflow":
         return False
     optimizer = sk.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    model = step_of(built("dense", 3), optimizer, rank, jit_compile=True)
+    model = step_of(
+        built("dense", 3),
+        optimizer,
+        rank,
+        jit_compile=True,
+        callbacks=[sk.BroadcastInitialState()],
+    )
     return bool(model.jit_compile)
 
 

@@ -32,13 +32,18 @@ def backend_name() -> str:
 
 
 @functools.cache
-def reducer(op: ReduceOp) -> Callable[[Sequence[Any]], list[Any]]:
+def reducer(
+    op: ReduceOp,
+    sparse_as_dense: bool,  # noqa: FBT001
+) -> Callable[[Sequence[Any]], list[Any]]:
     """Return the function that reduces a list of gradients, where None stays None."""
     name = backend_name()
     if name == "tensorflow":
         from stretto.horovod.tensorflow.gradients import reduce_gradients
 
-        return functools.partial(reduce_gradients, op=op)
+        return functools.partial(
+            reduce_gradients, op=op, sparse_as_dense=sparse_as_dense
+        )
     return functools.partial(_in_jax if name == "jax" else _in_torch, op=op)
 
 

@@ -16,6 +16,7 @@ def load_model(
     custom_objects: Any = None,
     *,
     op: ReduceOp = Average,
+    sparse_as_dense: bool = False,
     safe_mode: bool = True,
 ) -> Any:
     """Return a model from its file, with its optimizer distributed.
@@ -24,6 +25,7 @@ def load_model(
         filepath: A file that ``model.save`` wrote, on one rank or any.
         custom_objects: As in ``keras.models.load_model``.
         op: The reduction of gradients.
+        sparse_as_dense: As in `DistributedOptimizer`.
         safe_mode: As in ``keras.models.load_model``.
 
     Raises:
@@ -31,7 +33,7 @@ def load_model(
     """
     model = keras.models.load_model(filepath, custom_objects, safe_mode=safe_mode)
     if getattr(model, "optimizer", None) is not None:
-        DistributedOptimizer(model.optimizer, op=op)
+        DistributedOptimizer(model.optimizer, op=op, sparse_as_dense=sparse_as_dense)
     return model
 
 

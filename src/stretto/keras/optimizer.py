@@ -10,7 +10,9 @@ from stretto.horovod.reduce_ops import ENGINE_OPS, Average, ReduceOp
 from stretto.keras.backends import reducer
 
 
-def DistributedOptimizer(optimizer: Any, *, op: ReduceOp = Average) -> Any:  # noqa: N802
+def DistributedOptimizer(  # noqa: N802
+    optimizer: Any, *, op: ReduceOp = Average, sparse_as_dense: bool = False
+) -> Any:
     """Return the optimizer, which now reduces gradients over ranks first.
 
     It is the same object, with its state, and of a subclass of its own class. All ranks
@@ -25,6 +27,10 @@ def DistributedOptimizer(optimizer: Any, *, op: ReduceOp = Average) -> Any:  # n
         optimizer: An optimizer of Keras 3, or its name. A
             ``keras.optimizers.LossScaleOptimizer`` goes inside: pass it here.
         op: The reduction.
+        sparse_as_dense: Whether to reduce TensorFlow's gradients of embeddings
+            (``tf.IndexedSlices``) as dense tensors, during backward. If not, all ranks'
+            rows are gathered after it. Only this gives Adam what one process gives it:
+            Keras squares each row of a batch by itself, also rows of one index.
 
     Raises:
         SpecError: it isn't an optimizer of Keras 3, it is distributed already, or
@@ -34,4 +40,4 @@ def DistributedOptimizer(optimizer: Any, *, op: ReduceOp = Average) -> Any:  # n
         raise SpecError(
             f"op must be one of {', '.join(o.name for o in ENGINE_OPS)}, got {op!r}"
         )
-    return reducing(optimizer, reducer(op))
+    return reducing(optimizer, reducer(op, sparse_as_dense))

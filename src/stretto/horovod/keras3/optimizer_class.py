@@ -44,11 +44,9 @@ class ReducingOptimizer:
                 Keras is active.
         """
         for owner in _owners(sys._getframe(1)):  # noqa: SLF001
-            if isinstance(owner, keras.optimizers.LossScaleOptimizer):
-                if owner is not self and owner.inner_optimizer is self:
-                    raise SpecError(_WITHIN_LOSS_SCALE)
-            elif isinstance(owner, keras.Model) and owner.optimizer is self:
-                turn_jit_off(owner)
+            is_scaling = isinstance(owner, keras.optimizers.LossScaleOptimizer)
+            if is_scaling and owner is not self and owner.inner_optimizer is self:
+                raise SpecError(_WITHIN_LOSS_SCALE)
         if keras.distribution.distribution() is not None:
             raise SpecError(
                 "keras.distribution distributes training itself: leave "
@@ -92,8 +90,8 @@ class ReducingOptimizer:
 _WITHIN_LOSS_SCALE = (
     "a distributed optimizer within LossScaleOptimizer waits for ranks whose gradients "
     "were not finite, which skip the step. Put it outside: DistributedOptimizer("
-    "keras.optimizers.LossScaleOptimizer(optimizer)). With the policy mixed_float16, "
-    "compile() adds LossScaleOptimizer inside by itself only if it isn't there."
+    "keras.optimizers.LossScaleOptimizer(optimizer)). With the policy mixed_float16 "
+    "compile() puts one around any optimizer that isn't one itself."
 )
 
 

@@ -51,7 +51,7 @@ def reduce_gradients(
     op: ReduceOp = Average,
     prescale: float = 1.0,
     postscale: float = 1.0,
-    sparse_as_dense: bool = True,
+    sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Return gradients reduced over ranks, in a `tf.function` or eagerly.

@@ -101,8 +101,8 @@ def require_no_xla() -> None:
         if getattr(frame.f_locals.get("self"), "_jit_compile", None) is True:
             raise SpecError(
                 "gradients can't be reduced in a function that XLA compiles: XLA for "
-                "TensorFlow can't call back. Pass jit_compile=False to tf.function, or "
-                "to model.compile()."
+                "TensorFlow can't call back. Pass jit_compile=False to tf.function or "
+                "to model.compile(), or the callback BroadcastInitialState to fit()."
             )
         frame = frame.f_back
 
