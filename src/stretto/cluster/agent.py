@@ -34,7 +34,7 @@ from stretto.cluster.part_spec import (
     PartSpec,
 )
 from stretto.cluster.part_start import part_spec_of, profile_path
-from stretto.cluster.roles import StoppedHolders
+from stretto.cluster.roles import StoppedHolders, continue_stopped
 from stretto.cluster.wire import command_of
 
 if TYPE_CHECKING:
@@ -340,6 +340,7 @@ class Agent:
             if keep is not None:
                 keep()
             self._parts.pop(fence, None)
+            continue_stopped([part.folder / LOCK_FILE])  # it would never end
             shutil.rmtree(part.folder, ignore_errors=True)
 
         self._link.report(events.ENDED, fence, end, forget)
