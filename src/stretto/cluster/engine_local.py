@@ -285,7 +285,7 @@ def down(
 ) -> bool:
     """End a cluster: its jobs stop with their grace, and wait for the next start.
 
-    If this is interrupted, the cluster goes on.
+    If this is interrupted, the cluster continues.
 
     Args:
         folders: of the cluster.
