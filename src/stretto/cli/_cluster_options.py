@@ -29,7 +29,9 @@ def in_folder(command: _F) -> _F:
     @functools.wraps(command)
     def with_folders(*args: Any, folder: str | None, **options: Any) -> Any:
         root = default_root() if folder is None else Path(folder).absolute()
-        return command(*args, folders=Folders(root), **options)
+        folders = Folders(root)
+        folders.check_access()
+        return command(*args, folders=folders, **options)
 
     return with_folders  # type: ignore[return-value]
 

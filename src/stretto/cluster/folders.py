@@ -204,6 +204,23 @@ class Folders:
         ends = [name.rpartition("-")[2] for name in names]
         return max((int(end) for end in ends if _NUMBER.fullmatch(end)), default=0)
 
+    def check_access(self) -> None:
+        """Require that this user may use what is in the folder, if it exists.
+
+        Raises:
+            ClusterError: it may not.
+        """
+        try:
+            os.listdir(self.root)  # noqa: PTH208 - the cheapest test of all rights
+            self.settings.exists()
+        except PermissionError as exc:
+            raise ClusterError(
+                f"the cluster's folder {self.root} is another user's: give another "
+                f"with --folder or {FOLDER_VARIABLE}"
+            ) from exc
+        except OSError:
+            return  # missing, or not a folder: what uses it says so
+
     def create(self) -> None:
         """Create the folder.
 

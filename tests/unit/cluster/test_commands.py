@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,7 +16,7 @@ from stretto.cli._cluster_jobs import _Log
 from stretto.cluster import engine_local, processes
 from stretto.cluster.folders import Folders
 from stretto.cluster.job_files import read_job
-from stretto.errors import SpecError
+from stretto.errors import ClusterError, SpecError
 from support.clusters import WAITS, await_file, await_that
 
 if TYPE_CHECKING:
@@ -218,6 +219,14 @@ def test_a_duplicate_key_of_a_job_file_is_named(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"minimum": 1', twice))
     with pytest.raises(SpecError, match=r"\$\.gpus\.minimum: is a duplicate key"):
         read_job(path)
+
+
+def test_another_users_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "listdir", Mock(side_effect=PermissionError))  # root may
+    with pytest.raises(ClusterError, match="is another user's: give another with"):
+        Folders(tmp_path).check_access()
 
 
 def test_a_refusal_does_not_control_the_terminal(run: Run, tmp_path: Path) -> None:
