@@ -550,24 +550,32 @@ for (x,) in loader:
     ("made", "says"),
     [
         (
-            "models = [torch.nn.Linear(2, 1) for _ in range(2)]\n"
-            "opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]",
+            (
+                "models = [torch.nn.Linear(2, 1) for _ in range(2)]\n"
+                "opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]"
+            ),
             "trains `m`, an element of `models` (line 6)",
         ),
         (
-            "models = {k: torch.nn.Linear(2, 1) for k in 'ab'}\nopts = []\n"
-            "def make(net):\n    return torch.optim.SGD(net.parameters(), lr=0.1)\n\n\n"
-            "for net in models.values():\n    opts.append(make(net))",
+            (
+                "models = {k: torch.nn.Linear(2, 1) for k in 'ab'}\nopts = []\n"
+                "def make(net):\n    return torch.optim.SGD(net.parameters(), lr=0.1)\n\n\n"
+                "for net in models.values():\n    opts.append(make(net))"
+            ),
             "trains `net`, an element of `models.values()` (line 11)",
         ),
         (
-            "net = torch.nn.Linear(2, 1)\nmodels = []\nmodels.append(net)\n"
-            "opts = [torch.optim.SGD(net.parameters(), lr=0.1)]",
+            (
+                "net = torch.nn.Linear(2, 1)\nmodels = []\nmodels.append(net)\n"
+                "opts = [torch.optim.SGD(net.parameters(), lr=0.1)]"
+            ),
             "train.py:7: `net`, which the optimizer trains, is put into",
         ),
         (
-            "held = SimpleNamespace(net=torch.nn.Linear(2, 1))\nmodels = [held.net]\n"
-            "opts = [torch.optim.SGD(held.net.parameters(), lr=0.1)]",
+            (
+                "held = SimpleNamespace(net=torch.nn.Linear(2, 1))\nmodels = [held.net]\n"
+                "opts = [torch.optim.SGD(held.net.parameters(), lr=0.1)]"
+            ),
             "trains a module that is an attribute of `held`",
         ),
     ],
