@@ -1149,7 +1149,6 @@ meter = Meter()
         ("pass", "", "torch.save({'x': x}, 'x.pt')", "`x` in `torch.save"),
         ("holder.loss = model(x)", "holder = Holder()\n", "show(holder)\n", None),
         ("foreign.keep(model(x))", "import foreign\n", "", "`model(x)` in `foreign"),
-        ("pass", "", "print(len(next(iter(loader))[0]))", "in `print"),
         (
             "pass",
             (
