@@ -13,7 +13,7 @@ from stretto.convert._parameter_owners import ParameterOwners
 from stretto.convert._tree import Scope, argument, found, stored_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from stretto.convert._flow import Flow, Key
     from stretto.convert._tree import Tree
@@ -210,7 +210,9 @@ class TrainedModels:
     def _taken_from(self, name: cst.Name) -> cst.BaseExpression | None:
         """Return what a loop or a comprehension takes a name from."""
         scope = self._tree.function(name)
-        for loop in found(self._tree.module, (cst.For, cst.CompFor)):
+        loops: Iterator[cst.For | cst.CompFor]
+        loops = found(self._tree.module, (cst.For, cst.CompFor))
+        for loop in loops:
             inside = isinstance(loop, cst.For) or any(
                 loop in list(found(above, cst.CompFor))
                 for above in self._tree.ancestors(name)

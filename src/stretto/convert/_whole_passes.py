@@ -60,7 +60,9 @@ class _WholePasses:
         self._wrapped: set[int] = set()
 
     def convert(self) -> None:
-        for node in found(self._tree.module, (cst.For, cst.CompFor, cst.Call)):
+        nodes: Iterator[cst.For | cst.CompFor | cst.Call]
+        nodes = found(self._tree.module, (cst.For, cst.CompFor, cst.Call))
+        for node in nodes:
             if isinstance(node, cst.For):
                 sources = self._of_loop(node)
             elif isinstance(node, cst.CompFor):
@@ -134,7 +136,9 @@ class _WholePasses:
 
     def sizes(self) -> Iterator[cst.BaseExpression]:
         """Yield what is the number of samples of a batch of all ranks."""
-        for node in found(self._tree.module, (cst.Call, cst.Attribute)):
+        nodes: Iterator[cst.Call | cst.Attribute]
+        nodes = found(self._tree.module, (cst.Call, cst.Attribute))
+        for node in nodes:
             on = self._sized(node)
             if on is not None and self._is_outside(node) and self._is_whole(on, 6):
                 above = self._tree.parent(node)
