@@ -7,7 +7,7 @@
   `cluster` has `_cluster_engine`, `_cluster_jobs`, `_cluster_simulate` and
   `_cluster_options`; `doctor` has `_machine`; `run` has `_elastic`.
 - `_planning`: options and output of the planning commands; `_outputs`: checks of output
-  files; `_ranks`: commands that run on every rank.
+  files; `_ranks`: commands that run on every rank; `_values`: types of options.
 """
 
 from stretto.cli._main import main
