@@ -152,6 +152,21 @@ def test_what_a_mode_around_a_model_holds_is_watched_but_not_its_count():
         assert graph.unproven() is not None
 
 
+def test_what_the_class_of_a_mode_around_a_model_holds_is_watched(monkeypatch):
+    class Scales(torch.overrides.TorchFunctionMode):
+        factor = 1.0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            return found * self.factor if func is torch.tanh else found
+
+    with Scales():
+        graph = capture(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), (X,))
+        assert graph.unproven() is None
+        monkeypatch.setattr(Scales, "factor", 2.0)
+        assert graph.unproven() is not None
+
+
 def test_parts_that_are_added_end_a_capture():
     class Chain(Scaled):
         def forward(self, x):

@@ -257,6 +257,7 @@ class Reads:
         for one in self.objects:
             for key in state_of(one):
                 rows.add(vars(one), key, f"{type(one).__name__}.{key}")
+            rows.follow(type(one))
         self._add_functions(rows, helpers, is_between=True)
         return rows.watch()
 
