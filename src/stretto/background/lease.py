@@ -148,6 +148,7 @@ class Background:
         self._too_long: dict[str, int] = {}
         self._measure_after: dict[str, int] = {}
         self._label = ""
+        self._too_long_label: str | None = None  # that of a task that did not fit
         self._unused_s = dict.fromkeys(Reason, 0.0)
         self._children_s, self._children_at_s = 0.0, 0.0
         self._children_before_s: float | None = None
@@ -269,6 +270,8 @@ class Background:
         """Start a task if the gate permits it and the device is free."""
         self._label = label
         reason = self._reason = self._decide(label)
+        if reason is Reason.TOO_LONG:
+            self._too_long_label = label
         if reason not in OPEN:
             self._device.withdraw()
             return False
@@ -403,8 +406,9 @@ class Background:
                 )
             self._closings = self._controller.closings
         self._warn_unfit(had_task=step.had_task)
-        if not step.had_task and self._reason is Reason.TOO_LONG:
+        if not step.had_task and self._too_long_label == self._label:
             self._count_too_long(self._label)
+        self._too_long_label = None
 
     def _count_too_long(self, label: str) -> None:
         steps = self._too_long[label] = self._too_long.get(label, 0) + 1

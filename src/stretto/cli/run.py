@@ -391,7 +391,8 @@ def _all_local_ranks(parsed: Any, arguments: tuple[str, ...]) -> None:
 def _check_background(settings: dict[str, str | None]) -> None:
     for option in ("foreground", "background"):
         # An empty name, such as an unset variable of a shell's, would mean no device.
-        if settings[option] is not None and not settings[option].strip():
+        device = settings[option]
+        if device is not None and not device.strip():
             raise click.UsageError(f"--{option} needs the name of a device, got ''")
     if settings["names"] is not None and settings["collocation"] is None:
         raise click.UsageError("--names needs --collocation FILE")

@@ -377,14 +377,30 @@ def test_a_background_that_has_no_task_to_run_is_not_said_to_fit_no_window(
 def test_a_task_that_fits_no_window_is_measured_again_after_ever_more_steps():
     """The first task of a job is often its longest."""
     with background(adapts=False) as job:
-        job._label, job._reason = "batch", Reason.TOO_LONG
+        job._label = "batch"
         again = []
         for step in range(100):
+            job._too_long_label = "batch"
             if "batch" not in job._usual_s:
                 again.append(step)
                 job._usual_s["batch"] = 0.5
             job._step_ended(StepRecord(duration_s=1.0, had_task=False))
     assert again == [0, 10, 30, 70]
+
+
+def test_a_task_is_measured_again_where_steps_end_with_computation(foreground):
+    foreground.set_windows([Window(begin_s=0.0, length_s=60.0, kind="network")])
+    with background(adapts=False) as job:
+        job.wait(timeout_s=0.0)
+        job._usual_s["batch"] = 600.0
+        for _ in range(30):
+            foreground.step()
+            with foreground.waiting("network"):
+                if job.wait("batch", timeout_s=0.0):
+                    break
+            assert not job.wait("batch", timeout_s=0.0)
+            assert job._reason is Reason.COMPUTING
+        assert job.has_lease
 
 
 TRAINING = """
