@@ -176,12 +176,15 @@ def rank_clips(rank: int, size: int) -> dict[str, Any]:
     os.environ[POISON_VARIABLE] = "1"
     double, single = torch.float64, torch.float32
     found: dict[str, Any] = {}
-    for number, between in enumerate(PROGRAMS):
+    # Four ranks add what two don't show: sums in another order than DDP's.
+    few = (clipped, clipped_after_a_look) if size > 2 else PROGRAMS
+    for number, between in enumerate(few):
         views = bool(number % 2)
         found[between.__name__] = outcome(
             "Attention", "Adam", between, double, views=views
         )
-    for kind in ("Convolutions", "Tied", "Recurrent"):
+    kinds = ("Convolutions", "Tied", "Recurrent") if size == 2 else ("Convolutions",)
+    for kind in kinds:
         found[kind] = outcome(kind, "SGD momentum", clipped, double, views=True)
     found["micro"] = outcome("Inner", "Adam", clipped, double, views=False, micro=2)
     found["scaled"] = outcome("Inner", "SGD", clipped, double, views=True, scaled=True)
