@@ -156,6 +156,17 @@ def test_the_reader_of_gradients_is_named(watched: Program) -> None:
     )
 
 
+def test_clipping_by_parts_reads_no_gradient(watched: Program) -> None:
+    assert watched.watch is not None
+    watched.watch._by_parts = True
+    plain = Program(watched=False)
+    for program in (plain, watched):
+        program.train(clip)
+    assert report_of(watched) == {"prevents": None, "early": [], "reader": None}
+    pairs = zip(plain.values(), watched.values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
 def test_the_reader_of_parameters_is_named(watched: Program) -> None:
     watched.train(None, average)
     found = report_of(watched)
