@@ -94,6 +94,7 @@ def test_public_names_are_those_listed() -> None:
 
 
 SHARED = {
+    "Compression",  # Horovod's name, for tensors of PyTorch and of TensorFlow
     "DistributedDataParallel",  # the public one derives from the runtime's
     "Kind",  # of a conversion's notes, and of requests of the negotiated engine
 }

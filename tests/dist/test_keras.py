@@ -420,7 +420,8 @@ def several_steps_an_execution(rank: int, size: int) -> bool:
 
     found = []
     x, y = data("dense")
-    for count in (1, 3):
+    count = 1 if keras.backend.backend() == "torch" else 3  # torch has no such loop
+    for count in (1, count):
         model = built("dense", 3)
         optimizer = sk.DistributedOptimizer(keras.optimizers.SGD(0.05))
         model.compile(optimizer, "mse", steps_per_execution=count)

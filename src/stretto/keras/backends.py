@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -60,9 +61,11 @@ def _in_torch(gradients: Sequence[Any], op: ReduceOp) -> list[Any]:
     results = list(gradients)
     sent = [i for i, gradient in enumerate(results) if gradient is not None]
     if sent and world.size() > 1:
-        reduced = grouped_allreduce(
-            [results[i].detach() for i in sent], name="gradients", op=op
-        )
+        tensors = [results[i].detach() for i in sent]
+        # A name for each model: the engine keeps a group's members by its name.
+        shapes = repr([(t.dtype, tuple(t.shape)) for t in tensors])
+        name = f"gradients {zlib.crc32(shapes.encode())}"
+        reduced = grouped_allreduce(tensors, name=name, op=op)
         for i, value in zip(sent, reduced, strict=True):
             results[i] = value
     return results
