@@ -226,6 +226,16 @@ def test_a_name_pending_is_refused_where_it_is_submitted() -> None:
         ranks.ledgers[1].submit(allreduce("x", 9))
 
 
+def test_a_name_may_come_back_in_a_smaller_group() -> None:
+    ranks = Simulated(2)
+    for group, names in (("three", "abc"), ("two", "ab")):
+        for ledger in ranks.ledgers:
+            for name in names:
+                ledger.submit(allreduce(name, group=group, group_size=len(names)))
+        found = ranks.settle()
+        assert [(type(d), d.name) for d in found] == [(Launch, name) for name in names]
+
+
 def test_a_group_is_launched_whole_or_fails_whole() -> None:
     ranks = Simulated(2)
     group = {"group": "g", "group_size": 2}

@@ -365,7 +365,7 @@ class Ledger:
     def _decide(self, names: list[str], decisions: list[Decision]) -> None:
         ready_by_group: dict[str, int] = {}
         for name in names:
-            group = self._entry_of(name).base.group
+            group = self._current(self._entry_of(name)).group
             ready_by_group[group] = ready_by_group.get(group, 0) + 1
         reasons = {name: self._trouble(self._entry_of(name)) for name in names}
         refused: dict[str, str] = {}
@@ -375,12 +375,13 @@ class Ledger:
                     refused.setdefault(group, reason)
         for name, reason in reasons.items():
             entry = self._entry_of(name)
-            group = entry.base.group
+            current = self._current(entry)
+            group = current.group
             reason = reason or refused.get(group)
             if reason is not None:
                 self._end(name, forget=True)
                 decisions.append(Refuse(name, reason))
-            elif not group or ready_by_group[group] == entry.base.group_size:
+            elif not group or ready_by_group[group] == current.group_size:
                 by_rank = tuple(entry.of(r) for r in range(self._size))
                 self._end(name, forget=False)
                 self._record_launch(entry)
@@ -388,6 +389,14 @@ class Ledger:
                 joined = frozenset(self._joined)
                 decisions.append(Launch(name, by_rank, joined, set_id))
         self._refuse_groups(refused, decisions)
+
+    def _current(self, entry: _Entry) -> Request:
+        """Return the request that active ranks submitted, if they agree.
+
+        The base may be an older one of that name, for instance of a larger group.
+        """
+        active = (r for r in range(self._size) if r not in self._joined)
+        return entry.of(next(active, 0))
 
     def _refuse_groups(
         self, refused: dict[str, str], decisions: list[Decision]
