@@ -219,7 +219,11 @@ def test_the_packages_ask_for_what_is_imported():
         for lines in groups
         for line in lines
     }
-    known = {"scikit-learn": "sklearn", "import-linter": "importlinter"}
+    known = {
+        "scikit-learn": "sklearn",
+        "import-linter": "importlinter",
+        "tensorflow-cpu": "tensorflow",
+    }
     asked = {known.get(name, name.replace("-", "_")) for name in asked}
     found = set().union(*map(imported_by, SOURCES))
     assert found - set(sys.stdlib_module_names) - {"stretto"} - asked == set()

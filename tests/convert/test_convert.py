@@ -462,8 +462,8 @@ def test_another_target_than_the_scripts_own_is_refused():
             "from stretto.horovod.torch import rank\n",
         ),
         (
-            "import tensorflow as tf\nimport horovod.tensorflow as hvd\n",
-            "import tensorflow as tf\nimport stretto.horovod.tensorflow as hvd\n",
+            "import horovod.tensorflow as hvd\nimport tensorflow as tf\n",
+            "import stretto.horovod.tensorflow as hvd\nimport tensorflow as tf\n",
         ),
         (
             "import horovod.tensorflow.keras as hvd\n",

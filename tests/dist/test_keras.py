@@ -421,10 +421,10 @@ def several_steps_an_execution(rank: int, size: int) -> bool:
     found = []
     x, y = data("dense")
     count = 1 if keras.backend.backend() == "torch" else 3  # torch has no such loop
-    for count in (1, count):
+    for steps in (1, count):
         model = built("dense", 3)
         optimizer = sk.DistributedOptimizer(keras.optimizers.SGD(0.05))
-        model.compile(optimizer, "mse", steps_per_execution=count)
+        model.compile(optimizer, "mse", steps_per_execution=steps)
         model.fit(x[rank::2], y[rank::2], batch_size=2, shuffle=False, verbose=0)
         found.append(flat(model))
     return bool(np.allclose(*found, rtol=1e-6, atol=1e-7))
