@@ -78,7 +78,10 @@ class ReducingOptimizer:
 
     def _reduced(self, grads: list[Any], variables: list[Any] | None) -> list[Any]:
         this: Any = self
-        for variable in variables or getattr(this, "_trainable_variables", ()):
+        known: Any = variables
+        if known is None:
+            known = getattr(this, "_trainable_variables", ())
+        for variable in known:
             if this._overwrite_variable_with_gradient(variable):  # noqa: SLF001
                 raise SpecError(
                     f"the gradient of {variable.name} is a value that replaces it, "
