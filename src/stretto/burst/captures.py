@@ -10,6 +10,7 @@ from stretto.burst.graph import capture, check_again, check_hooks
 from stretto.burst.schedule import execution_plan_of, later_widths
 from stretto.burst.tracing.cached_values import FirstValues
 from stretto.burst.tracing.reads import Ambient
+from stretto.burst.tracing.source_lines import line_of_forward
 from stretto.errors import PlanMismatch, SpecError
 from stretto.logs import get_logger
 
@@ -210,7 +211,8 @@ class Captures:
         graph = self._capture_as_is()
         if (name := graph.changed_since(self._first_values)) is not None:
             raise SpecError(
-                f"forward of {type(self._module).__name__} keeps {name} from its first "
+                f"{line_of_forward(self._module)}forward of "
+                f"{type(self._module).__name__} keeps {name} from its first "
                 "call, and what that was computed from has changed since: one process "
                 "would keep the first value, but layers compute it again. Compute it "
                 "in each call, or keep it in a buffer"

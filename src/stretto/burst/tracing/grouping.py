@@ -344,9 +344,10 @@ def ordered(traced: Traced, groups: list[Group]) -> list[Group]:
     while left:
         ready = next((i for i in left if waits[i] <= set(done)), None)
         if ready is None:
+            op = groups[left[0]][0]
             raise SpecError(
-                f"the layer with {groups[left[0]][0].name!r} would have to wait for "
-                "itself: join only layers that follow one another"
+                f"{source_line_of(op)}: the layer with {op.name!r} would have to wait "
+                "for itself: join only layers that follow one another"
             )
         done.append(ready)
         left.remove(ready)
@@ -401,8 +402,8 @@ def output_of(
     ]
     if len(given) != 1:
         raise SpecError(
-            f"layer {name!r} would give {len(given)} tensors: a layer gives one. Join "
-            "only layers that follow one another"
+            f"{source_line_of(group[0])}: layer {name!r} would give {len(given)} "
+            "tensors: a layer gives one. Join only layers that follow one another"
         )
     if given[0] not in traced.rows:
         raise SpecError(

@@ -597,7 +597,8 @@ class _Check:
             # Names the line if forward decides by the number of samples.
             self._graph.require_count(_ROWS)
             raise SpecError(
-                f"the captured layers of {name} give other outputs than {name} itself: "
+                f"{line_of_forward(self._module)}the captured layers of {name} give "
+                f"other outputs than {name} itself: "
                 "its forward does something that is not captured, such as reading or "
                 "changing state that is not one of its tensors. Please report the model"
             )
@@ -623,7 +624,8 @@ class _Check:
                         "layers"
                     )
                 raise SpecError(
-                    f"the captured layers of {name} give parameter "
+                    f"{line_of_forward(self._module)}the captured layers of {name} "
+                    "give parameter "
                     f"{named[id(parameter)]!r} another gradient than {name} itself: "
                     "its forward does something that is not captured. Please report "
                     "the model"

@@ -38,7 +38,12 @@ from stretto.burst.tracing.copied_norms import is_copied
 from stretto.burst.tracing.fakes import Fakes, without_log
 from stretto.burst.tracing.recorder import UnseenTensor, record
 from stretto.burst.tracing.records import Fixed, Recording, Ref
-from stretto.burst.tracing.source_lines import line_setting, line_where, source_line_in
+from stretto.burst.tracing.source_lines import (
+    line_of_forward,
+    line_setting,
+    line_where,
+    source_line_in,
+)
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -350,7 +355,8 @@ def _refuse_new_hooks(module: nn.Module, before: dict[str, tuple[Any, ...]]) -> 
     for name, keys in _hooks_in(module).items():
         if before.get(name, keys) != keys:
             raise SpecError(
-                f"forward of {type(module).__name__} registers or removes hooks of its "
+                f"{line_of_forward(module)}forward of {type(module).__name__} "
+                "registers or removes hooks of its "
                 f"submodule {name!r}, which layers on other ranks would not: call the "
                 "model once before you profile it and before you build the burst "
                 "model, so that they are in place"

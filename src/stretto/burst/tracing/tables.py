@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from stretto.burst.tracing.comparing import BATCHES, follows
+from stretto.burst.tracing.source_lines import line_of_forward
 from stretto.burst.tracing.torch_modules import BatchNorm
 from stretto.errors import SpecError
 
@@ -60,9 +61,9 @@ class NormInputs:
             kinds = {follows(one, two) is False for one, two in sizes}
             if len(kinds) > 1:
                 raise SpecError(
-                    f"batch norm {name!r} normalizes samples and a tensor that is the "
-                    "same for all: its statistics of both can't be computed by several "
-                    "ranks. Use a norm for each"
+                    f"{line_of_forward(module)}batch norm {name!r} normalizes samples "
+                    "and a tensor that is the same for all: its statistics of both "
+                    "can't be computed by several ranks. Use a norm for each"
                 )
             if kinds == {True}:
                 found.add(name)
