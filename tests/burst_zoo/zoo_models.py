@@ -954,7 +954,7 @@ def norm_of_a_table_in_a_module_with_hooks() -> nn.Module:
     return model
 
 
-@refused(flat, "normalizes samples and a tensor that is the same", names_line=False)
+@refused(flat, "normalizes samples and a tensor that is the same")
 def norm_of_a_table_and_of_samples() -> nn.Module:
     model = NormOfTable()
     model.of_samples = model.norm
