@@ -67,9 +67,9 @@ def bench(options: argparse.Namespace) -> None:
 
     sgd = keras.optimizers.SGD
     models = {
-        "stretto": model_with(sk.DistributedOptimizer(sgd(0.01))),
-        "blocking": model_with(Blocking(0.01)),
-        "local": model_with(sgd(0.01)),
+        "stretto": model_with(sk.DistributedOptimizer(sgd(1.0))),
+        "blocking": model_with(Blocking(1.0)),
+        "local": model_with(sgd(1.0)),
     }
     chance = np.random.default_rng(0)
     x = chance.normal(size=(sk.size(), options.batch, WIDTH)).astype("f4")[sk.rank()]
