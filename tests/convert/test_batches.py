@@ -362,17 +362,19 @@ def test_a_state_of_the_batch_made_before_the_steps_is_listed(made):
     assert [s for s in said if s.startswith("line 22:") and "batch size here" in s]
 
 
+@pytest.mark.parametrize("made", ["torch.zeros", "next(self.parameters()).data.new"])
 @pytest.mark.parametrize("place", ["    h = ", "        h = "])
-def test_a_function_that_makes_a_state_of_the_batch_gets_this_ranks(place):
+def test_a_function_that_makes_a_state_of_the_batch_gets_this_ranks(place, made):
     head = "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n\n\n"
     source = head + BEFORE_A_STEP.replace("HIDDEN", "model.init_hidden(size)")
+    source = source.replace("torch.zeros(1, n, 1)", f"{made}(1, n, 1)")
     if len(place) > 8:
         source = source.replace("    h = model.init_hidden(size)\n", "").replace(
             "        out, h =", "        h = model.init_hidden(size)\n        out, h ="
         )
     conversion = convert(source)
     assert f"{place}unwrap(model).init_hidden(per_rank(size))\n" in conversion.after
-    assert "torch.zeros(1, n, 1)" in conversion.after
+    assert f"{made}(1, n, 1)" in conversion.after
     assert not [s for s in open_notes(conversion) if "batch size" in s]
 
 

@@ -559,7 +559,8 @@ for (x,) in loader:
         (
             (
                 "models = {k: torch.nn.Linear(2, 1) for k in 'ab'}\nopts = []\n"
-                "def make(net):\n    return torch.optim.SGD(net.parameters(), lr=0.1)\n\n\n"
+                "def make(net):\n"
+                "    return torch.optim.SGD(net.parameters(), lr=0.1)\n\n\n"
                 "for net in models.values():\n    opts.append(make(net))"
             ),
             "trains `net`, an element of `models.values()` (line 11)",
@@ -573,7 +574,8 @@ for (x,) in loader:
         ),
         (
             (
-                "held = SimpleNamespace(net=torch.nn.Linear(2, 1))\nmodels = [held.net]\n"
+                "held = SimpleNamespace(net=torch.nn.Linear(2, 1))\n"
+                "models = [held.net]\n"
                 "opts = [torch.optim.SGD(held.net.parameters(), lr=0.1)]"
             ),
             "trains a module that is an attribute of `held`",

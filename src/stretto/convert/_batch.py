@@ -49,7 +49,10 @@ _MAKING = frozenset(
 """Functions that make a tensor from a shape, or from a length."""
 
 _SHAPING = frozenset(
-    ["view", "reshape", "expand", "repeat", "new_zeros", "new_ones", "new_full"]
+    [
+        *("view", "reshape", "expand", "repeat", "new", "new_zeros", "new_ones"),
+        *("new_full", "new_empty"),
+    ]
 )
 """Methods whose arguments are a shape."""
 
