@@ -512,7 +512,7 @@ def test_an_optimizer_of_models_without_names_that_is_never_cleared_is_refused()
         "    for opt in opts:\n"
         "        opt.step()\n"
     )
-    assert "makes an optimizer" in text
+    assert "an element of `[Net(), Net()]` (line 44)" in text
 
 
 def test_models_of_a_list_are_refused_with_the_optimizers_line():
@@ -527,7 +527,7 @@ def test_models_of_a_list_are_refused_with_the_optimizers_line():
     )
     said = refused(source)
     assert said.startswith("train.py:5: `torch.optim.SGD(")
-    assert "under a name of its own" in said
+    assert "Give each model a variable of its own" in said
 
 
 HELD = """\
