@@ -1,7 +1,11 @@
-"""A rank is killed in backward and replaced while the others train on."""
+"""A rank is killed in backward and replaced while the others train on.
+
+Three tasks of srun, whose variables are set here, are the keepers of one rank each.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -13,6 +17,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from stretto.elastic.training import Membership
+from stretto.lab.ports import free_port
 from stretto.testing import replay_memberships
 
 if TYPE_CHECKING:
@@ -75,6 +80,7 @@ record = {{
     "history": [[m.generation, m.first_step, m.ids] for m in run.history],
     "losses": losses,
     "steps": run.steps,
+    "place": [os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]],
     "state": [p.tolist() for p in net.parameters()],
 }}
 with open(os.path.join(sys.argv[1], f"{{member}}.json"), "w") as file:
@@ -89,15 +95,35 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "stretto", "run", "--elastic", "2:3"]
-    ended = subprocess.run(
-        [*command, str(script), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    srun = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "3",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_TASKS_PER_NODE": "3",
+        "MASTER_PORT": str(free_port()),
+    }
+    with contextlib.ExitStack() as stack:
+        tasks = []
+        for task in range(3):
+            log = stack.enter_context((folder / f"task{task}.log").open("w"))
+            environment = {
+                **os.environ,
+                **srun,
+                "SLURM_PROCID": str(task),
+                "SLURM_LOCALID": str(task),
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+            }
+            started = subprocess.Popen(
+                [*command, str(script), str(folder)], env=environment, stderr=log
+            )
+            stack.callback(started.wait)
+            stack.callback(started.kill)
+            tasks.append(started)
+        codes = [started.wait(280) for started in tasks]
+    said = [path.read_text() for path in sorted(folder.glob("*.log"))]
+    assert codes == [0, 0, 0], said
     return {int(p.stem): json.loads(p.read_text()) for p in folder.glob("*.json")}
 
 
@@ -108,6 +134,10 @@ def test_the_other_ranks_and_the_replacement_finish(job: dict[int, Any]) -> None
     assert job.keys() == {1, 2, 3}
     ids = [row[2] for row in job[1]["history"]]
     assert ids == [[0, 1, 2], [1, 2], [1, 2, 3]]
+
+
+def test_a_rank_has_its_task_s_place_on_the_host(job: dict[int, Any]) -> None:
+    assert [job[m]["place"] for m in (1, 2, 3)] == [["1", "3"], ["2", "3"], ["0", "3"]]
 
 
 def test_no_step_is_lost(job: dict[int, Any]) -> None:

@@ -45,6 +45,6 @@ def train(rank: int, size: int, repair: bool) -> Any:
 def test_a_rank_that_differs_is_named(ranks: Ranks, repair: bool) -> None:
     (named, first), (_, second), (_, third) = ranks(train, 3, repair)
     assert len(named) == 1
-    assert "rank 1 differs" in named[0]
+    assert "after step 4: rank 1 differs" in named[0]  # changed after step 2
     assert first == third
     assert (first == second) is repair

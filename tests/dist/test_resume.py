@@ -20,12 +20,21 @@ SAMPLES, EPOCHS = 37, 3
 STOPPED_AT = (3, 8, 9)
 """Within an epoch, and at the ends of two."""
 
+DRAINED_AT = 11
+"""One rank is asked to leave before this step's batch; all leave two steps later."""
+
 
 class Stopped(Exception):
     """A job is stopped here."""
 
 
-def train(folder: str | None, *, stop: int | None = None, seed: int = 0) -> Any:
+def train(
+    folder: str | None,
+    *,
+    stop: int | None = None,
+    drain: int | None = None,
+    seed: int = 0,
+) -> Any:
     """Train with a program that knows nothing of snapshots but their folder."""
     torch.manual_seed(0)
     net = nn.Sequential(
@@ -52,6 +61,8 @@ def train(folder: str | None, *, stop: int | None = None, seed: int = 0) -> Any:
             if run.steps == stop:
                 run.save()
                 raise Stopped
+            if run.steps == drain and run.rank == 1:
+                run.drain()
             with run.step():
                 loss = nn.functional.cross_entropy(run.model(inputs), targets)
                 (loss * run.weight).backward()
@@ -71,11 +82,16 @@ def rank_stops_and_resumes(rank: int, size: int, folder: str) -> Any:
             train(folder, stop=stop)
         torch.distributed.barrier()  # rank 0 has written the snapshot
         firsts.append(manifests_in(Path(folder))[0].step)
+    with pytest.raises(SystemExit) as left:
+        train(folder, drain=DRAINED_AT)
+    assert left.value.code == 128 + 15
+    torch.distributed.barrier()
+    firsts.append(manifests_in(Path(folder))[0].step)
     resumed = train(folder)
     return whole[0] == resumed[0], whole[1:], resumed[1:], firsts
 
 
-def test_a_job_stopped_three_times_ends_as_one_that_was_not(
+def test_a_job_stopped_four_times_ends_as_one_that_was_not(
     ranks: Any, tmp_path: Path
 ) -> None:
     for same, whole, resumed, firsts in ranks(
@@ -83,8 +99,8 @@ def test_a_job_stopped_three_times_ends_as_one_that_was_not(
     ):
         assert same
         assert whole == (EPOCHS, 0, 15)
-        assert resumed == (EPOCHS, STOPPED_AT[-1], 15)
-        assert firsts == list(STOPPED_AT)
+        assert resumed == (EPOCHS, DRAINED_AT + 2, 15)
+        assert firsts == [*STOPPED_AT, DRAINED_AT + 2]
 
 
 def rank_changes_the_seed(rank: int, size: int, folder: str) -> str:

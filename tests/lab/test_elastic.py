@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from stretto.elastic.training import Membership
+from stretto.resume.manifests import manifests_in
+from stretto.resume.snapshots import read_newest
 from stretto.testing import replay_memberships
 
 pytestmark = [
@@ -168,3 +170,55 @@ def test_a_rank_that_hangs_is_replaced(job, how):
     found = job.train(*faults, steps=400, env=env)
     assert found[:2] == [[0, 1, 2], [1, 2]]
     assert "while others wait: it is killed" in job.said
+
+
+@pytest.mark.faults
+def test_a_host_that_is_to_be_taken_away_leaves_in_order(job):
+    found = job.train("terminate host0 at step 10", steps=60)
+    assert found == [[0, 1, 2], [1, 2]]
+    assert "leaves after step" in job.said
+    assert "no link" not in job.said
+
+
+@pytest.mark.faults
+def test_a_full_disk_leaves_the_snapshot_before(job, tmp_path):
+    fault, folder = "fill-disk host0 at step 30", tmp_path / "snapshots"
+    found = job.train(fault, steps=100, env={"SNAPSHOTS": str(folder)})
+    assert found == [[0, 1, 2]]
+    assert "File too large. Earlier ones remain" in job.said
+    assert 20 <= manifests_in(folder)[0].step <= 40
+    assert read_newest(folder) is not None
+
+
+@pytest.mark.faults
+def test_a_host_that_sends_changed_bytes_makes_ranks_differ(lab, tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(LARGE)
+    done = lab.run(
+        *["--hosts", 3, "--timeout", 100, "--logs", tmp_path / "logs"],
+        *["--fault", "change-bytes host1 at step 5"],
+        *["--", "stretto", "run", "--elastic", "1:3", "--nproc-per-node", 1, program],
+        timeout=140,
+        env={"TMPDIR": str(tmp_path)},
+    )
+    said = done.stderr + "".join(p.read_text() for p in tmp_path.glob("logs/*"))
+    assert done.returncode == 0, said
+    assert re.search("parameters are not equal on all ranks after step", said), said
+
+
+LARGE = """
+import torch
+import torch.distributed as dist
+import stretto
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 5))
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+model = stretto.DistributedDataParallel(net, plan="ddp")
+run = stretto.Elastic(model, optimizer, batch="rank:2", repair=True)
+data = [(torch.randn(512), i % 5) for i in range(240)]
+for inputs, targets in run.batches(data):
+    with run.step():
+        torch.nn.functional.cross_entropy(run.model(inputs), targets).backward()
+        optimizer.step()
+"""

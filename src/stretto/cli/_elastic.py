@@ -1,4 +1,7 @@
-"""``stretto run --elastic``: one keeper on each host, which starts the host's ranks."""
+"""``stretto run --elastic``: a keeper on each host, which starts the host's ranks.
+
+Where a launcher starts several processes on a host, each is the keeper of one rank.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto.errors import SpecError
+from stretto.members.launchers import placement_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from stretto.members.keeper import ElasticJob
+    from stretto.members.launchers import Placement
     from stretto.members.meeting import MeetingPoint
 
 MODULE = "-m"
@@ -77,18 +82,27 @@ def elastic_job(
     """Return what this host's keeper runs.
 
     Raises:
-        SpecError: an option is invalid, or a launcher has started several ranks here.
+        SpecError: an option is invalid, or does not fit what a launcher has started.
     """
     from stretto.members.keeper import ElasticJob
 
     least, most = parse_limits(elastic)
-    hosts = dict(given.hosts)
-    if {"RANK", "WORLD_SIZE"} <= environment.keys():
-        hosts = _of_launcher(environment) | hosts
+    hosts, ranks = dict(given.hosts), given.ranks
+    place = placement_of(environment)
+    shares_host = place is not None and (place.local_size or 1) > 1
+    if place is not None:
+        if shares_host and ranks not in (None, 1):
+            raise SpecError(
+                f"--nproc-per-node {ranks} has no effect here: a launcher has started "
+                f"{place.local_size} processes on this host, of which each starts one "
+                "rank. Leave the option out, or start one process per host."
+            )
+        hosts = _options_of(place) | hosts
+        if ranks is None and place.size > 1:
+            ranks = 1
     nodes = _number(hosts, "--nnodes", 1)
     if nodes < 1:
         raise SpecError("--nnodes must be 1 or more")
-    ranks = given.ranks
     if ranks is None:
         if nodes > 1:
             raise SpecError(
@@ -106,27 +120,23 @@ def elastic_job(
         min_ranks=least,
         max_ranks=most,
         meeting=_meeting(hosts, nodes) if hosts else None,
+        local_rank=0 if place is None or ranks > 1 else place.local_rank,
+        local_size=None if place is None or ranks > 1 else place.local_size,
     )
 
 
-def _of_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the options for the only rank that a launcher has started on a host."""
-    local = environment.get("LOCAL_WORLD_SIZE", "1")
-    if local != "1":
-        raise SpecError(
-            f"--elastic starts each host's ranks itself, but a launcher has started "
-            f"{local} here: start one per host, and pass --nproc-per-node to "
-            "`stretto run`"
-        )
-    port = int(environment.get("MASTER_PORT", _PORT))
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        port += 1  # the launcher's own store listens there
-    return {
-        "--nnodes": environment["WORLD_SIZE"],
-        "--node-rank": environment["RANK"],
-        "--master-addr": environment.get("MASTER_ADDR", "127.0.0.1"),
-        "--master-port": str(port),
+def _options_of(place: Placement) -> dict[str, str]:
+    """Return torchrun's options for a process that a launcher has started.
+
+    It counts as a host, also where others of the job run on the same one.
+    """
+    options = {
+        "--nnodes": str(place.size),
+        "--node-rank": str(place.rank),
+        "--master-addr": place.address,
+        "--master-port": str(place.port),
     }
+    return options if place.job is None else options | {"--rdzv-id": place.job}
 
 
 def _meeting(hosts: dict[str, str], nodes: int) -> MeetingPoint:

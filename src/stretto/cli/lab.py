@@ -80,9 +80,9 @@ def command() -> None:
     multiple=True,
     metavar="FAULT",
     help="Break something, for instance 'kill host1 at step 40' or 'disconnect host2 "
-    "at 3 s for 1 s' (repeatable). Verbs: kill, stop, hang, slow for hostN, rankN or "
-    "memberN; disconnect, drop-output, drop-input, lose, restart for hostN. Other "
-    "ranks then continue when one ends.",
+    "at 3 s for 1 s' (repeatable). Verbs: kill, terminate, stop, hang, slow, fill-disk "
+    "for hostN, rankN or memberN; disconnect, drop-output, drop-input, lose, "
+    "change-bytes, restart for hostN. Other ranks then continue when one ends.",
 )
 @click.option(
     "--logs",

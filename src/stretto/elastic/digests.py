@@ -1,9 +1,11 @@
-"""Notice parameters that differ between ranks, a part of them in each step.
+"""Notice parameters that differ between ranks: few in each step, many part by part.
 
 After the same steps all ranks have equal parameters, bit for bit. Memory that fails, or
 a program that treats one rank differently, ends that without any error. So each step
 adds up the bits of a part of the parameters, and an all-reduce beside the next step
 compares the sums: all are equal if the largest x is the complement of the largest ~x.
+The same all-reduce says whether a rank is to leave: see Note [A rank leaves between two
+steps] in `draining`.
 """
 
 from __future__ import annotations
@@ -16,8 +18,12 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PARTS = 16
-"""Steps in which all parameters are compared once."""
+MAX_PARTS = 16
+"""Steps in which all parameters are compared once, at most."""
+
+_PART_BYTES = 2 << 20
+_PART_TENSORS = 16
+"""What a step compares, unless that would take more steps: about 0.5 ms of one core."""
 
 _SAME_SIZE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -36,34 +42,45 @@ def digest_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @final
 class ParameterDigests:
-    """Compares a part of the parameters after each step."""
+    """Compares parameters after each step."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         """Compare these; they have an order that is equal on all ranks."""
         self._parameters = list(parameters)
+        tensors = len(self._parameters)
+        size_bytes = sum(p.numel() * p.element_size() for p in self._parameters)
+        parts = max(-(-size_bytes // _PART_BYTES), -(-tensors // _PART_TENSORS), 1)
+        self.parts = min(parts, MAX_PARTS)
+        """Steps in which all parameters are compared once."""
+
         self._pending: tuple[Any, torch.Tensor] | None = None
 
-    def launch(self, step: int, group: dist.ProcessGroup) -> None:
-        """Begin to compare a part of the parameters. Collective."""
-        part = self._parameters[step % PARTS :: PARTS]
-        if not part:
-            return
-        digest = digest_of(part)
-        pair = torch.stack([digest, ~digest])
-        work = dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group, async_op=True)
-        self._pending = work, pair
+    def launch(
+        self, step: int, group: dist.ProcessGroup, *, leaves: bool = False
+    ) -> None:
+        """Begin to compare parameters, all or a part of them. Collective.
 
-    def differ(self) -> bool:
-        """Return whether ranks differ in what was launched last, if anything was.
+        Args:
+            step: chooses the part.
+            group: of all ranks.
+            leaves: whether this rank is to leave.
+        """
+        digest = digest_of(self._parameters[step % self.parts :: self.parts])
+        row = torch.stack([digest, ~digest, torch.tensor(int(leaves))])
+        work = dist.all_reduce(row, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        self._pending = work, row
+
+    def result(self) -> tuple[bool, bool]:
+        """Return whether ranks differ in what was compared last, and if one leaves.
 
         Raises:
             RuntimeError: a rank is lost.
         """
         if self._pending is None:
-            return False
-        (work, pair), self._pending = self._pending, None
+            return False, False
+        (work, row), self._pending = self._pending, None
         work.wait()
-        return bool(pair[0] != ~pair[1])
+        return bool(row[0] != ~row[1]), bool(row[2])
 
     def forget(self) -> None:
         """Compare no more what was launched: the ranks have changed."""
@@ -75,10 +92,18 @@ class ParameterDigests:
         Raises:
             RuntimeError: a rank is lost.
         """
-        mine = digest_of(self._parameters).reshape(1)
-        rows = [torch.zeros_like(mine) for _ in range(group.size())]
-        dist.all_gather(rows, mine, group=group)
-        return [int(row) for row in rows]
+        return gathered(digest_of(self._parameters), group)
+
+
+def gathered(value: torch.Tensor, group: dist.ProcessGroup) -> list[int]:
+    """Return each rank's value, an int64. Collective.
+
+    Raises:
+        RuntimeError: a rank is lost.
+    """
+    rows = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(rows, value.reshape(1), group=group)
+    return [int(row) for row in rows]
 
 
 def minority(digests: Sequence[int]) -> tuple[int | None, list[int]]:

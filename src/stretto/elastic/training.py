@@ -7,7 +7,7 @@ import io
 import json
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, NoReturn, Self, final
 
 import torch
 import torch.distributed as dist
@@ -15,12 +15,14 @@ from torch.utils.data import DataLoader
 
 from stretto._api.ddp import DistributedDataParallel
 from stretto.elastic.batches import BatchSize, ShareSampler, Stamp, order_of, step_seed
-from stretto.elastic.digests import ParameterDigests, minority
+from stretto.elastic.digests import ParameterDigests, gathered, minority
+from stretto.elastic.draining import STATUS, Drain
 from stretto.elastic.hanging import StepProgress
 from stretto.errors import CommTimeout, SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.members.client import MemberClient
-from stretto.members.wire import HOST_VARIABLE
+from stretto.members.launchers import loss_warning
+from stretto.members.wire import HOST_VARIABLE, MIN_RANKS_VARIABLE
 from stretto.resume.manifests import Manifest
 from stretto.resume.snapshots import JobSnapshots, copy_of
 from stretto.runtime.failure import forget_frames
@@ -153,6 +155,7 @@ class Elastic:
             ]
         )
         self._repair, self._has_warned = repair, False
+        self._drain, self._leavers = Drain(), list[int]()
         self._stamp: Stamp | None = None
         self._sampler: ShareSampler | None = None
         self._buffers: list[torch.Tensor] = []
@@ -169,18 +172,29 @@ class Elastic:
             self._group = MemberGroup(model, host=host)
             self._is_fresh = self._client.joins
             model._on_loss = self._report  # noqa: SLF001
+            self._client.drains = self._drain.listen()
             self._client.start(
-                self._group.address, on_view=self._on_view, on_end=self._group.end
+                self._group.address,
+                on_view=self._on_view,
+                on_end=self._group.end,
+                on_drain=self._drain.ask,
             )
             self._follow()
         elif snapshots is not None and self.size > 1:
             rows = self.model._agreement.gather("resume", self._note())  # noqa: SLF001
             self._level([json.loads(row) for row in rows])
         if self._client is None:
+            if snapshots is not None and (self.size == 1 or self._compares()):
+                self._drain.listen()
             ids = tuple(range(self.size))
             self.history.append(
                 Membership(generation=0, first_step=self._steps, ids=ids)
             )
+            if self.size > 1 and self.rank == 0:
+                has_snapshots = snapshots is not None
+                _log.warning(
+                    "%s", loss_warning(os.environ, has_snapshots=has_snapshots)
+                )
         if self._steps and self.rank == 0:
             _log.warning("training resumes from step %d", self._steps)
         optimizer.register_step_post_hook(self._note_step)
@@ -381,15 +395,23 @@ class Elastic:
                 self._has_ended_epoch = True
         self._buffers = []
         self._progress.end_step()
-        if self.size > 1 and self.model._backend == "gloo":  # noqa: SLF001
+        if self._compares():
             self._compare()
+
+    def _compares(self) -> bool:
+        return self.size > 1 and self.model._backend == "gloo"  # noqa: SLF001
 
     def _compare(self) -> None:
         """Compare parameters with other ranks', those of the last step first."""
+        group, leaves = self.model.process_group, self._drain.is_wanted
         try:
-            if self._digests.differ():
+            differ, any_leaves = self._digests.result()
+            if differ:
                 self._name_different()
-            self._digests.launch(self._steps, self.model.process_group)
+            if any_leaves:
+                rows = gathered(torch.tensor(int(leaves)), group)
+                self._leavers = [rank for rank, row in enumerate(rows) if row]
+            self._digests.launch(self._steps, group, leaves=leaves)
         except RuntimeError as error:
             if not _is_loss(error):
                 raise
@@ -446,6 +468,9 @@ class Elastic:
 
     def _look(self) -> None:
         """Follow a new membership, if there is one, between two steps."""
+        if self._leavers or (self.size == 1 and self._drain.is_wanted):
+            self._let_leave()
+            return
         client, group = self._client, self._group
         if client is None or group is None or client.newest is None:
             return
@@ -455,6 +480,39 @@ class Elastic:
         if self._only_grows(view) and not self._leaves_now():
             return
         self._follow()
+
+    def drain(self) -> None:
+        """Let this rank leave the job between two steps, as SIGTERM does.
+
+        Any thread may call it. The rank ends with exit status 143 before a batch, after
+        two more steps at most. If others remain, they train on without it and lose no
+        step. Otherwise, and without ``--elastic``, all ranks end, and rank 0 writes a
+        snapshot before if there is a ``checkpoint``.
+        """
+        self._drain.ask()
+
+    def _let_leave(self) -> None:
+        """Let the ranks leave that are to; all have committed the same steps."""
+        leavers, self._leavers = self._leavers or [self.rank], []
+        client, view = self._client, self._view
+        least = int(os.environ.get(MIN_RANKS_VARIABLE, "1"))
+        if client is None or view is None or self.size - len(leavers) < least:
+            if client is not None and view is not None:
+                client.drained(view.ids)
+            if self._snapshots is not None and self.rank == 0:
+                try:
+                    self.save()
+                except StrettoError as error:
+                    _log.error("%s", error)
+            self._leave()
+        if self.rank in leavers:
+            client.drained([view.ids[rank] for rank in leavers])
+        self._follow()
+
+    def _leave(self) -> NoReturn:
+        """End this rank, which was asked to leave."""
+        _log.warning("rank %d leaves after step %d", self.rank, self._steps)
+        raise SystemExit(STATUS)
 
     # Note [Ranks join between two steps]
     # All ranks must leave for a larger membership after the same step. Rank 0 names
@@ -518,6 +576,8 @@ class Elastic:
         while True:
             view = client.next_view(group.generation, timeout_s=_PATIENCE_S)
             if view.rank(client.member) is None:
+                if self._drain.is_wanted:
+                    self._leave()
                 self._wait_for_return(view, client, group)
                 continue
             try:
@@ -555,6 +615,7 @@ class Elastic:
         before = 0 if self._view is None else len(self._view.members)
         group.enter(view.generation, rank, size, view.members[0].address)
         self._digests.forget()
+        self._leavers = []
         self._level([json.loads(row) for row in group.join(self._note())])
         self._is_fresh = False
         self._view = view

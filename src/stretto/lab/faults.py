@@ -12,6 +12,7 @@ import ctypes
 import enum
 import os
 import re
+import resource
 import signal
 import time
 from dataclasses import dataclass
@@ -58,13 +59,37 @@ class Verb(enum.Enum):
     LOSE = "lose"
     """One packet in a hundred that a host sends is lost."""
 
+    CHANGE_BYTES = "change-bytes"
+    """In one of ten large packets that a host sends, one byte is another. No checksum
+    notices it.
+    """
+
+    TERMINATE = "terminate"
+    """SIGTERM, as before a preemption."""
+
+    FILL_DISK = "fill-disk"
+    """No file may grow beyond its first bytes. Error and text are those of a file that
+    is too large, since the machine's disk is left alone.
+    """
+
     RESTART = "restart"
     """The lab's command is started again on a host, whose link is up again."""
 
 
-_OF_LINKS = (Verb.DISCONNECT, Verb.DROP_OUTPUT, Verb.DROP_INPUT, Verb.LOSE)
+_OF_LINKS = (
+    Verb.DISCONNECT,
+    Verb.DROP_OUTPUT,
+    Verb.DROP_INPUT,
+    Verb.LOSE,
+    Verb.CHANGE_BYTES,
+)
 _ONLY_HOSTS = (*_OF_LINKS, Verb.RESTART)
-_ENDLESS = (Verb.KILL, Verb.RESTART)
+_ENDLESS = (Verb.KILL, Verb.TERMINATE, Verb.RESTART)
+_ENDS = (Verb.KILL, Verb.TERMINATE, *_OF_LINKS)
+"""After these a rank of the lab may fail."""
+
+_FULL_BYTES = 1 << 14
+"""Largest file on a disk that counts as full."""
 
 _LINE = re.compile(
     r"(?P<verb>[a-z-]+) +(?P<kind>host|rank|member)(?P<number>\d+) +at +"
@@ -201,7 +226,7 @@ class FaultInjector:
     def _begin(self, fault: Fault, now_s: float, when: str) -> None:
         self._say(f"{fault.verb.value} {fault} ({when})")
         hit: set[int] = set()
-        if fault.verb in (Verb.KILL, *_OF_LINKS) and fault.kind != "member":
+        if fault.verb in _ENDS and fault.kind != "member":
             each = self._job.ranks_per_host
             first = fault.number * each if fault.kind == "host" else fault.number
             count = each if fault.kind == "host" else 1
@@ -244,16 +269,30 @@ class FaultInjector:
             case Verb.DISCONNECT:
                 self._port(fault.number, "down")
                 return lambda: self._port(fault.number, "up")
+            case Verb.TERMINATE:
+                self._signal(fault, signal.SIGTERM)
+                return None
+            case Verb.FILL_DISK:
+                self._limit_files(fault, _FULL_BYTES)
+                return lambda: self._limit_files(fault, resource.RLIM_INFINITY)
             case Verb.RESTART:
                 self._port(fault.number, "up")
                 self._restart(fault.number)
                 return None
             case verb:
-                self._nft(fault.number, drop_rules(verb))
+                self._nft(fault.number, packet_rules(verb))
                 return lambda: self._nft(fault.number, "delete table inet faults\n")
 
     def _continue(self, fault: Fault) -> None:
         self._signal(fault, signal.SIGCONT)
+
+    def _limit_files(self, fault: Fault, limit_bytes: int) -> None:
+        for pid in self._pids(fault):
+            with contextlib.suppress(ProcessLookupError):
+                _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                if most != resource.RLIM_INFINITY:
+                    limit_bytes = min(limit_bytes, most)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit_bytes, most))
 
     def _signal(self, fault: Fault, number: int) -> int:
         """Signal the processes that a fault hits; return how many they are."""
@@ -283,17 +322,24 @@ class FaultInjector:
                 network.feed(["nft", "-f", "-"], rules, self._job.tools_env)
 
 
-def drop_rules(verb: Verb) -> str:
-    """Return the nft rules of a host whose packets are lost."""
+def packet_rules(verb: Verb) -> str:
+    """Return the nft rules of a host whose packets are lost or changed."""
     hook, name = (
         ("input", "iifname") if verb is Verb.DROP_INPUT else ("output", "oifname")
     )
-    share = "numgen random mod 100 < 1 " if verb is Verb.LOSE else ""
+    rule = "drop"
+    if verb is Verb.LOSE:
+        rule = "numgen random mod 100 < 1 drop"
+    elif verb is Verb.CHANGE_BYTES:  # the 1024th byte after TCP's first: data
+        rule = (
+            "meta l4proto tcp meta length > 4000 numgen random mod 10 < 1 "
+            "@th,8192,8 set 0x5a"
+        )
     return f"""\
 table inet faults {{
-  chain lost {{
+  chain packets {{
     type filter hook {hook} priority 0;
-    {name} "{INTERFACE}" {share}drop
+    {name} "{INTERFACE}" {rule}
   }}
 }}
 """

@@ -233,8 +233,13 @@ class KeeperCore:
 
     def ended(self, member: int, now_s: float) -> list[Command]:
         """A local rank's process has ended."""
-        self._starting.discard(member)
-        self._ready.pop(member, None)
+        return self.drained([member], now_s)
+
+    def drained(self, members: Iterable[int], now_s: float) -> list[Command]:
+        """Local ranks train no longer: the next view is without all of them."""
+        for member in members:
+            self._starting.discard(member)
+            self._ready.pop(member, None)
         return self._advance(now_s)
 
     def left(self, member: int, now_s: float) -> list[Command]:

@@ -20,7 +20,7 @@ from stretto.members.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from stretto.members.view import View
 
@@ -56,6 +56,10 @@ class MemberClient:
         self._is_lost = False
         self._on_view: Callable[[View], None] = lambda _: None
         self._on_end: Callable[[int], None] = lambda _: None
+        self._on_drain: Callable[[], None] = lambda: None
+        self.drains = False
+        """Whether SIGTERM lets this rank leave between two steps."""
+
         self._thread = threading.Thread(
             target=self._read, name="stretto-member", daemon=True
         )
@@ -75,6 +79,7 @@ class MemberClient:
         *,
         on_view: Callable[[View], None],
         on_end: Callable[[int], None],
+        on_drain: Callable[[], None] = lambda: None,
     ) -> None:
         """Report that this rank can train.
 
@@ -83,8 +88,9 @@ class MemberClient:
             on_view: called in another thread with each new view.
             on_end: called in that thread with a generation that another rank has
                 left after a failure.
+            on_drain: called in that thread when this rank is to leave.
         """
-        self._on_view, self._on_end = on_view, on_end
+        self._on_view, self._on_end, self._on_drain = on_view, on_end, on_drain
         self._thread.start()
         self.ready(address)
 
@@ -102,7 +108,11 @@ class MemberClient:
 
     def entered(self, generation: int) -> None:
         """Report that this rank trains in a generation."""
-        self._send({"entered": generation})
+        self._send({"entered": generation, "drains": self.drains})
+
+    def drained(self, members: Iterable[int]) -> None:
+        """Report that members, with this rank, leave between two steps."""
+        self._send({"drained": list(members)})
 
     def left(self) -> None:
         """Report that this rank has finished training."""
@@ -148,6 +158,8 @@ class MemberClient:
                 message = json.loads(line)
                 if "end" in message:
                     self._on_end(message["end"])
+                if "drain" in message:
+                    self._on_drain()
                 if (view := view_of(message)) is None:
                     continue
                 with self._changed:

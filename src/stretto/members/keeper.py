@@ -28,6 +28,7 @@ from stretto.lab.ports import free_port
 from stretto.logs import get_logger
 from stretto.members import progress
 from stretto.members.ballots import Deliver, KeeperCore, VotePolicy
+from stretto.members.launchers import AGENT_STORE_VARIABLE
 from stretto.members.meeting import Book, MeetingPoint
 from stretto.members.peers import KeeperNetwork
 from stretto.members.progress import ProgressReader
@@ -36,6 +37,7 @@ from stretto.members.wire import (
     HOST_VARIABLE,
     JOINS_VARIABLE,
     MEMBER_VARIABLE,
+    MIN_RANKS_VARIABLE,
     SOCKET_VARIABLE,
     view_message,
 )
@@ -56,6 +58,12 @@ STOPPED_S = 3.0
 
 _END_S = 10.0
 """Ranks have this long to end after SIGTERM."""
+
+_DRAIN_S = 300.0
+"""Ranks have this long to leave between two steps, and to write a snapshot."""
+
+_AGAIN_S = 1.0
+"""A second SIGTERM after this time ends all ranks at once."""
 
 _MAX_REPLACEMENTS = 16
 """A rank that always fails must not be started forever."""
@@ -87,6 +95,12 @@ class ElasticJob:
     meeting: MeetingPoint | None = None
     """Where to meet the keepers of other hosts, if there are any."""
 
+    local_rank: int = 0
+    """Of this keeper's first rank, where other keepers run on the same host."""
+
+    local_size: int | None = None
+    """Ranks on this host, if other keepers start some of them."""
+
 
 @final
 class _Rank:
@@ -100,6 +114,8 @@ class _Rank:
         self.channel: Channel | None = None
         self.left = False
         self.has_entered = False
+        self.drains = False
+        self.is_drained = False
         self.stopped: Timer | None = None
         self.counts: StepCounts | None = None
         self.slot = 0
@@ -144,6 +160,7 @@ class RankKeeper:
         self._replacements = 0
         self._code = 0
         self._ends = self._waits = False
+        self._drained_s: float | None = None
         self._counter = _counter()
         self._steps = 0
         self._error: StrettoError | None = None
@@ -165,7 +182,7 @@ class RankKeeper:
         self._loop.on_signals(
             {
                 signal.SIGCHLD: self._reap,
-                signal.SIGTERM: lambda: self._end(128 + signal.SIGTERM),
+                signal.SIGTERM: self._drain,
                 signal.SIGINT: lambda: self._end(128 + signal.SIGINT),
             }
         )
@@ -288,8 +305,8 @@ class RankKeeper:
             **os.environ,
             "RANK": str(rank),
             "WORLD_SIZE": str(size),
-            "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(self._job.ranks),
+            "LOCAL_RANK": str(self._job.local_rank + local_rank),
+            "LOCAL_WORLD_SIZE": str(self._job.local_size or self._job.ranks),
             "MASTER_ADDR": at[0],
             "MASTER_PORT": str(at[1]),
             HOST_VARIABLE: _LOOPBACK if self._network is None else self._network.host,
@@ -304,7 +321,11 @@ class RankKeeper:
         page = self._folder / f"progress-{member}"
         progress.create(page)
         environment[progress.VARIABLE] = str(page)
+        environment.pop(MIN_RANKS_VARIABLE, None)
+        if self._network is None:
+            environment[MIN_RANKS_VARIABLE] = str(self._job.min_ranks)
         environment.pop(JOINS_VARIABLE, None)
+        environment.pop(AGENT_STORE_VARIABLE, None)  # rank 0 serves its store here
         if joins:
             environment[JOINS_VARIABLE] = "1"
         process = subprocess.Popen(
@@ -351,10 +372,10 @@ class RankKeeper:
 
     def _ended(self, rank: _Rank) -> None:
         code = rank.code or 0
-        was_lost = code != 0 and not rank.left
-        if code == 0 and not rank.left:
+        was_lost = code != 0 and not (rank.left or rank.is_drained)
+        if code == 0 and not (rank.left or rank.is_drained):
             self._leave(rank)
-        if code != 0 and not (rank.joins and rank.left):
+        if code != 0 and not rank.is_drained and not (rank.joins and rank.left):
             how = f"exit status {code}" if code > 0 else signal.Signals(-code).name
             _log.warning("%s ended with %s", _name(rank), how)
         if rank.left and code != 0 and not rank.joins:
@@ -382,6 +403,8 @@ class RankKeeper:
                     )
                     self._end(_shell_code(code))
         if not living:
+            if rank.is_drained:
+                self._code = self._code or _shell_code(code)
             self._stop_if_done()
 
     def _stop_if_done(self) -> None:
@@ -407,6 +430,8 @@ class RankKeeper:
         core = self._core
         if not self._job.replaces or core is None or core.is_leaving():
             return
+        if self._drained_s is not None:
+            return
         if self._replacements == _MAX_REPLACEMENTS:
             _log.error("%d ranks were replaced, which is the limit", _MAX_REPLACEMENTS)
             return
@@ -421,6 +446,31 @@ class RankKeeper:
         self._start(member, local_rank, rank=0, size=1, at=at, joins=True)
         return member
 
+    def _drain(self) -> None:
+        """Let this host's ranks leave between two steps; end them if they don't train.
+
+        Ranks that train are asked by a message: a scheduler may have signaled them.
+        """
+        core, now = self._core, now_s()
+        if self._drained_s is not None and now < self._drained_s + _AGAIN_S:
+            return
+        code = 128 + signal.SIGTERM
+        if self._drained_s is not None or core is None or not core.view.generation:
+            self._end(code)
+            return
+        self._drained_s, self._code = now, code
+        _log.warning("this host's ranks leave, because their keeper got SIGTERM")
+        waiting = []
+        for rank in self._ranks.values():
+            if rank.code is None and rank.has_entered and rank.channel is not None:
+                rank.channel.send({"drain": True})
+            elif rank.code is None:
+                rank.is_drained = True
+                waiting.append(rank.member)
+                rank.signal(signal.SIGKILL)
+        self._execute(core.drained(waiting, now))
+        self._loop.call_in(_DRAIN_S, lambda: self._end(code))
+
     def _end(self, code: int) -> None:
         """End all ranks, and the job with this status."""
         if self._ends:
@@ -428,8 +478,8 @@ class RankKeeper:
         self._ends = True
         self._code = code
         for rank in self._ranks.values():
-            if rank.code is None:
-                rank.signal(signal.SIGTERM)
+            if rank.code is None:  # SIGTERM would only let a rank leave that drains
+                rank.signal(signal.SIGKILL if rank.drains else signal.SIGTERM)
         self._loop.call_in(_END_S, self._kill_all)
         if all(rank.code is not None for rank in self._ranks.values()):
             self._loop.stop()
@@ -466,6 +516,12 @@ class RankKeeper:
                 self._execute(core.failed(generation, now))
             case {"entered": int()} if channel.peer is not None:
                 channel.peer.has_entered = True
+                channel.peer.drains = message.get("drains") is True
+            case {"drained": list(members)} if channel.peer is not None:
+                mine = [rank for m in members if (rank := self._ranks.get(m))]
+                for rank in mine:
+                    rank.is_drained = True
+                self._execute(core.drained([rank.member for rank in mine], now))
             case {"left": int()} if channel.peer is not None:
                 self._leave(channel.peer)
             case _:

@@ -2,8 +2,10 @@
 
 A rank says ``{"ready": id, "address": "host:port"}`` when it can train, ``{"entered":
 generation}`` when it trains, ``{"failed": generation}`` when a collective can't end,
-and ``{"left": id}`` after its last step. A keeper says ``{"view": ...}``, and ``{"end":
-generation}`` when nothing that waits in a generation can end.
+``{"drained": [ids]}`` when it and these others leave between two steps, and ``{"left":
+id}`` after its last step. A keeper says ``{"view": ...}``, ``{"end": generation}`` when
+nothing that waits in a generation can end, and ``{"drain": true}`` when a rank is to
+leave.
 
 Keepers exchange the messages of `ballots`, each as ``{"say": kind, "body": ...}``.
 """
@@ -34,6 +36,9 @@ MEMBER_VARIABLE = "STRETTO_MEMBER"
 
 JOINS_VARIABLE = "STRETTO_JOINS"
 """Set for a rank that joins a job which trains already."""
+
+MIN_RANKS_VARIABLE = "STRETTO_MIN_RANKS"
+"""With fewer ranks the job ends; not set where it waits for other hosts instead."""
 
 HOST_VARIABLE = "STRETTO_HOST_ADDRESS"
 """The address at which other hosts reach this one."""

@@ -131,7 +131,7 @@ class SnapshotWriter:
         except Exception as error:  # noqa: BLE001 - training continues whatever it is
             self._failure = (
                 f"the snapshot of step {manifest.step} was not written to {folder}: "
-                f"{error}. Earlier ones remain."
+                f"{_reason(error)}. Earlier ones remain."
             )
             self._log_once(f"{type(error)}", self._failure)
 
@@ -210,6 +210,14 @@ class JobSnapshots:
         self._writer.start(manifest, lambda: state)
         self._writer.wait()
         self.note(manifest.step)
+
+
+def _reason(error: BaseException) -> str:
+    """Return what the system said, where torch's own error hides it."""
+    first: BaseException | None = error
+    while first is not None and not isinstance(first, OSError):
+        first = first.__cause__ or first.__context__
+    return str(error if first is None else first)
 
 
 def newest_run(folder: Path) -> int:

@@ -20,7 +20,10 @@ hangs_at = int(os.environ.get("HANGS_AT", "-1"))
 dist.init_process_group("gloo")
 net, optimizer = net_and_optimizer()
 model = stretto.DistributedDataParallel(net, plan="ddp")
-run = stretto.Elastic(model, optimizer, batch=f"global:{BATCH}")
+snapshots = os.environ.get("SNAPSHOTS")
+run = stretto.Elastic(
+    model, optimizer, batch=f"global:{BATCH}", checkpoint=snapshots, every="20 steps"
+)
 member = int(os.environ["STRETTO_MEMBER"])
 dataset = data()
 with Path(folder, f"{member}.jsonl").open("a", buffering=1) as file:

@@ -66,10 +66,45 @@ def test_a_launcher_with_one_rank_per_host_says_which_host_this_is() -> None:
     assert (point.host, point.port, point.nodes, point.node) == ("h", 9, 4, 2)
 
 
-def test_a_launcher_with_several_ranks_per_host_is_refused() -> None:
+def test_each_process_of_a_launcher_starts_one_rank_where_they_share_a_host() -> None:
+    environment = {
+        "RANK": "6",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "2",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "9",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    job = elastic_job("1:8", parse_arguments((SCRIPT,)), environment)
+    assert (job.ranks, job.local_rank, job.local_size) == (1, 2, 4)
+    assert job.meeting is not None
+    assert (job.meeting.nodes, job.meeting.node, job.meeting.port) == (8, 6, 10)
+
+
+def test_a_number_of_ranks_that_a_launcher_has_started_already_is_refused() -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    with pytest.raises(SpecError, match="one per host"):
-        elastic_job("1:8", parse_arguments((SCRIPT,)), environment)
+    with pytest.raises(SpecError, match="one process per host"):
+        elastic_job("1:8", parse_arguments(("--nproc-per-node=2", SCRIPT)), environment)
+
+
+def test_tasks_of_srun_meet_at_the_step_s_first_node() -> None:
+    environment = {
+        "SLURM_JOB_ID": "123456",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_NODELIST": "gpu[007-008]",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    }
+    job = elastic_job("1:8", parse_arguments((SCRIPT,)), environment)
+    assert (job.ranks, job.local_rank, job.local_size) == (1, 1, 4)
+    point = job.meeting
+    assert point is not None
+    assert (point.host, point.nodes, point.node) == ("gpu007", 8, 5)
+    assert point.job == "slurm-123456.0"
 
 
 @pytest.mark.parametrize(

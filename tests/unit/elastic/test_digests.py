@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stretto.elastic.digests import digest_of, minority
+from stretto.elastic.digests import ParameterDigests, digest_of, minority
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,17 @@ def test_equal_tensors_have_equal_digests_whatever_their_layout() -> None:
 def test_tensors_in_another_order_have_another_digest() -> None:
     one, two = torch.ones(3), torch.zeros(3)
     assert digest_of([one, two]) != digest_of([two, one])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "elements", "parts"),
+    [(0, 1, 1), (16, 8, 1), (17, 8, 2), (1, 524_288, 1), (2, 524_288, 2), (999, 8, 16)],
+)
+def test_few_parameters_are_compared_in_each_step(
+    tensors: int, elements: int, parts: int
+) -> None:
+    parameters = [torch.zeros(elements) for _ in range(tensors)]
+    assert ParameterDigests(parameters).parts == parts
 
 
 def test_the_majority_is_right() -> None:

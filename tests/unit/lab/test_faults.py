@@ -6,7 +6,7 @@ import pytest
 
 from stretto.errors import SpecError
 from stretto.lab import LabSpec, Mode
-from stretto.lab.faults import Fault, Verb, drop_rules
+from stretto.lab.faults import Fault, Verb, packet_rules
 
 SPEC = LabSpec(hosts=2, ranks_per_host=2, link_bytes_per_s=1e8)
 
@@ -28,6 +28,8 @@ def test_a_fault_is_a_verb_a_target_and_a_moment() -> None:
         "kill host1",
         "kill host at step 3",
         "kill host1 at step 3 for 2 s",
+        "terminate host1 at step 3 for 2 s",
+        "change-bytes rank1 at step 3",
         "disconnect rank1 at step 3",
         "stop rank1 at noon",
         "stop rank1 at step 3 for life",
@@ -51,5 +53,11 @@ def test_links_can_be_broken_only_where_hosts_have_some() -> None:
 
 
 def test_packets_are_lost_in_the_direction_that_a_fault_names() -> None:
-    assert 'iifname "eth0" drop' in drop_rules(Verb.DROP_INPUT)
-    assert 'oifname "eth0" drop' in drop_rules(Verb.DROP_OUTPUT)
+    assert 'iifname "eth0" drop' in packet_rules(Verb.DROP_INPUT)
+    assert 'oifname "eth0" drop' in packet_rules(Verb.DROP_OUTPUT)
+
+
+def test_bytes_are_changed_in_what_a_host_sends() -> None:
+    rules = packet_rules(Verb.CHANGE_BYTES)
+    assert 'oifname "eth0"' in rules
+    assert "set 0x5a" in rules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 
 from stretto.errors import SpecError, StrettoError
 from stretto.resume import manifests, snapshots
-from stretto.resume.manifests import Manifest
+from stretto.resume.manifests import Manifest, manifests_in
 from stretto.resume.snapshots import (
     JobSnapshots,
     SnapshotWriter,
@@ -98,6 +99,27 @@ def test_a_folder_that_cannot_be_written_is_said_once(
     assert caplog.text.count("was not written") == 1
     with pytest.raises(StrettoError, match="step 2 was not written"):
         writer.wait()
+
+
+def test_a_full_disk_leaves_the_snapshot_before(tmp_path: Path) -> None:
+    writer, state = SnapshotWriter(tmp_path, keep=1), torch.zeros(1 << 16)
+    writer.start(manifest(1), lambda: state + 1)
+    writer.join()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))
+    try:
+        writer.start(manifest(2), lambda: state + 2)
+        with pytest.raises(StrettoError, match=r"File too large\. Earlier"):
+            writer.wait()
+        found = read_newest(tmp_path)
+        assert found is not None
+        assert (found[0].step, found[1][0]) == (1, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    writer.start(manifest(3), lambda: state + 3)
+    writer.wait()
+    assert [m.step for m in manifests_in(tmp_path)] == [3]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_snapshot_is_left_out_while_one_is_written(
