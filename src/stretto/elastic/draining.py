@@ -3,7 +3,7 @@
 # Note [A rank leaves between two steps]
 A rank that is to leave says so in the all-reduce that compares parameters (`digests`),
 whose result all ranks read after the same step. They then exchange who leaves, and act
-before the next batch. So all have committed the same steps, and nobody waits for a rank
+before the next batch. So all have committed the same steps, and no rank waits for one
 that has left. With a keeper, the others follow the next membership, which has no loss
 in it. Where too few would be left, or there is no keeper, all ranks leave, and rank 0
 writes a snapshot before.

@@ -1,6 +1,6 @@
 """Which launcher has started this process, where in its job, and what a loss does.
 
-Launchers are told apart by the variables that they set. torchrun and Ray Train set
+The variables that a launcher sets say which it is. torchrun and Ray Train set
 ``RANK`` and ``WORLD_SIZE``; srun has names of its own.
 """
 

@@ -201,6 +201,45 @@ def test_a_rank_lost_before_training_ends_the_job_on_all_hosts(hosts: Hosts) -> 
     assert (first.wait(30), second.wait(30)) == (7, 7)
 
 
+DRAINING = """
+import sys, threading
+from stretto.members.client import MemberClient
+client = MemberClient.of_environment()
+asked = threading.Event()
+client.start(
+    f"h:{client.member}", on_view=lambda _: None, on_end=lambda _: None,
+    on_drain=asked.set,
+)
+view = client.next_view(0, timeout_s=60)
+client.entered(view.generation)
+print("view", view.ids, flush=True)
+
+def leave():
+    asked.wait()
+    client.drained([client.member])
+
+threading.Thread(target=leave, daemon=True).start()
+view = client.next_view(view.generation, timeout_s=60)
+print("view", view.ids, flush=True)
+if client.member not in view.ids:
+    sys.exit(143)
+sys.stdin.readline()
+client.left()
+"""
+
+
+def test_a_keeper_that_gets_sigterm_lets_its_ranks_leave_in_order(hosts: Hosts) -> None:
+    (hosts.folder / "rank.py").write_text(DRAINING)
+    started = [hosts.start(number, 3) for number in range(3)]
+    assert [line(keeper) for keeper in started] == ["view (0, 1, 2)"] * 3
+    started[0].terminate()
+    assert [line(keeper) for keeper in started] == ["view (1, 2)"] * 3
+    assert started[0].wait(30) == 128 + 15
+    for keeper in started[1:]:
+        say(keeper, "")
+    assert [keeper.wait(30) for keeper in started[1:]] == [0, 0]
+
+
 HANGING = """
 import os, sys, time
 from stretto.members.client import MemberClient
