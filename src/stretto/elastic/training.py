@@ -429,7 +429,8 @@ class Elastic:
                 text = f"rank {names} differs from the others"
             _log.warning(
                 "parameters are not equal on all ranks after step %d: %s%s. Check the "
-                "memory of its host, and for code that only some ranks execute.",
+                "memory and network of its host, and for code that only some ranks "
+                "execute.",
                 self._steps,
                 text,
                 ", and gets their state" if self._repair and source is not None else "",
