@@ -113,10 +113,20 @@ class Classifier:
             return Amount.SAME
         return kind
 
+    def _is_setting(self, node: cst.BaseExpression, within: cst.CSTNode) -> bool:
+        """Return whether an element is of what was made before, such as a setting."""
+        while isinstance(node, cst.Subscript):
+            node = node.value
+        path = dotted(node)
+        return path is not None and not any(
+            self._tree.within(o.statement, within)
+            for o in self._flow.assigned(path, self._tree.function(node))
+        )
+
     def _of(self, node: cst.BaseExpression, within: cst.CSTNode, depth: int) -> Amount:
         if depth == 0:
             return Amount.UNKNOWN
-        if isinstance(node, cst.Integer | cst.Float):
+        if isinstance(node, cst.Integer | cst.Float | cst.SimpleString):
             return Amount.SAME
         if isinstance(node, cst.UnaryOperation):
             return self.of(node.expression, within, depth)
@@ -129,7 +139,9 @@ class Classifier:
             if isinstance(base, cst.Attribute) and base.attr.value == "shape":
                 first = self._tree.text(node.slice[0].slice) == "0"
                 return Amount.SUM if first else Amount.SAME
-            return Amount.UNKNOWN
+            setting = self._is_setting(node, within)
+            same = setting and not self._shares.is_share(node)
+            return Amount.SAME if same else Amount.UNKNOWN
         if (path := dotted(node)) is not None:
             if path in self._kinds_of:
                 return self.loss(path)
@@ -181,6 +193,10 @@ class Classifier:
             return Amount.SAME
         if full in ("float", "int", "round") and node.args:
             return self.of(node.args[0].value, within, depth)
+        if method == "get" and isinstance(node.func, cst.Attribute):
+            setting = self._is_setting(node.func.value, within)
+            same = setting and not self._shares.is_share(node)
+            return Amount.SAME if same else Amount.UNKNOWN
         if method == "size" and node.args and self._tree.text(node.args[0]) != "0":
             return Amount.SAME
         if method == "sum" and isinstance(node.func, cst.Attribute):

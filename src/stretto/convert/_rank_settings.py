@@ -120,6 +120,8 @@ class RankSettings:
         """List statistics that are computed of one rank's samples."""
         if self._tree.called(call) not in _UPDATING or not call.args:
             return
+        if call in self._work.whole:
+            return  # it gets all samples
         loader = call.args[0].value
         origins = self._work.job.batches.taken(loader, self._tree.function(call))
         keys = {o.key for loop in self._work.job.training for o in loop.origins}

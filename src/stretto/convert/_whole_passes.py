@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
+from stretto.convert._batch_loops import WRAPPERS
 from stretto.convert._loop_sums import LoopSums
 from stretto.convert._models import reaching_training
 from stretto.convert._tree import dotted, found, stored_names
@@ -35,6 +36,18 @@ _KEEPING = frozenset(
 """Methods that keep a tensor's first dimension."""
 
 
+_CONSUMING = frozenset(
+    [
+        *("list", "tuple", "map", "filter", "dict", "sorted", "max", "min", "sum"),
+        *("collections.deque", "functools.reduce", "itertools.starmap"),
+    ]
+)
+"""Functions that go through all batches of a loader."""
+
+_LAZY = ("itertools.", "more_itertools.", "torch.utils.data.")
+"""Modules whose functions return iterables from which a step may take batches."""
+
+
 def convert(work: Work, models: Models, loaders: Loaders) -> list[cst.BaseExpression]:
     """Give all samples to passes that neither train nor only add up numbers.
 
@@ -57,6 +70,7 @@ class _WholePasses:
         training = work.job.training
         self._trains = {id(loop.node) for loop in training}
         self._taken = {id(source) for loop in training for source, _ in loop.loaders}
+        self._optimizers = {id(o.call) for o in work.job.optimizers}
         self._wrapped: set[int] = set()
 
     def convert(self) -> None:
@@ -69,14 +83,45 @@ class _WholePasses:
                 sources = self._work.job.batches.sources(
                     node.iter, self._tree.function(node)
                 )
-            elif dotted(node.func) == "next" and node.args:
-                sources = self._work.job.batches.sources(
-                    node.args[0].value, self._tree.function(node)
-                )
             else:
-                continue
+                sources = self._of_call(node)
             if sources and self._is_outside(node) and self._can_be_whole(sources):
                 self._make_whole(node, sources)
+
+    def _of_call(self, node: cst.Call) -> list[_Source]:
+        """Return the loaders from which a call takes batches, one or all."""
+        batches, scope = self._work.job.batches, self._tree.function(node)
+        if dotted(node.func) == "next":
+            return batches.sources(node.args[0].value, scope) if node.args else []
+        consumes = self._tree.called(node) in _CONSUMING or self._is_foreign(node)
+        if not consumes or self._applies_training(node):
+            return []
+        return [
+            source
+            for given in node.args
+            for source in batches.sources(given.value, scope)
+        ]
+
+    def _is_foreign(self, node: cst.Call) -> bool:
+        """Return whether a function of another file is called that does not train."""
+        full, path = self._tree.called(node), dotted(node.func)
+        last = full.rpartition(".")[2]
+        if path is None or full in WRAPPERS or not last.islower():
+            return False
+        first = path.partition(".")[0]
+        if first not in self._tree.imported or full.startswith(_LAZY):
+            return False
+        return not last.startswith(("train", "fit")) and not any(
+            id(origin.value) in self._optimizers
+            for given in node.args
+            for origin in self._flow.origins(given.value, self._tree.function(node))
+        )
+
+    def _applies_training(self, node: cst.Call) -> bool:
+        """Return whether a call such as `map` gives batches to a training step."""
+        return self._may_train(node) or any(
+            f.name.value == dotted(a.value) for a in node.args for f in self._reaching
+        )
 
     def _of_loop(self, node: cst.For) -> list[_Source]:
         """Return the loaders of a loop that is not one that adds up numbers."""
