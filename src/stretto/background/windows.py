@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from stretto.schema.timeline import Span, Timeline
 
@@ -62,18 +62,43 @@ def windows_of(
     Raises:
         SpecError: the timeline has no track of this rank.
     """
-    computing, sending = f"rank{rank}", f"rank{rank} network"
-    if not any(span.track in (computing, sending) for span in timeline.spans):
-        raise SpecError(
-            f"the timeline {timeline.name!r} has no track of rank {rank}; it has "
-            f"{', '.join(timeline.tracks) or 'no tracks'}"
-        )
-    busy = sorted(
-        (span.start_s, span.end_s) for span in timeline.spans if span.track == computing
-    )
-    sent = [span for span in timeline.spans if span.track == sending]
+    return windows_by_rank(timeline, (rank,), min_s=min_s)[0]
+
+
+def windows_by_rank(
+    timeline: Timeline, ranks: Iterable[int], *, min_s: float = 0.0
+) -> tuple[tuple[Window, ...], ...]:
+    """Return `windows_of` for each of several ranks, in one pass over the timeline.
+
+    Raises:
+        SpecError: the timeline has no track of a rank.
+    """
+    tracks: dict[str, list[Span]] = {}
+    for span in timeline.spans:
+        tracks.setdefault(span.track, []).append(span)
+    end_s = timeline.end_s
+    found = []
+    for rank in ranks:
+        computing, sending = f"rank{rank}", f"rank{rank} network"
+        if computing not in tracks and sending not in tracks:
+            raise SpecError(
+                f"the timeline {timeline.name!r} has no track of rank {rank}; it has "
+                f"{', '.join(timeline.tracks) or 'no tracks'}"
+            )
+        busy = sorted((s.start_s, s.end_s) for s in tracks.get(computing, ()))
+        found.append(_gaps(busy, tracks.get(sending, []), end_s, min_s))
+    return tuple(found)
+
+
+def _gaps(
+    busy: Sequence[tuple[float, float]],
+    sent: Sequence[Span],
+    last_s: float,
+    min_s: float,
+) -> tuple[Window, ...]:
+    """Return the times until ``last_s`` in which nothing is computed."""
     found, at_s = [], 0.0
-    for start_s, end_s in [*busy, (timeline.end_s, timeline.end_s)]:
+    for start_s, end_s in [*busy, (last_s, last_s)]:
         if start_s - at_s > max(min_s, 1e-12):
             found.append(
                 Window(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from dataclasses import dataclass, replace
 from functools import cache
@@ -35,10 +36,15 @@ from stretto.schema.efficiency import SampleEfficiency
 from stretto.sim.collocation import collocate
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from stretto.sim.burst import BurstStep
 
 _VERSION = 2
 """Part of the names of kept tables; changes when their contents would."""
+
+_ROUNDING = 1e-9
+"""Relative; more than sums of a step's times differ by their order."""
 
 
 @final
@@ -146,15 +152,42 @@ class _Table:
         if method == WEAK:
             return self._row(gpus, batch * gpus, self._step_of(gpus, batch * gpus))
         if method == BATCH_OPTIMAL:
-            rows = [
-                self._row(gpus, size, self._step_of(gpus, size))
-                for size in self._batches(gpus)
-            ]
-            known = [row for row in rows if row is not None]
-            return max(known, key=lambda r: (r.speedup, -r.batch), default=None)
+            return self._batch_optimal(gpus)
         if method == BURST:
             return self._row(gpus, batch, self._burst(gpus))
         raise SpecError(f"unknown method {method!r}", place=".methods")
+
+    def _batch_optimal(self, gpus: int) -> Speed | None:
+        """Return the fastest row over `_batches`, the smallest batch of equals."""
+        best: Speed | None = None
+        # fast: most batches are ruled out by computation alone, without a simulation
+        for limit, size in sorted(self._limits(gpus), reverse=True):
+            if best is not None and limit < best.speedup:
+                break
+            row = self._row(gpus, size, self._step_of(gpus, size))
+            if row is not None and (
+                best is None or (row.speedup, -row.batch) > (best.speedup, -best.batch)
+            ):
+                best = row
+        return best
+
+    def _limits(self, gpus: int) -> Iterator[tuple[float, int]]:
+        """Yield a speedup that a batch does not exceed, and the batch.
+
+        A step takes at least as long as its most loaded rank computes.
+        """
+        question = self._question
+        for size in self._batches(gpus):
+            needed = question.efficiency.samples_to_target(size)
+            share = -(-size // min(gpus, size))
+            if needed is None or not self._min <= share <= self._max:
+                continue
+            least_s = sum(sum(x.time_of(share)) for x in question.profile.layers)
+            if least_s > 0:
+                limit = self._alone_s / (needed / size * least_s)
+                yield limit * (1 + _ROUNDING), size
+            else:
+                yield math.inf, size
 
     def _batches(self, gpus: int) -> list[int]:
         found, size = [], self._question.batch

@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, final
 
+import numpy as np
+
 from stretto.cost.burst import MAX_DIRECT, NORM_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from stretto.schema.burst import BurstPlan, LayerProfile
@@ -121,6 +122,7 @@ class Script:
         self.buckets: list[BurstBucket] = []
         self._at: list[Ranks] = [(e.first_gpu, e.gpus) for e in plan.layers]
         self._gpus = plan.gpus
+        self._moved: dict[tuple[Ranks, Ranks], dict[tuple[int, int], int]] = {}
         number = {layer.name: i for i, layer in enumerate(profile.layers)}
         self._reads = [[number[n] for n in layer.inputs] for layer in profile.layers]
         self._readers: list[list[int]] = [[] for _ in profile.layers]
@@ -243,20 +245,36 @@ class Script:
         each_bytes: int,
     ) -> int:
         """Add a move, begun by every participating rank; return its number."""
-        owner = {}
-        for rank, rows in enumerate(self._layouts.samples(source)):
-            owner.update(dict.fromkeys(map(int, rows), rank))
-        pairs: dict[tuple[int, int], float] = {}
-        for rank, rows in enumerate(self._layouts.samples(target)):
-            for row in map(int, rows):
-                if owner[row] != rank:
-                    pair = (owner[row], rank)
-                    pairs[pair] = pairs.get(pair, 0.0) + each_bytes
+        pairs = {
+            pair: float(count * each_bytes)
+            for pair, count in self._samples_moved(source, target).items()
+        }
         self.moves.append(Move(name, pairs))
         for rank in sorted(self.moves[-1].ranks):
             self._call(rank, name, pairs)
             self.ops[rank].append(Begin(len(self.moves) - 1))
         return len(self.moves) - 1
+
+    def _samples_moved(
+        self, source: Ranks, target: Ranks
+    ) -> dict[tuple[int, int], int]:
+        """Return how many samples move from rank to rank between two layouts."""
+        key = (source, target)
+        if key not in self._moved:
+            before = self._layouts.samples(source)
+            owner = np.zeros(sum(map(len, before)), np.int64)
+            for rank, rows in enumerate(before):
+                owner[rows] = rank
+            self._moved[key] = {
+                (int(peers[i]), rank): int(counts[i])
+                for rank, rows in enumerate(self._layouts.samples(target))
+                for peers, first, counts in [
+                    np.unique(owner[rows], return_index=True, return_counts=True)
+                ]
+                for i in np.argsort(first)  # peers in the order of the rank's samples
+                if peers[i] != rank
+            }
+        return self._moved[key]
 
     def _call(self, rank: int, name: str, pairs: dict[tuple[int, int], float]) -> None:
         """Add the time that a rank's thread needs to begin a move."""

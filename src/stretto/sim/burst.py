@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
-from stretto.background.windows import windows_of
+from stretto.background.windows import windows_by_rank
 from stretto.cost.burst import ring_of
 from stretto.cost.contention import compute_rate
 from stretto.errors import SpecError
@@ -67,9 +67,7 @@ class BurstStep:
     @property
     def windows(self) -> tuple[tuple[Window, ...], ...]:
         """By rank: begin, length and kind of each idle window; they sum to `idle_s`."""
-        return tuple(
-            windows_of(self.timeline, rank) for rank in range(len(self.idle_s))
-        )
+        return windows_by_rank(self.timeline, range(len(self.idle_s)))
 
 
 def simulate_burst(

@@ -12,6 +12,7 @@ from stretto.background.windows import (
     Window,
     WindowLearner,
     usable_s,
+    windows_by_rank,
     windows_of,
 )
 from stretto.errors import SpecError
@@ -148,3 +149,9 @@ def test_a_wait_that_varies_is_expected_to_be_as_short_as_one_in_four():
     assert sum(length_s < found.short_s for length_s in (1, 2, 3, 4)) == 2
     assert learner.longest_s == pytest.approx(6.0)
     assert (learner.expected(1, "b").longer, found.longer) == (1, 2)
+
+
+def test_windows_of_all_ranks_are_those_of_each(burst_step):
+    ranks = range(len(burst_step.idle_s))
+    each = tuple(windows_of(burst_step.timeline, rank) for rank in ranks)
+    assert windows_by_rank(burst_step.timeline, ranks) == each

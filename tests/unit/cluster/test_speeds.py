@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
+from stretto.cluster import speeds as module
 from stretto.cluster.speeds import SpeedQuestion, speeds
-from stretto.cluster.views import BURST, DATA_PARALLEL
+from stretto.cluster.views import BATCH_OPTIMAL, BURST, DATA_PARALLEL
 from stretto.cost.burst import BurstNetwork
 from stretto.planners.burst.problem import BurstProblem
 from stretto.planners.burst.simulated import plan_on
 from stretto.schema.efficiency import SampleEfficiency
 from stretto.zoo import cluster, layer_profile
+from stretto.zoo.profiles import SAMPLES
 
 LIMIT = 2.0
 BATCH = 16
@@ -58,3 +60,39 @@ def test_a_kept_table_is_read_again(question, tmp_path):
     first = speeds(question, folder=tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
     assert speeds(question, folder=tmp_path) == first
+
+
+def batch_optimal(question, gpus):
+    samples = (*SAMPLES, 512, 1024, 2048)
+    profile = layer_profile("vgg16", samples=samples)
+    return replace(question, profile=profile, gpus=gpus, methods=(BATCH_OPTIMAL,))
+
+
+@pytest.mark.parametrize("gpus", [1, 3, 8])
+def test_batch_optimal_is_the_best_of_all_batches(question, tmp_path, gpus):
+    asked = batch_optimal(question, (gpus,))
+    seconds = {}
+    for batch in (BATCH * 2**i for i in range(8)):  # to what one device can run
+        some = replace(asked, batch=batch, methods=(DATA_PARALLEL,))
+        row = speeds(some, folder=tmp_path).methods[DATA_PARALLEL][0]
+        needed = asked.efficiency.samples_to_target(batch)
+        seconds[batch] = needed / batch * row.step_s
+    (found,) = speeds(asked, folder=tmp_path).methods[BATCH_OPTIMAL]
+    needed = asked.efficiency.samples_to_target(found.batch)
+    assert needed / found.batch * found.step_s == pytest.approx(min(seconds.values()))
+
+
+def test_batches_that_cannot_be_the_best_are_not_simulated(
+    question, tmp_path, monkeypatch
+):
+    batches = []
+    simulate = module.simulate
+
+    def counted(profile, plan, network):
+        batches.append(plan.batch)
+        return simulate(profile, plan, network)
+
+    monkeypatch.setattr(module, "simulate", counted)
+    speeds(batch_optimal(question, (8,)), folder=tmp_path)
+    # Of eleven on 8 devices; the first is that of one device alone.
+    assert len(batches) <= 5
