@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto.cluster.folders import RaySettings
+from stretto.cluster.part_spec import write_private
 from stretto.errors import ClusterError, MissingPackage, SpecError
 from stretto.lab.ports import free_port
 
@@ -91,10 +92,13 @@ def started_ray(folders: Folders, interface: str) -> RaySettings:
     _check_interface(interface)
     folders.create()
     token = folders.ray_token
-    if not token.exists():
-        descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32))
+    try:
+        _check_token(token)
+    except SpecError:  # there is none, or a full disk has cut it
+        try:
+            write_private(token, secrets.token_hex(32))
+        except OSError as error:
+            raise ClusterError(f"{token}: cannot be written: {error}") from error
     return RaySettings(
         address=f"{interface}:{free_port()}",
         namespace=_namespace(),
@@ -143,13 +147,13 @@ def joined_ray(address: str, *, is_insecure: bool) -> RaySettings:
         is_insecure: join it even if it lets anybody in.
 
     Raises:
-        SpecError: the address has another form, or no token is known.
-        ClusterError: nothing answers, or anybody is let in.
+        SpecError: the address has another form, or no token is known or readable.
+        ClusterError: nothing answers, the token is refused, or anybody is let in.
     """
     require_ray()
     if not _ADDRESS.fullmatch(address):
         raise SpecError(f"--ray {address}: must be HOST:PORT of a head of Ray")
-    answer = _without_token(address)
+    answer = _answer_of(address, None)
     if answer == "open":
         if is_insecure:
             return RaySettings(
@@ -168,6 +172,17 @@ def joined_ray(address: str, *, is_insecure: bool) -> RaySettings:
             f"the Ray at {address} asks for a token: name its file in "
             "RAY_AUTH_TOKEN_PATH, or copy it to ~/.ray/auth_token"
         )
+    _check_token(token)
+    answer = _answer_of(address, token)
+    if answer == "refused":
+        raise ClusterError(
+            f"the Ray at {address} refuses the token in {token}: name the file of its "
+            "own token in RAY_AUTH_TOKEN_PATH"
+        )
+    if answer != "open":
+        raise ClusterError(
+            f"the Ray at {address} does not answer with the token in {token}: {answer}"
+        )
     return RaySettings(
         address=address, namespace=_namespace(), is_started=False, token=str(token)
     )
@@ -183,18 +198,39 @@ def _user_token() -> Path | None:
     return path if path.is_file() else None
 
 
-def _without_token(address: str) -> str:
-    """Return how a head answers a client that has no token."""
+def _check_token(path: Path) -> None:
+    """Require a file that Ray can read a token from; otherwise its clients abort.
+
+    Raises:
+        SpecError: it cannot be read, is empty, or holds something else.
+    """
+    try:
+        text = path.read_bytes().decode("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: a token cannot be read from it: {error}") from error
+    if not text.isprintable() or not text:
+        raise SpecError(f"{path}: holds no token of Ray, which is one line of text")
+
+
+def _answer_of(address: str, token: Path | None) -> str:
+    """Return how a head answers a client with the token of a file, or with none.
+
+    ``open`` or ``refused``; other texts say why there is no answer.
+    """
     host, _, port = address.rpartition(":")
     try:  # a client of Ray would try again and again
         socket.create_connection((host, int(port)), _CONNECT_S).close()
     except (OSError, OverflowError) as error:
         return str(error)
-    plain = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    if token is None:
+        variables["RAY_AUTH_MODE"] = "disabled"
+    else:
+        variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", _CHECK, address],
-            env=plain | {"RAY_AUTH_MODE": "disabled"},
+            env=variables,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -234,11 +234,16 @@ def _with_launcher(launch: str, command: tuple[str, ...]) -> tuple[str, ...]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a file of this user, whole or not at all."""
+    write_private(path, json.dumps(value))
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that this user alone may read, whole or not at all."""
     left = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(left, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         with os.fdopen(descriptor, "w") as file:
-            json.dump(value, file)
+            file.write(text)
         left.replace(path)
     except BaseException:
         left.unlink(missing_ok=True)

@@ -521,16 +521,48 @@ def test_a_ray_that_cannot_be_joined_safely_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_ray, "_without_token", lambda _: answer)
+    monkeypatch.setattr(engine_ray, "_answer_of", lambda *_: answer)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
     with pytest.raises(Exception, match=message):
         engine_ray.joined_ray("10.0.0.1:6379", is_insecure=False)
 
 
+def test_a_ray_that_refuses_the_users_token_is_not_joined(
+    has_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("of-another-ray")
+    monkeypatch.setattr(engine_ray, "_answer_of", lambda *_: "refused")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    with pytest.raises(ClusterError, match=r"refuses the token in .*token: name"):
+        engine_ray.joined_ray("10.0.0.1:6379", is_insecure=False)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xff\x00", b"two\nlines\n"])
+def test_a_file_without_a_token_is_refused(
+    content: bytes, has_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_bytes(content)
+    monkeypatch.setattr(engine_ray, "_answer_of", lambda *_: "refused")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    with pytest.raises(SpecError, match="token"):
+        engine_ray.joined_ray("10.0.0.1:6379", is_insecure=False)
+
+
+def test_a_token_that_was_not_written_whole_is_made_again(
+    tmp_path: Path, has_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_ray, "_temp", lambda _: tmp_path / "r")
+    folders = Folders(tmp_path / "c")
+    folders.create()
+    folders.ray_token.touch()  # by a full disk
+    engine_ray.started_ray(folders, "127.0.0.1")
+    assert len(folders.ray_token.read_text()) == 64
+
+
 def test_a_ray_without_a_token_is_joined_by_those_who_insist(
     has_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_ray, "_without_token", lambda _: "open")
+    monkeypatch.setattr(engine_ray, "_answer_of", lambda *_: "open")
     assert not engine_ray.joined_ray("10.0.0.1:6379", is_insecure=True).token
 
 
