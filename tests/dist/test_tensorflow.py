@@ -220,6 +220,35 @@ def tape_details(rank: int, size: int) -> dict[str, Any]:
     }
 
 
+def second_order(rank: int, size: int) -> list[Any]:
+    """A reduced gradient's square, differentiated, is that of one process."""
+    import tensorflow as tf
+
+    import stretto.horovod.tensorflow as hvd
+
+    w = tf.Variable(2.0)
+    rows = tf.Variable([[1.0], [2.0]])
+
+    def penalty() -> Any:
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = (rank + 1.0) * w**3
+            found = hvd.DistributedGradientTape(inner).gradient(loss, w)
+            value = found**2
+        return hvd.DistributedGradientTape(outer).gradient(value, w)
+
+    def of_rows() -> Any:
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = (rank + 1.0) * tf.reduce_sum(tf.gather(rows, [rank]) ** 3)
+            found = hvd.DistributedGradientTape(inner).gradient(loss, rows)
+            value = tf.reduce_sum(tf.convert_to_tensor(found) ** 2)
+        tape = hvd.DistributedGradientTape(outer, sparse_as_dense=True)
+        return tape.gradient(value, rows)
+
+    return [both_ways(penalty), both_ways(of_rows)]
+
+
 def objects(rank: int, size: int) -> list[Any]:
     import tensorflow as tf
 
@@ -472,6 +501,7 @@ PROGRAMS = {
         derivatives,
         tapes,
         tape_details,
+        second_order,
         objects,
         synchronized_norm,
         keras_names,
@@ -678,6 +708,7 @@ def test_a_tape_returns_on_each_rank(programs, name, want):
             "objects",
             [[[[1, 2], 1.0], [1], {"rank": 1}, 0, [0, 1], 2, True]] * 2,
         ),
+        ("second_order", [[648.0, [[9.0], [288.0]]]] * 2),
         ("synchronized_norm", [True, True]),
         ("process_sets", [[[1.0], 1.0, 1, 1], [[2.0], 2.0, 1, 0]]),
         ("an_error_between", [[True, False, [1.0]], [False, True, [1.0]]]),

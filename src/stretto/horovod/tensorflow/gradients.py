@@ -35,6 +35,7 @@ from stretto.horovod.tensorflow.host_calls import (
 )
 from stretto.horovod.tensorflow.operations import gathered_slices
 from stretto.runtime.exchange import ArrayRow
+from stretto.runtime.negotiated import Op
 from stretto.runtime.rounds import RoundRows, Rounds
 
 if TYPE_CHECKING:
@@ -156,6 +157,25 @@ def _groups(what: RoundRows) -> list[list[int]]:
 def _reduce(
     tensors: Sequence[Any], what: RoundRows, process_set: ProcessSet
 ) -> list[Any]:
+    """Reduce tensors; the gradient is the same reduction of gradients."""
+
+    # What is called has no gradient: an outer tape would drop the term silently.
+    @tf.custom_gradient
+    def reduced(*values: Any) -> Any:
+        def gradient(*upstream: Any) -> Any:
+            if what.op not in (Op.SUM, Op.AVERAGE):
+                raise SpecError(
+                    "derivatives through a reduction of gradients need op=Average or "
+                    f"op=Sum, got {what.op.name}"
+                )
+            return _reduce(upstream, what, process_set)
+
+        return _run(values, what, process_set), gradient
+
+    return list(reduced(*tensors))
+
+
+def _run(tensors: Sequence[Any], what: RoundRows, process_set: ProcessSet) -> list[Any]:
     def rounds() -> Rounds:
         # At the time of the call: the world may have ended and begun again.
         return world.current().member(process_set).rounds

@@ -184,7 +184,13 @@ def gathered_slices(
         factor: A further factor on the values.
     """
     size = len(world.current().member(process_set).ranks)
-    values = allgather(slices.values, process_set=process_set)
+
+    @tf.custom_gradient
+    def counted(values: Any) -> Any:
+        # Derivatives as in `_allreduce`; an all-gather's is a mean, of one rank's rows.
+        return tf.identity(values), lambda upstream: upstream * size
+
+    values = allgather(counted(slices.values), process_set=process_set)
     indices = allgather(slices.indices, process_set=process_set)
     scale = factor / size if op == Average else factor
     if scale != 1.0:
