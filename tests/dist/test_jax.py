@@ -613,6 +613,25 @@ def used_outside_of_the_scan(rank: int, size: int) -> str:
     return "nothing raised"
 
 
+def an_array_in_two_places(rank: int, size: int) -> list[float]:
+    """Gradients belong to a parameter's place, not to its array."""
+    import jax
+    import jax.numpy as jnp
+
+    import stretto.jax as sj
+
+    def loss(params: Any) -> Any:
+        def body(hidden: Any, layer: Any) -> tuple[Any, None]:
+            return hidden * sj.in_backward(layer), None
+
+        return jax.lax.scan(body, 1.0 + rank, params["layers"])[0].sum()
+
+    array = jnp.ones((3,))
+    params = {"layers": array, "other": array}
+    found = sj.grad(loss, scanned=lambda params: params["layers"])(params)
+    return [float(found["layers"].sum()), float(found["other"].sum())]
+
+
 def signatures(rank: int, size: int) -> list[Any]:
     """Results have the form of JAX's."""
     import jax
@@ -656,6 +675,7 @@ PROGRAMS = {
         after_refusals,
         orders,
         used_outside_of_the_scan,
+        an_array_in_two_places,
         signatures,
     )
 }
@@ -723,6 +743,7 @@ def programs(request: pytest.FixtureRequest, on_ranks: Any) -> list[dict[str, An
         ("after_refusals", [0.5, 0.5]),
         ("orders", [True, True]),
         ("used_outside_of_the_scan", ["scan's body only"] * 2),
+        ("an_array_in_two_places", [[4.5, 0.0]] * 2),
         ("signatures", [[True] * 15] * 2),
         (
             "operations",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -122,7 +123,8 @@ def value_and_grad(
         if not leaves or not floats:
             return local(*args, **kwargs)  # which explains what is wrong
         leaves = [jnp.asarray(leaf) for leaf in leaves]
-        stacks = _stacks(scanned, chosen[numbers[0]], [leaf for _, leaf in found])
+        places = jax.tree_util.tree_unflatten(tree, map(_Place, range(len(leaves))))
+        stacks = _stacks(scanned, places[numbers[0]])
         plan = plan_of([path for path, _ in found], leaves, ENGINE_OPS[op], stacks)
         sent: list[int] = []
 
@@ -165,20 +167,27 @@ def value_and_grad(
     return reduced
 
 
-def _stacks(
-    scanned: Callable[[Any], Any] | None, argument: Any, leaves: Sequence[Any]
-) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Takes a leaf's place: parameters that share an array are different leaves."""
+
+    number: int
+
+
+def _stacks(scanned: Callable[[Any], Any] | None, places: Any) -> list[int]:
     """Return which of the leaves are stacked, in the order of their tree."""
     if scanned is None:
         return []
-    places = {id(leaf): i for i, leaf in enumerate(leaves)}
-    part = jax.tree_util.tree_leaves(scanned(argument))
-    if not part or not all(id(leaf) in places for leaf in part):
+    try:
+        part = jax.tree_util.tree_leaves(scanned(places))
+    except (TypeError, AttributeError):  # it computes with leaves
+        part = []
+    if not part or not all(isinstance(leaf, _Place) for leaf in part):
         raise SpecError(
             "scanned= must return a part of the first differentiated argument itself, "
             "for instance lambda params: params['layers']"
         )
-    return [places[id(leaf)] for leaf in part]
+    return [place.number for place in part]
 
 
 def grad(
