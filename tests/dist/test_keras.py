@@ -277,6 +277,8 @@ def step_of(model: Any, optimizer: Any, rank: int, **compiled: Any) -> Any:
 
 
 def same_class(rank: int, size: int) -> list[bool]:
+    import copy
+
     import keras
 
     import stretto.keras as sk
@@ -291,6 +293,7 @@ def same_class(rank: int, size: int) -> list[bool]:
         isinstance(ours, keras.optimizers.Adam),
         keras.optimizers.serialize(ours) == config,
         type(again) is type(ours),
+        type(copy.copy(ours)) is type(copy.deepcopy(ours)) is type(ours),
         "nothing" in said(lambda: sk.DistributedOptimizer("sgd")),
     ]
 
@@ -324,6 +327,30 @@ def saved(rank: int, size: int) -> list[bool]:
         np.allclose(flat(ours), flat(model), rtol=1e-6, atol=1e-7),
         not np.allclose(flat(plain), flat(model), atol=1e-6),
     ]
+
+
+def callback_used_again(rank: int, size: int) -> list[float]:
+    """A second model, and new weights of the first, are broadcast too."""
+    import keras
+
+    import stretto.keras as sk
+
+    callback = sk.BroadcastInitialState()
+    first, second = (
+        step_of(
+            built("dense", seed + rank),
+            sk.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+            rank,
+            callbacks=[callback],
+        )
+        for seed in (3, 5)
+    )
+    found = [flat(first), flat(second)]
+    first.set_weights([w + rank for w in first.get_weights()])
+    x, y = data("dense")
+    first.fit(x, y, verbose=0, callbacks=[callback])
+    found.append(flat(first))
+    return [float(np.abs(sk.allreduce(w) - w).max()) for w in found]
 
 
 def metrics(rank: int, size: int) -> list[float]:
@@ -506,6 +533,7 @@ PROGRAMS = {
     for f in (
         same_class,
         saved,
+        callback_used_again,
         metrics,
         warm_up,
         seeds_stay_own,
@@ -569,8 +597,9 @@ def test_weights_on_four_ranks_are_those_of_one_process(on_ranks, backend, way):
 @pytest.mark.parametrize(
     ("program", "want"),
     [
-        ("same_class", [True] * 6),
+        ("same_class", [True] * 7),
         ("saved", [True] * 4),
+        ("callback_used_again", [0.0] * 3),
         ("metrics", [0.0, 0.0]),
         ("warm_up", [0.5, 0.6, 0.7, 0.8, 0.8, 0.8]),
         ("seeds_stay_own", True),

@@ -47,8 +47,10 @@ class BroadcastInitialState(keras.callbacks.Callback):  # type: ignore[misc]
         turn_jit_off(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast once, if the model is built."""
+        """Broadcast in each ``fit``, if the model is built."""
         del logs
+        # Another `fit` may have another model, or weights from a file.
+        self._is_done = False
         if self.model.built:
             self._broadcast()
 

@@ -36,6 +36,14 @@ class ReducingOptimizer:
 
     _reduces = True
 
+    def __copy__(self) -> Any:
+        return self.__deepcopy__({})
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        # Keras copies through a file, which names the optimizer's own class.
+        restore, arguments = super().__reduce__()
+        return reducing(restore(*arguments), self._stretto_reduce)
+
     def build(self, variables: Any) -> None:
         """Create the optimizer's variables, as Keras.
 
