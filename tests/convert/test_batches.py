@@ -568,6 +568,27 @@ def test_a_number_of_dimensions_is_not_a_batch_size(length):
             "first = iter(loader)\nn = len(next(first)[0])",
             "first = iter(undivided(loader))",
         ),
+        ("n = len(list(loader))", "len(list(undivided(loader)))"),
+        ("n = len([*loader])", "len([*undivided(loader)])"),
+        (
+            "n = sum(map(lambda b: len(b[0]), loader))",
+            "sum(map(lambda b: len(b[0]), undivided(loader)))",
+        ),
+        (
+            "from functools import reduce\nn = reduce(lambda a, b: a + 1, loader, 0)",
+            "reduce(lambda a, b: a + 1, undivided(loader), 0)",
+        ),
+        (
+            "from helper import mean_and_std\nn = mean_and_std(of=loader)[0]",
+            "mean_and_std(of=undivided(loader))[0]",
+        ),
+        (
+            (
+                "from torch.optim.swa_utils import update_bn\nupdate_bn(loader, model)"
+                "\nn = 1"
+            ),
+            "update_bn(undivided(loader), model)",
+        ),
     ],
 )
 def test_what_is_taken_from_a_loader_before_the_steps_is_that_of_all_ranks(line, after):
@@ -580,6 +601,20 @@ def test_a_pass_that_adds_up_numbers_stays_divided():
     line = "n = 0\nfor (x,) in loader:\n    n += len(x)\nprint(n)"
     after = convert(outside_steps(line)).after
     assert "for (x,) in loader:\n    n += len(x)\nn = sum_over_ranks(n)" in after
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from tqdm import tqdm\nbar = tqdm(loader)",
+        "from more_itertools import ncycles\nit = ncycles(loader, 2)",
+        "from helper import train_epoch\ntrain_epoch(loader)",
+        "from helper import one_pass\none_pass(loader, opt)",
+        "print(len(loader))",
+    ],
+)
+def test_what_may_train_or_takes_no_batch_gets_a_divided_loader(line):
+    assert "undivided(" not in convert(outside_steps(line)).after
 
 
 def test_an_iterator_from_which_steps_continue_stays_divided():

@@ -805,6 +805,14 @@ LAYERS = {
         "_, h = self.layer(x)\n"
         "        return self.head(torch.cat((h[-1], h[-1]), dim=1)[:, :8])"
     ): False,
+    (
+        "h, _ = self.layer(x)\n        h = h.mean(1) if len(h.shape) > 2 else h\n"
+        "        return self.head(h)[:, :2]"
+    ): True,
+    (
+        "h, _ = self.layer(x)\n        if h.dim() == 3:\n            h = h[:, -1]\n"
+        "        return self.head(h)[:, :2]"
+    ): True,
 }
 """What a network does with a layer, and whether the layer is listed."""
 

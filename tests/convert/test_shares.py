@@ -107,3 +107,17 @@ def test_the_root_of_a_mean_is_listed():
     asked = open_notes(with_line("print(loss.sqrt().item())"))
     assert len(asked) == 1
     assert "`loss.sqrt().item()` is a mean or a sum" in asked[0]
+
+
+@pytest.mark.parametrize(
+    "setting", ['"inf"', '"-inf"', 'CONFIG["rate"]', 'CONFIG.get("rate", "0.1")']
+)
+def test_settings_are_no_numbers_of_a_rank(setting):
+    conversion = with_line(f"print(float({setting}))")
+    assert f"print0(float({setting}))" in conversion.after
+    assert open_notes(conversion) == []
+
+
+def test_a_number_of_a_step_that_a_dict_keeps_is_reduced_or_listed():
+    conversion = with_line('kept = {"loss": loss}\nprint(float(kept["loss"]))')
+    assert "mean_over_ranks" in conversion.after

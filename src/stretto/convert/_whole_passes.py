@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _Source = tuple[cst.BaseExpression, "Scope"]
 
+_Pass = cst.For | cst.CompFor | cst.Call | cst.StarredElement
+
 _KEEPING = frozenset(
     [
         *("to", "cuda", "cpu", "float", "double", "half", "long", "int", "type"),
@@ -74,14 +76,19 @@ class _WholePasses:
         self._wrapped: set[int] = set()
 
     def convert(self) -> None:
-        nodes: Iterator[cst.For | cst.CompFor | cst.Call]
-        nodes = found(self._tree.module, (cst.For, cst.CompFor, cst.Call))
+        nodes: Iterator[_Pass]
+        kinds = (cst.For, cst.CompFor, cst.Call, cst.StarredElement)
+        nodes = found(self._tree.module, kinds)
         for node in nodes:
             if isinstance(node, cst.For):
                 sources = self._of_loop(node)
             elif isinstance(node, cst.CompFor):
                 sources = self._work.job.batches.sources(
                     node.iter, self._tree.function(node)
+                )
+            elif isinstance(node, cst.StarredElement):
+                sources = self._work.job.batches.sources(
+                    node.value, self._tree.function(node)
                 )
             else:
                 sources = self._of_call(node)
@@ -160,9 +167,7 @@ class _WholePasses:
             for source, scope in sources
         )
 
-    def _make_whole(
-        self, node: cst.For | cst.CompFor | cst.Call, sources: list[_Source]
-    ) -> None:
+    def _make_whole(self, node: _Pass, sources: list[_Source]) -> None:
         self._work.whole.add(node)
         for source, scope in sources:
             if id(source) in self._wrapped or not self._loaders.has_divided(

@@ -63,6 +63,7 @@ def attribute_of(run: Run, on: Value, name: str, node: cst.CSTNode) -> Value:
         if name.startswith("is_"):
             return Fixed()
         if name == "ndim":
+            run.given(as_call(node), (), {}).test_rank(on)
             return Fixed() if on.ndim is None else Fixed(on.ndim)
         if name in ("data", "real", "imag"):
             return replace(on, kind="")

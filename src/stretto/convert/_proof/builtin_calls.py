@@ -29,6 +29,7 @@ from stretto.convert._proof.batch_values import (
 )
 from stretto.convert._proof.containers import items_in, items_of, new_dict, new_list
 from stretto.convert._proof.fixed_tensors import as_rows
+from stretto.convert._proof.given_arguments import as_call
 
 if TYPE_CHECKING:
     from stretto.convert._proof.batch_values import Value
@@ -184,6 +185,8 @@ def _length_of(run: Run, value: Value, node: cst.CSTNode) -> Value:
     """Return the value of ``len(value)``."""
     if isinstance(value, Ref):
         value = run.items_of_ref(value)
+    if isinstance(value, Shape):
+        run.given(as_call(node), (), {}).test_rank(value.of)
     if isinstance(value, Fixed) and value.counted:
         value = as_rows(value)
     if isinstance(value, Rows):

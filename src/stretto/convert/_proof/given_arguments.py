@@ -26,6 +26,14 @@ class Given:
     batched: set[cst.Call] = field(default_factory=set)
     """Gets those that are shown to take a batch."""
 
+    tested: set[cst.Call] = field(default_factory=set)
+    """Gets those of whose results the script asks the number of dimensions."""
+
+    def test_rank(self, value: Value | None) -> None:
+        """Note that the script asks a tensor for its number of dimensions."""
+        if isinstance(value, Rows) and value.layer is not None:
+            self.tested.add(value.layer)
+
     def show_rank(self, value: Value | None, least: int) -> None:
         """Note that an operation needs a number of dimensions."""
         if isinstance(value, Rows) and value.layer is not None and least >= value.rank:

@@ -91,7 +91,8 @@ class Proofs:
                     "draw the same ones (as NumPy and a generator with one seed do): "
                     "draw them with torch, or add the rank to the seed",
                 )
-        for layer in self._run().unsure - self._run().batched:
+        run = self._run()
+        for layer in run.unsure - (run.batched - run.tested):
             if self._work.tree.has(layer):
                 self._point_out_layer(layer)
         for call in self._work.job.backwards:

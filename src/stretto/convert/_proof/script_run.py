@@ -102,6 +102,8 @@ class Run(ABC):
         repeated: Calls that draw the same numbers on each rank for its samples.
         unsure: Calls of layers that may take a batch for one sequence.
         batched: Those of them that are shown to take a batch.
+        tested: Those of them of whose results the script asks how many dimensions they
+            have, so that it may be written for both.
         summed: Numbers of samples that are summed over ranks where they are taken.
         rowwise: Whether an expression has a row for each sample, by its ``id``.
         backwards: The calls of ``backward``, by their ``id``.
@@ -126,6 +128,7 @@ class Run(ABC):
         self.repeated: set[cst.Call] = set()
         self.unsure: set[cst.Call] = set()
         self.batched: set[cst.Call] = set()
+        self.tested: set[cst.Call] = set()
         self.summed: set[cst.CSTNode] = set()
         self.rowwise: dict[int, bool] = {}
         self.in_step = 0
@@ -242,6 +245,7 @@ class Run(ABC):
             repeated=self.repeated,
             unsure=self.unsure,
             batched=self.batched,
+            tested=self.tested,
         )
 
     def unread(self, node: cst.CSTNode, values: list[Value]) -> Value:

@@ -314,6 +314,7 @@ def _rows_method(name: str, on: Rows, given: Given) -> Value | None:
     if name in ("numel", "nelement", "__len__"):
         return Count(1, exact=False) if on.even else Bad(Why.SELECTED, node)
     if name in ("dim", "ndimension", "get_device", "element_size"):
+        given.test_rank(on)
         return Fixed() if on.ndim is None else Fixed(on.ndim)
     if name in _ARITHMETIC and rest:
         return combined(_ARITHMETIC[name], on, rest[0], node)
