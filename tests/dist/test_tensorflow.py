@@ -443,6 +443,9 @@ def refused(rank: int, size: int) -> dict[str, str]:
                 hvd.DistributedGradientTape(tf.GradientTape())
             )
         ),
+        "jacobian": said(
+            lambda: hvd.DistributedGradientTape(tf.GradientTape()).jacobian(x, x)
+        ),
         "legacy": said(lambda: hvd_keras.load_model("file", legacy_opts=True)),
         "tf1": said(
             lambda: hvd.DistributedOptimizer(tf.compat.v1.train.AdamOptimizer())
@@ -752,6 +755,7 @@ def test_opposite_orders_on_one_core_do_not_hang(on_ranks):
         ("partial", "register_local_source"),
         ("session", "without session="),
         ("twice", "distributed already"),
+        ("jacobian", "isn't distributed"),
         ("legacy", "legacy_opts"),
         ("tf1", "one of Keras 3"),
         ("built", "isn't built"),

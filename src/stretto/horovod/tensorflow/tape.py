@@ -140,6 +140,21 @@ class _ReducedTape(tf.GradientTape):  # type: ignore[misc]
                     gradients[i] = gradient / float(size)
         return tf.nest.pack_sequence_as(sources, gradients)
 
+    def jacobian(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: TensorFlow computes rows by `gradient`, several at once.
+
+        Raises:
+            SpecError: always.
+        """
+        del args, kwargs
+        raise SpecError(
+            "a distributed tape reduces gradients, not Jacobians: take the Jacobian "
+            "from a tf.GradientTape that isn't distributed, and reduce it with "
+            "allreduce"
+        )
+
+    batch_jacobian = jacobian
+
     def get_local_and_global_gradients(
         self,
         target: Any,
