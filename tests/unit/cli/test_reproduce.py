@@ -16,6 +16,8 @@ from stretto.cli._main import group
 from stretto.errors import SpecError
 from stretto.papers.aiacc import score
 
+pytestmark = pytest.mark.timeout(600)  # LIBRA's planner computes for long
+
 reproduce = api.reproduce
 
 
