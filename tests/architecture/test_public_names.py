@@ -30,6 +30,7 @@ PACKAGES = (
     "stretto.testing",
     "stretto.errors",
     "stretto.optim",
+    "stretto.compression",
 )
 
 
