@@ -489,7 +489,15 @@ class Elastic:
         two more steps at most. If others remain, they train on without it and lose no
         step. Otherwise, and without ``--elastic``, all ranks end, and rank 0 writes a
         snapshot before if there is a ``checkpoint``.
+
+        Raises:
+            SpecError: the process group is not Gloo, so ranks can't agree on a step.
         """
+        if self.size > 1 and not self._compares():
+            raise SpecError(
+                "drain needs a Gloo process group: with another one, end all ranks and "
+                "start the job again, which resumes with checkpoint="
+            )
         self._drain.ask()
 
     def _let_leave(self) -> None:
