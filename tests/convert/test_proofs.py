@@ -834,3 +834,12 @@ def test_targets_of_classes_show_that_attention_takes_a_batch(loss, listed):
     source = script(f"loss = {loss}()(out, y)", net=net)
     notes = [n for n in open_notes(convert(source)) if "for one sequence" in n]
     assert len(notes) == listed
+
+
+@pytest.mark.parametrize("first", ["list(loader)", "tuple(loader)", "[*loader]"])
+def test_a_mean_of_all_samples_is_the_same_on_each_rank(first):
+    source = script("loss = crit(model(x - mean), y)")
+    mean = f"batches = {first}\nmean = torch.cat([b[0] for b in batches]).mean(0)\n"
+    source = source.replace("for epoch", f"{mean}for epoch", 1)
+    assert mean.splitlines()[1] in source
+    assert open_notes(convert(source)) == []

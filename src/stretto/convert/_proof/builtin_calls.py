@@ -46,6 +46,8 @@ def builtin_call(run: Run, name: str, given: Given, frame: Frame) -> Value:
         return NONE
     if name == "len":
         return _length_of(run, first, node)
+    if node in run.work.whole and name != "next":
+        return _of_whole_batches(run, name, node, frame)
     if name in ("range",):
         counted = next((v for v in args if isinstance(v, Count)), None)
         if counted is None:
@@ -179,6 +181,13 @@ def _beside_samples(value: Value) -> Value:
     if isinstance(value, Fixed) and value.value is UNSET and not value.uniform:
         return Item(place="moved")
     return value
+
+
+def _of_whole_batches(run: Run, name: str, node: cst.Call, frame: Frame) -> Value:
+    """Return what a function returns for the batches of all ranks, equal on each."""
+    if name in ("list", "sorted"):
+        return new_list(run, Iter(Fixed()), node, frame)
+    return Iter(Fixed()) if name in ("tuple", "map", "filter") else Fixed()
 
 
 def _length_of(run: Run, value: Value, node: cst.CSTNode) -> Value:

@@ -73,7 +73,9 @@ def element_values(
     """Yield the values of the elements of a display."""
     for element in elements:
         value = run.value(element.value, frame)
-        if isinstance(element, cst.StarredElement):
+        if element in run.work.whole:
+            yield Fixed()  # batches of all ranks, equal on each
+        elif isinstance(element, cst.StarredElement):
             yield from items_in(run, value, element)
         else:
             yield value
