@@ -597,6 +597,18 @@ def test_what_is_taken_from_a_loader_before_the_steps_is_that_of_all_ranks(line,
     assert open_notes(conversion) == []
 
 
+def test_a_pass_over_a_divided_loader_in_one_call_only_takes_all_samples():
+    line = (
+        "other = DataLoader(data, batch_size=4)\n\n"
+        "def count(of):\n    n = 0\n    for (x,) in of:\n        n += len(x)\n"
+        "    return n\n\nprint(count(loader), count(other))"
+    )
+    conversion = convert(outside_steps(line))
+    assert "for (x,) in undivided(of):" in conversion.after
+    assert "sum_over_ranks" not in conversion.after
+    assert open_notes(conversion) == []
+
+
 def test_a_pass_that_adds_up_numbers_stays_divided():
     line = "n = 0\nfor (x,) in loader:\n    n += len(x)\nprint(n)"
     after = convert(outside_steps(line)).after

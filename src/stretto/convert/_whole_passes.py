@@ -137,7 +137,8 @@ class _WholePasses:
             return []
         if not self._loaders.is_divided(loop):
             return []
-        if self._sums.why_not_summable(node) is None:
+        of_all = all(self._loaders.has_divided([o]) for o in loop.origins)
+        if of_all and self._sums.why_not_summable(node) is None:
             return []  # each rank adds up its part, which is then summed over ranks
         return loop.loaders
 
