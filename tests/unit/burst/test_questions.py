@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from stretto.burst.graph import capture
@@ -92,6 +93,53 @@ def test_a_read_seed_is_refused_by_its_line():
     with pytest.raises(SpecError, match=rf"questions\.py:{line}: .*initial_seed"):
         capture(Scaled(seed), (X,))
     assert torch.initial_seed() >= 0
+
+
+@pytest.fixture
+def job(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def size_of_group():
+    return dist.group.WORLD.size()
+
+
+def size_of_mesh():
+    return Scaled.mesh.size()
+
+
+def rank_in_mesh():
+    return 1 + Scaled.mesh.get_local_rank()
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("scale", [size_of_group, size_of_mesh, rank_in_mesh])
+def test_groups_and_meshes_answer_as_in_one_process(scale, monkeypatch):
+    monkeypatch.setattr(dist.ProcessGroup, "size", lambda _group: 2)
+    mesh = dist.device_mesh.DeviceMesh("cpu", [0], _init_backend=False)
+    monkeypatch.setattr(type(mesh), "size", lambda _mesh: 2)
+    monkeypatch.setattr(type(mesh), "get_local_rank", lambda _mesh: 1)
+    monkeypatch.setattr(Scaled, "mesh", mesh, raising=False)
+    line = scale.__code__.co_firstlineno + 1
+    with pytest.raises(SpecError, match=rf"questions\.py:{line}: reads .* outputs of"):
+        capture(Scaled(scale), (X,))
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
+def test_collectives_in_forward_are_refused_by_their_line(name):
+    class Model(Scaled):
+        def forward(self, x):
+            found = self.first(x)
+            getattr(dist, name)(found, *([0] if name == "broadcast" else []))
+            return self.last(found)
+
+    line = Model.forward.__code__.co_firstlineno + 2
+    with pytest.raises(SpecError, match=rf"questions\.py:{line}: calls .*\.{name} in"):
+        capture(Model(unused), (X,))
 
 
 def test_hooks_on_saved_tensors_in_forward_are_refused_by_the_line():

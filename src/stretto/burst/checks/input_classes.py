@@ -27,7 +27,7 @@ from stretto.burst.tracing.trial import tolerance_of
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from stretto.burst.checks.stale_guard import StaleParameterGuard
     from stretto.burst.tracing.layers import LayerGraph
@@ -68,16 +68,17 @@ class InputClasses:
             return  # no rows; these classes remain unknown
         kinds = {type(v) for v in given} - self.known
         try:
-            with self._apart(graph), torch.no_grad():
+            with self._apart(graph):
                 plain_args, plain_kwargs = pytree.tree_map_only(
                     Tensor, _copied, (args, dict(kwargs))
                 )
-                wanted = self._outputs(plain_args, plain_kwargs)
-                found = self._outputs(args, kwargs)
-                is_same = len(found) == len(wanted) and all(
-                    _is_same(graph, a, b) for a, b in zip(found, wanted, strict=True)
-                )
-            effect = "" if is_same else "changes the result"
+                wanted, wanted_grads = self._results(plain_args, plain_kwargs)
+                found, grads = self._results(args, kwargs)
+                effect = ""
+                if not _are_same(graph, found, wanted):
+                    effect = "changes the result"
+                elif not _are_same(graph, grads, wanted_grads, _largest(wanted_grads)):
+                    effect = "changes the gradients"
         except Exception as exc:  # noqa: BLE001 - of the program's class
             first = (str(exc).splitlines() or [""])[0]
             effect = f"causes an error ({type(exc).__name__}: {first})"
@@ -100,12 +101,27 @@ class InputClasses:
         self.known |= kinds
         self.known_same.add(same)
 
-    def _outputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    def _results(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the outputs, and the gradients of parameters where they are known."""
         torch.manual_seed(0)
-        with swapped(self._module.named_modules(), _copy_of):
+        copies: list[Tensor] = []
+
+        def copy_of(tensor: Tensor) -> Tensor:
+            made = tensor.detach().clone()
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, tensor.requires_grad)
+                copies.append(made)
+            return made
+
+        with swapped(self._module.named_modules(), copy_of):
             found = self._module.forward(*args, **kwargs)
-        leaves = pytree.tree_leaves(found)
-        return [plain(v) if isinstance(v, Tensor) else v for v in leaves]
+            leaves = [
+                plain(v) if isinstance(v, Tensor) else v
+                for v in pytree.tree_leaves(found)
+            ]
+            return leaves, _gradients(leaves, [p for p in copies if p.requires_grad])
 
     @contextlib.contextmanager
     def _apart(self, graph: LayerGraph) -> Iterator[None]:
@@ -117,27 +133,69 @@ class InputClasses:
             torch.random.fork_rng(devices=devices),
             keep_attributes(self._module),
             graph.caches_restored(),
+            _single_rows_normalized(),
         ):
             yield
 
 
+@contextlib.contextmanager
+def _single_rows_normalized() -> Iterator[None]:
+    """Let batch norms compute a rank's only sample: the batch has more."""
+    functional: Any = nn.functional
+    verify = functional._verify_batch_size  # noqa: SLF001
+    functional._verify_batch_size = lambda _size: None  # noqa: SLF001
+    try:
+        yield
+    finally:
+        functional._verify_batch_size = verify  # noqa: SLF001
+
+
 def _copied(tensor: Tensor) -> Tensor:
-    return plain(tensor).clone()
+    made = plain(tensor).detach().clone()
+    return made.requires_grad_(tensor.requires_grad)
 
 
-def _copy_of(tensor: Tensor) -> Tensor:
-    made = tensor.detach().clone()
-    return nn.Parameter(made) if isinstance(tensor, nn.Parameter) else made
+def _gradients(outputs: list[Any], parameters: list[Tensor]) -> list[Any]:
+    tracked = [v for v in outputs if isinstance(v, Tensor) and v.requires_grad]
+    if not tracked or not parameters:
+        return []
+    weights = [
+        torch.linspace(0.5, 1.5, v.numel(), dtype=v.dtype, device=v.device).view_as(v)
+        for v in tracked
+    ]
+    try:
+        grads = torch.autograd.grad(tracked, parameters, weights, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant=True" in str(error):
+            return []
+        raise
+    return [
+        torch.zeros_like(p) if g is None else g.to_dense()
+        for p, g in zip(parameters, grads, strict=True)
+    ]
 
 
-def _is_same(graph: LayerGraph, found: Any, wanted: Any) -> bool:
+def _are_same(
+    graph: LayerGraph, found: list[Any], wanted: list[Any], largest: float = 0.0
+) -> bool:
+    return len(found) == len(wanted) and all(
+        _is_same(graph, a, b, largest) for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def _largest(tensors: Iterable[Tensor]) -> float:
+    return max((float(t.abs().max()) for t in tensors if t.numel()), default=0.0)
+
+
+def _is_same(graph: LayerGraph, found: Any, wanted: Any, largest: float) -> bool:
     if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
         return not isinstance(wanted, Tensor) and not isinstance(found, Tensor)
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return False
+    if wanted.is_complex():
+        found, wanted = torch.view_as_real(found), torch.view_as_real(wanted)
     if not wanted.is_floating_point():
         return torch.equal(found, wanted)
     limit = tolerance_of(graph.precision_of(wanted.dtype))
-    usual = wanted[wanted.isfinite()]
-    largest = float(usual.abs().max()) if usual.numel() else 0.0
+    largest = max(largest, _largest([wanted[wanted.isfinite()]]))
     return torch.allclose(found, wanted, rtol=0.0, atol=limit * largest, equal_nan=True)

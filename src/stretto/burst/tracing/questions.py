@@ -11,6 +11,7 @@ logged don't matter. Only code of the user's gets them, PyTorch's own does not.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import threading
@@ -25,6 +26,9 @@ from stretto.burst.tracing.freezing import may_read_users
 from stretto.burst.tracing.source_lines import source_line
 from stretto.errors import SpecError
 
+if distributed.is_available():
+    from torch.distributed.device_mesh import DeviceMesh
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -35,6 +39,17 @@ _ANSWERS = {
     "is_initialized": False,
 }
 """What functions of ``torch.distributed`` answer in one process."""
+
+_ANSWERS_OF_GROUPS = {"size": 1, "rank": 0}
+_ANSWERS_OF_MESHES = {"size": 1, "get_rank": 0, "get_local_rank": 0}
+"""The same of methods of process groups and of device meshes."""
+
+_COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce"),
+    *("all_to_all", "all_to_all_single", "barrier", "broadcast"),
+    *("broadcast_object_list", "gather", "gather_object", "irecv", "isend", "recv"),
+    *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send"),
+)
 
 _RANKS = (
     *("RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "SLURM_PROCID", "SLURM_NODEID"),
@@ -70,6 +85,7 @@ class Questions:
         """What was asked, by its line."""
         names = (*_RANKS, *(_LOCAL_RANKS if device.type == "cpu" else ()))
         self._environment = dict.fromkeys(names, "0") | dict.fromkeys(_SIZES, "1")
+        self._others: dict[str, Any] = dict(_ANSWERS)
         self._thread = threading.get_ident()
 
     def place(self) -> str:
@@ -85,7 +101,7 @@ class Questions:
         module = None if frame is None else frame.f_globals.get("__name__")
         if not is_mine or frame is None or not may_read_users(module):
             return real
-        given = self._environment.get(name, _ANSWERS.get(name))
+        given = self._environment.get(name, self._others.get(name))
         if type(given) is type(real) and given != real:
             self.found.setdefault(
                 source_line(), f"{_full(name)}, which is {given} in one process"
@@ -111,9 +127,32 @@ class Questions:
                     stack.enter_context(
                         _routed(getattr(distributed, name), partial(self._of_job, name))
                     )
+                for name, answer in _ANSWERS_OF_MESHES.items():
+                    full, of_mesh = f"DeviceMesh.{name}", getattr(DeviceMesh, name)
+                    self._others[full] = answer
+                    stack.enter_context(_routed(of_mesh, partial(self._of_job, full)))
+                for name, answer in _ANSWERS_OF_GROUPS.items():
+                    self._others[f"ProcessGroup.{name}"] = answer
+                    stack.enter_context(self._method_answered(name))
             kind.__getitem__ = read
             stack.callback(setattr, kind, "__getitem__", item)
             yield
+
+    @contextlib.contextmanager
+    def _method_answered(self, name: str) -> Iterator[None]:
+        """Answer a method of process groups, which is not Python code."""
+        kind: Any = distributed.ProcessGroup
+        method = vars(kind)[name]
+
+        def asked(group: Any) -> Any:
+            real = method.__get__(group, kind)()
+            return self.answer(f"ProcessGroup.{name}", real, sys._getframe(1))  # noqa: SLF001
+
+        setattr(kind, name, asked)
+        try:
+            yield
+        finally:
+            setattr(kind, name, method)
 
     def _of_job(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
         # The caller of the function that is routed here.
@@ -121,7 +160,9 @@ class Questions:
 
 
 def _full(name: str) -> str:
-    return f"torch.distributed.{name}()" if name in _ANSWERS else name
+    if name in _ANSWERS:
+        return f"torch.distributed.{name}()"
+    return f"{name}()" if "." in name else name
 
 
 @contextlib.contextmanager
@@ -139,6 +180,34 @@ def seeds_refused() -> Iterator[None]:
 
     with _routed(torch.initial_seed, ask), _routed(torch.cuda.initial_seed, ask):
         yield
+
+
+@contextlib.contextmanager
+def collectives_refused() -> Iterator[None]:
+    """Reject collectives of the user's code."""
+
+    def refuse(name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        frame: types.FrameType | None = sys._getframe(3)  # noqa: SLF001
+        while frame is not None and frame.f_globals.get("__name__") == _LOGGER:
+            frame = frame.f_back
+        if frame is not None and may_read_users(frame.f_globals.get("__name__")):
+            raise SpecError(
+                f"{source_line()}: calls torch.distributed.{name} in the model: layers "
+                "run on some ranks, with samples of others, so the ranks would not "
+                "call it together. Call it outside of the model"
+            )
+        return call(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        if distributed.is_available() and distributed.is_initialized():
+            for name in _COLLECTIVES:
+                function = inspect.unwrap(getattr(distributed, name))
+                stack.enter_context(_routed(function, partial(refuse, name)))
+        yield
+
+
+_LOGGER = "torch.distributed.c10d_logger"
+"""The module whose wrapper calls most of the collectives."""
 
 
 @contextlib.contextmanager

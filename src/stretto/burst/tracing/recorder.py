@@ -40,7 +40,7 @@ from stretto.burst.tracing.inner_calls import (
     tensors_among,
 )
 from stretto.burst.tracing.patching import patched
-from stretto.burst.tracing.questions import seeds_refused
+from stretto.burst.tracing.questions import collectives_refused, seeds_refused
 from stretto.burst.tracing.records import SOURCE, Context, Fixed, Record, Recording, Ref
 from stretto.burst.tracing.source_lines import line_setting, source_line
 from stretto.burst.tracing.torch_modules import BatchNorm, Dropout
@@ -1130,7 +1130,7 @@ def record(
                 recorder.recording.source = batch
                 recorder.varying.add(storage_of(batch))
                 recorder.modes = len(dispatch_modes_now())
-                with recorder, noted, seeds_refused():
+                with recorder, noted, seeds_refused(), collectives_refused():
                     before = held_by(root)
                     output = run(batch)
                 recorder._require_own_seed()  # noqa: SLF001

@@ -53,3 +53,30 @@ def test_an_input_that_the_model_holds_may_not_change_the_result():
 
 def test_a_tensor_may_be_passed_twice_if_that_changes_nothing():
     check(Pair(doubles=False), X, X)
+
+
+class Stops(Pair):
+    """Stops the gradient of one of two inputs if they are one tensor."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        found: Tensor = self.layer(y)
+        return self.layer(x) + (found.detach() if x is y else found)
+
+
+def test_a_tensor_that_is_passed_twice_may_not_change_gradients_alone():
+    with pytest.raises(StrettoError, match="input 0, which changes the gradients in"):
+        check(Stops(doubles=False), X, X)
+
+
+def test_a_tensor_of_one_row_may_be_passed_twice_through_a_batch_norm():
+    class Normalizes(Pair):
+        def __init__(self) -> None:
+            super().__init__(doubles=False)
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            found: Tensor = self.norm(super().forward(x, y))
+            return found
+
+    row = X[:1].clone()
+    check(Normalizes(), row, row)
