@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from stretto.cluster import processes
 from stretto.cluster.folders import Folders
+from stretto.cluster.part_spec import ATTEMPT_VARIABLE
 from stretto.cluster.roles import holder_of
 from support.clusters import ENDS, ENGINES, RAY, await_that
 
@@ -22,9 +24,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.alone,
     pytest.mark.timeout(300),
-    # Backgrounds run in the idle class, which gets no processor time on a busy
-    # machine. So this runs with STRETTO_TEST_ALL=1 only.
-    pytest.mark.repeat,
+    pytest.mark.repeat,  # its parts are tested in `test_engines`
 ]
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "cluster"
@@ -53,6 +53,19 @@ class Commands:
         """Return the jobs by name."""
         rows = json.loads(self("list", "--all", "--json"))["jobs"]
         return {row["name"]: row for row in rows}
+
+
+def give_time(folders: Folders) -> None:
+    """Give backgrounds an ordinary priority.
+
+    They lower it themselves, and then get no processor time on a busy machine.
+    """
+    settings = folders.load_settings()
+    for host in folders.hosts(settings):
+        node = folders if settings.ray is None else folders.of_node(host)
+        for attempt in node.attempts(host).glob("background-*"):
+            for pid in processes.marked_processes(ATTEMPT_VARIABLE, str(attempt)):
+                processes.raise_priority(pid)
 
 
 @pytest.fixture
@@ -85,8 +98,13 @@ def test_the_examples_run_to_their_end_over_a_killed_coordinator(
     pid = holder_of(folders.coordinator_lock)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+
+    def all_ended() -> bool:
+        give_time(folders)
+        return all(row["state"] in ENDS for row in run.jobs().values())
+
     await_that(
-        lambda: all(row["state"] in ENDS for row in run.jobs().values()),
+        all_ended,
         lambda: str(run.jobs()),
         limit_s=LIMIT_S,
     )
