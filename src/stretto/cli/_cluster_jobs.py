@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -153,8 +154,14 @@ def _details(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "step", text
     if replanned := found["replanned"]:
         yield "replanned", f"at step {replanned.get('step')}, {replanned.get('why')}"
-    yield "command", " ".join(found["command"])
+    yield "command", _command_text(found["command"])
     yield "logs", found["logs"]
+
+
+def _command_text(command: Sequence[str]) -> str:
+    """Return a command on one line, as a shell would read it."""
+    words = shlex.join(command)
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in words)
 
 
 @click.command(name="logs")
