@@ -182,9 +182,9 @@ class _Table:
             share = -(-size // min(gpus, size))
             if needed is None or not self._min <= share <= self._max:
                 continue
-            least_s = sum(sum(x.time_of(share)) for x in question.profile.layers)
-            if least_s > 0:
-                limit = self._alone_s / (needed / size * least_s)
+            min_s = sum(sum(x.time_of(share)) for x in question.profile.layers)
+            if min_s > 0:
+                limit = self._alone_s / (needed / size * min_s)
                 yield limit * (1 + _ROUNDING), size
             else:
                 yield math.inf, size
