@@ -17,6 +17,7 @@ from stretto.jax.refusals import (
     is_float0,
     no_other,
     refuse_nested,
+    refuse_skipped,
     refuse_transformed,
 )
 from stretto.jax.tags import ScannedParameters, flag_tag, plan_of, whole_tag
@@ -227,7 +228,8 @@ def distributed(
             other steps update nothing and send nothing.
 
     Raises:
-        SpecError: ``every`` is below 1.
+        SpecError: ``every`` is below 1; in an update, ``optax.apply_if_finite`` is
+            around it.
     """
     import optax
 
@@ -237,6 +239,7 @@ def distributed(
     inner = optax.with_extra_args_support(tx)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        refuse_skipped()
         reduced = allreduce_gradients(updates, op=op)
         return inner.update(reduced, state, params, **extra)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from stretto.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from types import FrameType
 
 _REASONS = {
     "BatchTracer": (
@@ -67,6 +69,23 @@ def no_other(what: str) -> Iterator[None]:
         yield
     finally:
         _local.outer = None
+
+
+def refuse_skipped() -> None:
+    """Raise if an optimizer may skip, on this rank alone, what is being traced.
+
+    Raises:
+        SpecError: optax's apply_if_finite is around it.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        if frame.f_code.co_qualname.startswith("apply_if_finite.<locals>"):
+            raise SpecError(
+                "distributed within optax.apply_if_finite waits for ranks whose "
+                "gradients were not finite, which skip the step. Put it outside: "
+                "stretto.jax.distributed(optax.apply_if_finite(tx, n))"
+            )
+        frame = frame.f_back
 
 
 def refuse_nested(what: str) -> None:

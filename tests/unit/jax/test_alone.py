@@ -14,6 +14,7 @@ jax = pytest.importorskip("jax")
 pytest.importorskip("optax")
 
 import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
 
 import stretto.jax as sj  # noqa: E402
 from stretto.jax import callbacks, tags  # noqa: E402
@@ -66,6 +67,15 @@ def test_an_unknown_kind_of_callback_is_refused(monkeypatch):
 def test_an_unknown_reduction_is_refused():
     with pytest.raises(SpecError, match="AVERAGE"):
         sj.value_and_grad(square, op="mean")
+
+
+def test_a_reduction_that_one_rank_may_skip_is_refused(one_rank):
+    w = jnp.ones(3)
+    around = optax.apply_if_finite(sj.distributed(optax.sgd(0.1)), 5)
+    with pytest.raises(SpecError, match="Put it outside"):
+        around.update(w, around.init(w), w)
+    within = sj.distributed(optax.apply_if_finite(optax.sgd(0.5), 5))
+    assert within.update(w, within.init(w), w)[0].tolist() == [-0.5] * 3
 
 
 def test_scanned_parameters_need_a_linear_reduction():
