@@ -94,7 +94,7 @@ def started_ray(folders: Folders, interface: str) -> RaySettings:
     token = folders.ray_token
     try:
         _check_token(token)
-    except SpecError:  # there is none, or a full disk has cut it
+    except SpecError:  # missing, or cut by a full disk
         try:
             write_private(token, secrets.token_hex(32))
         except OSError as error:
