@@ -41,7 +41,8 @@ class ReducingOptimizer:
 
     def __deepcopy__(self, memo: Any) -> Any:
         # Keras copies through a file, which names the optimizer's own class.
-        restore, arguments = super().__reduce__()
+        by_file: Any = super().__reduce__()
+        restore, arguments = by_file
         return reducing(restore(*arguments), self._stretto_reduce)
 
     def build(self, variables: Any) -> None:
