@@ -163,6 +163,7 @@ class Elastic:
         """The memberships since the job began, with the first step of each."""
 
         self._view: View | None = None
+        self._is_following = False
         self._client = MemberClient.of_environment()
         self._group: MemberGroup | None = None
         if snapshots is not None and not (self._client and self._client.joins):
@@ -460,7 +461,10 @@ class Elastic:
 
     def _on_view(self, view: View) -> None:
         """End what waits in earlier generations; another thread calls this."""
-        if self._group is not None and not self._only_grows(view):
+        if self._group is None:
+            return
+        # Others may leave out a generation that this rank enters, and never answer.
+        if self._is_following or not self._only_grows(view):
             self._group.end(view.generation - 1)
 
     def _only_grows(self, view: View) -> bool:
@@ -582,6 +586,7 @@ class Elastic:
         client, group = self._client, self._group
         if client is None or group is None:
             return
+        self._is_following = True
         while True:
             view = client.next_view(group.generation, timeout_s=_PATIENCE_S)
             if view.rank(client.member) is None:
@@ -598,6 +603,7 @@ class Elastic:
                 self._report()
                 forget_frames(error)
             else:
+                self._is_following = False
                 return
             finally:
                 group.built()
