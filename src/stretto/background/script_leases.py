@@ -13,15 +13,16 @@ the number of backwards between two steps, and whether a model's output had a ba
 Where that was wrong, the backward or the step takes a lease of its own.
 
 Forwards within a backward compute again what activation checkpoints left out: they
-belong to its task. A forward that fails ends its lease. After an interrupt, which no
-hook reports, the next forward finds that the last one does not run any more.
+belong to its task. A forward or a backward that fails ends its lease, and so does an
+interrupt, whose error no hook reports; the next forward then finds that the last one
+does not run any more. A forward that goes on after its lease has ended, because it
+catches such an error or trains another model, takes a new one for its next module.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
-import inspect
 import itertools
 import os
 import re
@@ -50,6 +51,7 @@ from torch.optim.optimizer import (
 from stretto.autograd_engine import graph_task_id, queue_callback
 from stretto.background.board import runtime_folder
 from stretto.background.child_processes import child_processes
+from stretto.background.interrupts import watch_interrupts
 from stretto.background.lease import Background
 from stretto.background.named_device import device_name
 from stretto.errors import SpecError
@@ -59,7 +61,7 @@ from stretto.schema.collocation import Collocation
 from stretto.step_hooks import reads_nothing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
     from torch.optim import Optimizer
@@ -151,12 +153,14 @@ class ScriptLeases:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
+        self._end_watch = watch_interrupts(self._failed)
         if hasattr(os, "register_at_fork"):  # such as a DataLoader's workers
             os.register_at_fork(after_in_child=self._disable)
 
     def close(self) -> None:
         """Remove the hooks and end the lease."""
         self._disable()
+        self._end_watch()
         for handle in self._handles:
             handle.remove()
         self._background.end_task()
@@ -195,7 +199,9 @@ class ScriptLeases:
             self._depth += 1
         elif self._by_layer and _is_layer(module):
             self._layer += 1
-            self._background.wait(f"{_label(self._top)} {self._layer}")
+            self._wait(f"{_label(self._top)} {self._layer}")
+        elif not self._background.has_lease:
+            self._wait(f"{_label(self._top)} rest")
 
     def _wait(self, label: str) -> None:
         self._waits += 1
@@ -261,7 +267,7 @@ class ScriptLeases:
         if self._backward == graph_task_id():
             return
         self._backward = graph_task_id()
-        queue_callback(self._backward_ended)
+        queue_callback(_BackwardEnd(self._backward_ended, self._failed))
         if not self._background.has_lease:
             self._wait(f"{forward.label} backward")
 
@@ -272,6 +278,11 @@ class ScriptLeases:
         last = None if self._last_stepped is None else self._last_stepped()
         if last is not None and self._backwards < self._backwards_after.get(last, 0):
             self._background.end_task()
+
+    def _failed(self) -> None:
+        """End the lease of a forward or a backward that ends with an error."""
+        if self._is_on:
+            self._background.withdraw()
 
     def _in_backward(self, label: str) -> None:
         if self._is_on:
@@ -352,6 +363,23 @@ class _Forward:
         return not self.has_backward and self.hook is not None and self.hook() is None
 
 
+@final
+class _BackwardEnd:
+    """Called as a backward ends, and deleted without a call if it fails."""
+
+    def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._ended, self._failed = ended, failed
+        self._is_called = False
+
+    def __call__(self) -> None:
+        self._is_called = True
+        self._ended()
+
+    def __del__(self) -> None:
+        if not self._is_called:
+            self._failed()
+
+
 def _tensors(output: Any, most: int = _MAX_OUTPUTS) -> list[Tensor]:
     """Return the first tensors in a forward's output."""
 
@@ -368,11 +396,10 @@ def _tensors(output: Any, most: int = _MAX_OUTPUTS) -> list[Tensor]:
     return list(itertools.islice(found(output), most))
 
 
-def _caller() -> FrameType | None:
+def _caller() -> FrameType:
     """Return the call of torch that has called a hook, which calls this."""
-    frame = inspect.currentframe()
-    hook = None if frame is None else frame.f_back
-    return None if hook is None else hook.f_back
+    # A variable with this call's own frame would keep the forward's output for long.
+    return sys._getframe(2)  # noqa: SLF001
 
 
 def _has_ended(frame: FrameType | None) -> bool:
@@ -396,7 +423,10 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _label(module: nn.Module) -> str:
-    mode = "" if torch.is_grad_enabled() else " without gradients"
+    # No backward may follow in evaluation, with gradients too: tasks are shorter.
+    mode = "" if module.training else " in evaluation"
+    if not torch.is_grad_enabled():
+        mode = " without gradients"
     return f"{type(module).__qualname__}{mode}"
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import _signal
+import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,6 +156,34 @@ def test_forwards_whose_outputs_are_not_used_end_their_leases(leases, words):
         loss = model(torch.ones(2, 4)).sum().item()
     assert loss
     assert words == ["Sequential", "end"]
+
+
+@pytest.mark.parametrize("with_step", [True, False])
+def test_outputs_are_freed_as_soon_as_the_script_drops_them(leases, with_step):
+    leases("micro-batch")
+    model, optimizer = model_and_optimizer()
+    gc.disable()
+    try:
+        out = model(torch.ones(2, 4))
+        dropped = weakref.ref(out)
+        out.sum().backward()
+        if with_step:
+            optimizer.step()
+        del out
+        assert dropped() is None
+    finally:
+        gc.enable()
+
+
+def test_evaluation_with_gradients_between_steps_ends_its_leases(leases, words):
+    leases("micro-batch")
+    model, optimizer = model_and_optimizer()
+    for _ in range(3):
+        words.clear()
+        step(model.train(), optimizer)
+        loss = model.eval()(torch.ones(2, 4)).sum().item()
+    assert loss
+    assert words == ["Sequential", "end", "Sequential in evaluation", "end"]
 
 
 def test_a_backward_takes_a_lease_if_none_was_expected(leases, words):
@@ -333,7 +365,93 @@ def test_after_an_interrupt_the_next_forward_of_any_model_waits(leases, words):
         nn.Sequential(nn.Linear(4, 4), Interrupted())(torch.ones(2, 4))
     words.clear()
     nn.Linear(4, 4)(torch.ones(2, 4))
-    assert words == ["Linear", "end"]  # the interrupted forward's lease
+    assert words == ["Linear", "end"]
+
+
+def raise_timeout(*_):
+    raise TimeoutError
+
+
+@pytest.mark.parametrize("place", ["forward", "loss", "backward", "before the step"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM])
+def test_a_signal_whose_handler_raises_ends_the_lease(
+    leases, background, number, place
+):
+    before = signal.signal(signal.SIGALRM, raise_timeout)
+    made = leases("micro-batch")
+    model, _ = model_and_optimizer()
+
+    def interrupt(here):
+        if here == place:
+            signal.raise_signal(number)
+
+    def micro_batch():
+        model[1].register_forward_hook(lambda *_: interrupt("forward"))
+        loss = model(torch.ones(2, 4)).square().mean()
+        interrupt("loss")
+        loss.register_hook(lambda _: interrupt("backward"))
+        loss.backward()
+        interrupt("before the step")
+
+    with pytest.raises((KeyboardInterrupt, TimeoutError)):
+        micro_batch()
+    assert not background.has_lease
+    made.close()
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_signal_whose_handler_returns_keeps_the_lease(leases, background):
+    made = leases("micro-batch")
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    model, _ = model_and_optimizer()
+    model(torch.ones(2, 4))
+    signal.raise_signal(signal.SIGALRM)
+    assert background.has_lease
+    signal.signal(signal.SIGALRM, before)
+    made.close()
+
+
+def test_a_program_sees_its_own_handlers_of_signals(leases):
+    raw = signal.getsignal(signal.SIGINT)
+    made = leases("micro-batch")
+    assert signal.getsignal(signal.SIGINT) is raw
+    assert signal.signal(signal.SIGINT, raise_timeout) is raw
+    assert signal.signal(signal.SIGINT, raw) is raise_timeout
+    made.close()
+    assert _signal.getsignal(signal.SIGINT) is raw
+
+
+def test_a_backward_that_fails_ends_its_lease(leases, background):
+    leases("micro-batch")
+    model, _ = model_and_optimizer()
+    model[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(2, 4)).sum().backward()
+    assert not background.has_lease
+
+
+class InnerSteps(nn.Module):
+    """A model whose forward trains another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.optimizer = model_and_optimizer()
+        self.last = nn.Linear(3, 3)
+
+    def forward(self, x):
+        for _ in range(2):
+            self.inner(x).sum().backward()
+            self.optimizer.step()
+        return self.last(self.inner(x))
+
+
+def test_a_forward_that_trains_another_model_takes_leases_after_its_steps(
+    leases, words
+):
+    leases("micro-batch")
+    InnerSteps()(torch.ones(2, 4))
+    rest = "InnerSteps rest"
+    assert words == ["InnerSteps", "end", rest, "end", rest]
 
 
 def test_another_thread_computes_without_leases_and_is_reported_once(
