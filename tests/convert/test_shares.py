@@ -121,3 +121,12 @@ def test_settings_are_no_numbers_of_a_rank(setting):
 def test_a_number_of_a_step_that_a_dict_keeps_is_reduced_or_listed():
     conversion = with_line('kept = {"loss": loss}\nprint(float(kept["loss"]))')
     assert "mean_over_ranks" in conversion.after
+
+
+@pytest.mark.parametrize("kept", ['kept["loss"] = loss', "kept.update(loss=loss)"])
+def test_an_element_that_a_step_sets_is_no_setting(kept):
+    source = SCRIPT.format(
+        line=textwrap.indent(f'{kept}\nprint(float(kept["loss"]))', " " * 8)
+    ).replace("for epoch", "kept = {}\nfor epoch", 1)
+    conversion = convert_source(source, name="train.py", choices=Choices())
+    assert 'mean_over_ranks(float(kept["loss"]))' in conversion.after

@@ -114,13 +114,36 @@ class Classifier:
         return kind
 
     def _is_setting(self, node: cst.BaseExpression, within: cst.CSTNode) -> bool:
-        """Return whether an element is of what was made before, such as a setting."""
+        """Return whether an element is of what was made before, such as a setting.
+
+        A block only reads it: its elements are neither set there nor handed on.
+        """
         while isinstance(node, cst.Subscript):
             node = node.value
         path = dotted(node)
-        return path is not None and not any(
-            self._tree.within(o.statement, within)
-            for o in self._flow.assigned(path, self._tree.function(node))
+        return (
+            path is not None
+            and not any(
+                self._tree.within(o.statement, within)
+                for o in self._flow.assigned(path, self._tree.function(node))
+            )
+            and all(
+                self._is_element_read(part)
+                for part in found(within, (cst.Name, cst.Attribute))
+                if dotted(part) == path
+            )
+        )
+
+    def _is_element_read(self, node: cst.CSTNode) -> bool:
+        above = self._tree.parent(node)
+        if isinstance(above, cst.Attribute):
+            return above.attr.value == "get"
+        while isinstance(above, cst.Subscript):
+            node, above = above, self._tree.parent(above)
+        if not isinstance(node, cst.Subscript):
+            return False
+        return not isinstance(above, cst.AssignTarget) and not (
+            isinstance(above, cst.AugAssign | cst.AnnAssign) and above.target is node
         )
 
     def _of(self, node: cst.BaseExpression, within: cst.CSTNode, depth: int) -> Amount:
