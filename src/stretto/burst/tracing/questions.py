@@ -217,6 +217,9 @@ def _routed(function: Any, answer: Callable[[Any, Any, Any], Any]) -> Iterator[N
     Its code is exchanged rather than the attribute, because programs import functions
     by name.
     """
+    if function.__closure__:  # another version of PyTorch wraps it
+        yield
+        return
     code, key = function.__code__, f"{function.__module__}.{function.__qualname__}"
     original = types.FunctionType(
         code, function.__globals__, code.co_name, function.__defaults__
