@@ -142,6 +142,33 @@ def test_collectives_in_forward_are_refused_by_their_line(name):
         capture(Model(unused), (X,))
 
 
+class Sums(torch.autograd.Function):
+    """Adds gradients over the ranks."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(_ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+@pytest.mark.usefixtures("job")
+def test_collectives_in_a_backward_are_refused_by_their_line():
+    class Model(Scaled):
+        def forward(self, x):
+            return self.last(Sums.apply(self.first(x)))
+
+    line = Sums.backward.__code__.co_firstlineno + 3
+    with pytest.raises(
+        SpecError, match=rf"questions\.py:{line}: calls .*all_reduce in"
+    ):
+        capture(Model(unused), (X,))
+
+
 def test_hooks_on_saved_tensors_in_forward_are_refused_by_the_line():
     class Model(Scaled):
         def forward(self, x):

@@ -56,7 +56,11 @@ from stretto.burst.tracing.layer_runs import (
 from stretto.burst.tracing.other_values import other_values
 from stretto.burst.tracing.own_rows import OtherRows
 from stretto.burst.tracing.proven import Proven
-from stretto.burst.tracing.questions import Questions, seeds_refused
+from stretto.burst.tracing.questions import (
+    Questions,
+    collectives_refused,
+    seeds_refused,
+)
 from stretto.burst.tracing.reads import may_return
 from stretto.burst.tracing.sample_positions import source_line_of
 from stretto.burst.tracing.source_lines import line_of_forward, source_line_in
@@ -132,6 +136,7 @@ def require_equal(
         torch.random.fork_rng(devices=devices),
         keep_attributes(module),
         seeds_refused(),
+        collectives_refused(),
     ):
         for seed in (1, 2):
             found, check = _checked(graph, module, examples, seed, reads)
