@@ -15,7 +15,7 @@ Where that was wrong, the backward or the step takes a lease of its own.
 Forwards within a backward compute again what activation checkpoints left out: they
 belong to its task. A forward or a backward that fails ends its lease, and so does an
 interrupt, whose error no hook reports; the next forward then finds that the last one
-does not run any more. A forward that goes on after its lease has ended, because it
+does not run any more. A forward that continues after its lease has ended, because it
 catches such an error or trains another model, takes a new one for its next module.
 """
 
