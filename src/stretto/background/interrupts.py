@@ -29,12 +29,12 @@ def watch_interrupts(interrupted: Callable[[], None]) -> Callable[[], None]:
         return lambda: None
 
     @functools.wraps(_set)
-    def set_handler(number: Any, handler: Any) -> Any:
-        return _own(_set(number, _watched(handler, interrupted)))
+    def set_handler(signalnum: Any, handler: Any) -> Any:
+        return _own(_set(signalnum, _watched(handler, interrupted)))
 
     @functools.wraps(_get)
-    def get_handler(number: Any) -> Any:
-        return _own(_get(number))
+    def get_handler(signalnum: Any) -> Any:
+        return _own(_get(signalnum))
 
     def end() -> None:
         if signal.signal is set_handler:

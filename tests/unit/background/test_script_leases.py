@@ -416,7 +416,7 @@ def test_a_program_sees_its_own_handlers_of_signals(leases):
     made = leases("micro-batch")
     assert signal.getsignal(signal.SIGINT) is raw
     assert signal.signal(signal.SIGINT, raise_timeout) is raw
-    assert signal.signal(signal.SIGINT, raw) is raise_timeout
+    assert signal.signal(signalnum=signal.SIGINT, handler=raw) is raise_timeout
     made.close()
     assert _signal.getsignal(signal.SIGINT) is raw
 
