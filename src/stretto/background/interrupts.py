@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _set, _get = signal.signal, signal.getsignal
+_module: Any = signal
 
 
 def watch_interrupts(interrupted: Callable[[], None]) -> Callable[[], None]:
@@ -38,12 +39,12 @@ def watch_interrupts(interrupted: Callable[[], None]) -> Callable[[], None]:
 
     def end() -> None:
         if signal.signal is set_handler:
-            signal.signal, signal.getsignal = _set, _get
+            _module.signal, _module.getsignal = _set, _get
         if _is_main():
             _replace(_own)
 
     _replace(lambda handler: _watched(handler, interrupted))
-    signal.signal, signal.getsignal = set_handler, get_handler
+    _module.signal, _module.getsignal = set_handler, get_handler
     return end
 
 
