@@ -185,6 +185,9 @@ class MemberGroup:
         self._park([self._model.process_group, *self._model._leave_ranks()])  # noqa: SLF001
         if dist.is_initialized():
             dist.destroy_process_group()
+        # Ranks meet under a group's number. An attempt that failed has used one up,
+        # and newcomers count from 0.
+        dist.distributed_c10d._world.group_count = 0  # noqa: SLF001
         dist.init_process_group(
             "gloo",
             store=PrefixStore(f"stretto/{generation}", store),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 
@@ -69,3 +71,38 @@ def test_a_silent_server_is_left_when_the_membership_ends(
         )
     is_left.set()
     thread.join()
+
+
+FAILED_ATTEMPT = """
+import threading
+
+import torch
+import torch.distributed as dist
+
+import stretto
+from stretto.runtime.regroup import MemberGroup
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = stretto.DistributedDataParallel(torch.nn.Linear(2, 2), plan="ddp")
+group = MemberGroup(model, host="127.0.0.1")
+threading.Timer(1.0, group.end, (1,)).start()
+try:
+    group.enter(1, 0, 2, group.address)  # nobody else comes
+except RuntimeError:
+    group.built()
+    group.enter(2, 0, 1, group.address)
+    group.built()
+    print(dist.distributed_c10d._get_default_group().group_name)
+"""
+
+
+def test_ranks_meet_under_one_name_whichever_of_them_have_failed_before() -> None:
+    """Newcomers have not, and call their first group 0."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAILED_ATTEMPT],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=50,
+    )
+    assert done.stdout.split() == ["0"]
