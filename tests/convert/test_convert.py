@@ -1320,13 +1320,13 @@ def check(data):
 """
 
 
-def test_a_loop_over_divided_and_whole_loaders_is_listed():
+def test_a_loop_over_divided_and_whole_loaders_gets_all_samples():
     source = step("pass", EVALUATED, "check(loader)")
-    assert opened(source) == []
+    assert "for (x,) in data:" in convert(source).after
     whole = "test = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)\n"
-    asked = opened(source.replace("for epoch", f"{whole}for epoch") + "check(test)\n")
-    assert len(asked) == 1, asked
-    assert "sums over ranks count the other's samples" in asked[0]
+    both = source.replace("for epoch", f"{whole}for epoch") + "check(test)\n"
+    assert opened(both) == []
+    assert "for (x,) in undivided(data):" in convert(both).after
 
 
 @pytest.mark.parametrize(

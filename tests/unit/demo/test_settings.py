@@ -4,24 +4,23 @@ import pytest
 from click.testing import CliRunner
 
 from stretto.cli.demo import command
-from stretto.errors import SpecError
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--width", "-3"), "width must be >= 1, got -3"),
-        (("--width", "0"), "width must be >= 1, got 0"),
-        (("--model", "transformer", "--width", "7"), "a multiple of 5, got 7"),
-        (("--steps", "0"), "steps must be >= 6"),
-        (("--batch", "0"), "batch_per_rank must be >= 1, got 0"),
-        (("--seed", "-1"), "seed must be 0 to"),
-        (("--seed", "9" * 30), "seed must be 0 to"),
+        (("--width", "-3"), "'--width': -3 is not in the range"),
+        (("--width", "0"), "'--width': 0 is not in the range"),
+        (("--model", "transformer", "--width", "7"), "7 is not a multiple of 5"),
+        (("--steps", "0"), "'--steps': 0 is not in the range"),
+        (("--batch", "0"), "'--batch': 0 is not in the range"),
+        (("--seed", "-1"), "'--seed':"),
+        (("--seed", "9" * 30), "'--seed':"),
     ],
 )
 def test_a_number_that_no_training_can_use_is_refused_first(options, reason, tmp_path):
     """It ended all ranks of the lab with a traceback, or counted as not given."""
     done = CliRunner().invoke(command, [*options, "--out", str(tmp_path / "out")])
-    assert isinstance(done.exception, SpecError), done.exception
-    assert reason in str(done.exception)
+    assert done.exit_code == 2
+    assert reason in done.output
     assert not (tmp_path / "out").exists()
