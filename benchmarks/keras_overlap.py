@@ -20,22 +20,17 @@ that ``make test-frameworks`` installs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
-import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from _record import spread, store
-from stretto.lab import LabSpec, run_lab
-from stretto.units import parse_rate_bytes_per_s
+from _overlap import LAYERS, WARMUP, WIDTH, run
 
-LAYERS, WIDTH, HOSTS = 12, 1024, 4
-WARMUP = 2
+if TYPE_CHECKING:
+    import argparse
+
 TARGETS = {"capped": 0.40, "uncapped": 1.0}
 
 
@@ -117,67 +112,13 @@ def flat(model: Any) -> Any:
     return np.concatenate([w.ravel() for w in model.get_weights()])
 
 
-def measured(case: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the ranks on a network and return what they measured."""
-    flow = parse_rate_bytes_per_s(options.flow) if case == "capped" else None
-    spec = LabSpec(
-        hosts=HOSTS,
-        link_bytes_per_s=parse_rate_bytes_per_s("1gbit"),
-        flow_bytes_per_s=flow,
-    )
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "out.json"
-        command = [sys.executable, str(Path(__file__).resolve()), "--out", str(out)]
-        for option in ("rounds", "steps", "batch"):
-            command += [f"--{option}", str(getattr(options, option))]
-        status = run_lab(spec, command, timeout_s=1200)
-        if status:
-            sys.exit(status)
-        found: dict[str, Any] = json.loads(out.read_text())
-    seconds, cpu = found.pop("seconds"), found.pop("cpu")
-    return {
-        **found,
-        "cpu_s": {name: spread(values) for name, values in cpu.items()},
-        "step_s": {name: spread(values) for name, values in seconds.items()},
-        "stretto_over": {
-            name: spread(
-                [a / b for a, b in zip(seconds["stretto"], values, strict=True)]
-            )
-            for name, values in seconds.items()
-            if name != "stretto"
-        },
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=64, help="samples of a rank")
-    parser.add_argument("--flow", default="300mbit", help="of the capped network")
-    parser.add_argument("--cases", nargs="*", default=list(TARGETS), choices=TARGETS)
-    parser.add_argument("--name", default="keras_overlap", help="of the result file")
-    parser.add_argument("--out", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.out:
-        bench(options)
-        return
-    store(
-        options.name,
-        {
-            "what": f"{LAYERS} dense layers of {WIDTH} x {WIDTH} float32 values, "
-            f"{HOSTS} lab hosts, 1 Gbit/s links, {options.flow} per flow if capped, "
-            f"{options.batch} samples a rank",
-            "tensorflow": version("tensorflow-cpu"),
-            "keras": version("keras"),
-            "reach": {
-                f"{case}.stretto_over.blocking": f"at most {TARGETS[case]}"
-                for case in options.cases
-            },
-            **{case: measured(case, options) for case in options.cases},
-        },
-    )
-
-
 if __name__ == "__main__":
-    main()
+    run(
+        bench,
+        doc=__doc__,
+        file=__file__,
+        rounds=4,
+        rival="blocking",
+        targets=TARGETS,
+        packages={"tensorflow": "tensorflow-cpu", "keras": "keras"},
+    )

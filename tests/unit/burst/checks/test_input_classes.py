@@ -19,7 +19,10 @@ GUARD: Any = SimpleNamespace(opened=contextlib.nullcontext)
 
 
 class Pair(nn.Module):
-    """Adds a layer of two inputs; doubles it if they are one tensor and it is told."""
+    """The sum of a layer's outputs for two inputs.
+
+    With ``doubles`` the sum is doubled where both inputs are one tensor.
+    """
 
     def __init__(self, doubles: bool) -> None:
         super().__init__()

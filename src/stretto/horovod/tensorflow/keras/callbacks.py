@@ -57,15 +57,28 @@ class MetricAverageCallback(MetricAverage):
         super().__init__()
 
 
-def _note_momentum(callback: Any, correct: bool) -> None:  # noqa: FBT001
-    if correct and getattr(callback.model.optimizer, "momentum", None):
-        _log.warning(
-            "momentum_correction has no effect: Keras 3 compiles the momentum into the "
-            "step. Pass momentum_correction=False to silence this."
-        )
+class _HorovodRate(LearningRateMultiplier):
+    """What Horovod's two callbacks of the learning rate have in common."""
+
+    momentum_correction: bool
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Find the number of steps."""
+        super().on_train_begin(logs)
+        if self.momentum_correction and getattr(self.model.optimizer, "momentum", None):
+            _log.warning(
+                "momentum_correction has no effect: Keras 3 compiles the momentum into "
+                "the step. Pass momentum_correction=False to silence this."
+            )
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Add the learning rate to the epoch's metrics, as ``lr``."""
+        super().on_epoch_end(epoch, logs)
+        if logs is not None:
+            logs["lr"] = self.learning_rate()
 
 
-class LearningRateScheduleCallback(LearningRateMultiplier):
+class LearningRateScheduleCallback(_HorovodRate):
     """Set the learning rate in a range of epochs.
 
     Args:
@@ -110,19 +123,8 @@ class LearningRateScheduleCallback(LearningRateMultiplier):
         )
         self.momentum_correction = momentum_correction
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Find the number of steps."""
-        super().on_train_begin(logs)
-        _note_momentum(self, self.momentum_correction)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Add the learning rate to the epoch's metrics, as ``lr``."""
-        super().on_epoch_end(epoch, logs)
-        if logs is not None:
-            logs["lr"] = self.learning_rate()
-
-
-class LearningRateWarmupCallback(LearningRateWarmup):
+class LearningRateWarmupCallback(_HorovodRate, LearningRateWarmup):
     """Raise the learning rate step by step, from the rate over the number of ranks.
 
     Args:
@@ -149,17 +151,6 @@ class LearningRateWarmupCallback(LearningRateWarmup):
             verbose=verbose,
         )
         self.momentum_correction = momentum_correction
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Find the number of steps."""
-        super().on_train_begin(logs)
-        _note_momentum(self, self.momentum_correction)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Add the learning rate to the epoch's metrics, as ``lr``."""
-        super().on_epoch_end(epoch, logs)
-        if logs is not None:
-            logs["lr"] = self.learning_rate()
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
