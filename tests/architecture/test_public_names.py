@@ -1,15 +1,16 @@
 """The public names, which change only on purpose.
 
-`public_names.txt` lists them. To change one, run this file as a program, and describe
-the change in CHANGELOG.md.
+`public_names.txt` lists them. To change one, run this file as a program, with ``tests``
+in ``PYTHONPATH``, and describe the change in CHANGELOG.md.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 from pathlib import Path
+
+from support.frameworks import is_missing
 
 LIST = Path(__file__).with_name("public_names.txt")
 SOURCES = Path(__file__).parents[2] / "src"
@@ -50,30 +51,12 @@ MODULES = {
 """What a backend of one's own needs, by module: these modules have no ``__all__``."""
 
 
-NEEDS = {
-    "stretto.horovod.keras": "tensorflow",
-    "stretto.horovod.keras3": "keras",
-    "stretto.horovod.tensorflow": "tensorflow",
-    "stretto.jax": "jax",
-    "stretto.keras": "keras",
-}
-"""Packages that an extra's package needs."""
-
-
-def is_missing(name: str) -> bool:
-    """Whether a name belongs to a package that can't be imported here."""
-    return any(
-        name.startswith(f"{package}.") and importlib.util.find_spec(needed) is None
-        for package, needed in NEEDS.items()
-    )
-
-
 def public_names() -> list[str]:
     """Every exported name, by package."""
     exported = [
         f"{package}.{name}"
         for package in PACKAGES
-        if not is_missing(f"{package}.")
+        if not is_missing(package)
         for name in importlib.import_module(package).__all__
     ]
     return exported + [

@@ -22,6 +22,7 @@ from click.testing import CliRunner
 import stretto
 from stretto._version import TORCH_REQUIREMENT
 from stretto.cli._main import group
+from support.frameworks import is_missing
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -246,24 +247,6 @@ EXTRAS = {
     "tensorflow": "horovod/tensorflow/",
 }
 """Packages that extras install, and where alone they are imported."""
-
-NEEDS = {
-    "stretto.horovod.keras": "tensorflow",
-    "stretto.horovod.keras3": "keras",
-    "stretto.horovod.tensorflow": "tensorflow",
-    "stretto.jax": "jax",
-    "stretto.keras": "keras",
-}
-"""What packages of other frameworks need."""
-
-
-def is_missing(module):
-    """Whether a module belongs to a package that can't be imported here."""
-    return any(
-        f"{module}.".startswith(f"{package}.")
-        and importlib.util.find_spec(needed) is None
-        for package, needed in NEEDS.items()
-    )
 
 
 def test_the_package_itself_imports_its_own_requirements_only():

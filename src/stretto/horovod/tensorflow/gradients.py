@@ -39,7 +39,7 @@ from stretto.runtime.negotiated import Op
 from stretto.runtime.rounds import RoundRows, Rounds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _JOINED_BYTES = 2**20
 """Neighboring gradients up to this size together are sent by one call."""
@@ -115,14 +115,21 @@ def reduce_gradients(
     return results
 
 
-def _scaled(gradient: Any, factor: float) -> Any:
-    if gradient is None or factor == 1.0:
-        return gradient
+def on_values(gradient: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a gradient with a function applied to its values; None stays None."""
+    if gradient is None:
+        return None
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(
-            gradient.values * factor, gradient.indices, gradient.dense_shape
+            function(gradient.values), gradient.indices, gradient.dense_shape
         )
-    return gradient * tf.cast(factor, gradient.dtype)
+    return function(gradient)
+
+
+def _scaled(gradient: Any, factor: float) -> Any:
+    if factor == 1.0:
+        return gradient
+    return on_values(gradient, lambda values: values * tf.cast(factor, values.dtype))
 
 
 def _row(number: int, tensor: Any) -> ArrayRow:

@@ -8,6 +8,7 @@ from stretto.horovod.keras3.optimizer_class import reducing
 from stretto.horovod.process_sets import ProcessSet, global_process_set
 from stretto.horovod.reduce_ops import Average, ReduceOp
 from stretto.horovod.tensorflow.compression import Compression
+from stretto.horovod.tensorflow.gradients import on_values
 from stretto.horovod.tensorflow.tape import reduction, refuse_groups
 
 
@@ -64,17 +65,8 @@ def distributed(
 
 
 def _scaled(reduce: Any, factor: int) -> Any:
-    import tensorflow as tf
-
     def scaled(gradients: Any) -> list[Any]:
-        return [
-            tf.IndexedSlices(g.values * factor, g.indices, g.dense_shape)
-            if isinstance(g, tf.IndexedSlices)
-            else g
-            if g is None
-            else g * factor
-            for g in reduce(gradients)
-        ]
+        return [on_values(g, lambda v: v * factor) for g in reduce(gradients)]
 
     return scaled
 

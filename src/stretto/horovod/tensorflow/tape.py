@@ -10,7 +10,7 @@ from stretto.errors import SpecError
 from stretto.horovod.process_sets import ProcessSet, global_process_set
 from stretto.horovod.reduce_ops import Average, ReduceOp, require_no_adasum
 from stretto.horovod.tensorflow.compression import Compression
-from stretto.horovod.tensorflow.gradients import reduce_gradients
+from stretto.horovod.tensorflow.gradients import on_values, reduce_gradients
 from stretto.horovod.tensorflow.host_calls import not_converted
 
 if TYPE_CHECKING:
@@ -127,17 +127,8 @@ class _ReducedTape(tf.GradientTape):  # type: ignore[misc]
         size = self._process_set.size() or 1
         if self._scales_local and self._local:
             for i, key in enumerate(keys):
-                gradient = gradients[i]
-                if key not in self._local or gradient is None:
-                    continue
-                if isinstance(gradient, tf.IndexedSlices):
-                    gradients[i] = tf.IndexedSlices(
-                        gradient.values / float(size),
-                        gradient.indices,
-                        gradient.dense_shape,
-                    )
-                else:
-                    gradients[i] = gradient / float(size)
+                if key in self._local:
+                    gradients[i] = on_values(gradients[i], lambda v: v / float(size))
         return tf.nest.pack_sequence_as(sources, gradients)
 
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:
