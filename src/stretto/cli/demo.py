@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from stretto.cli._lab_options import hosts_option, ranks_per_host_option
 from stretto.cli._values import Rate, Real, Whole
-from stretto.lab.spec import MAX_HOSTS, MAX_RANKS_PER_HOST, MIN_RATE_BYTES_PER_S
+from stretto.lab.spec import MIN_RATE_BYTES_PER_S
 
 if TYPE_CHECKING:
     from stretto.demo.settings import DemoSettings
@@ -28,20 +29,8 @@ if TYPE_CHECKING:
     show_default=True,
     help="Convolutions on handwritten digits, or attention on English text.",
 )
-@click.option(
-    "--hosts",
-    type=Whole(1, MAX_HOSTS),
-    default=4,
-    show_default=True,
-    help="Emulated hosts.",
-)
-@click.option(
-    "--ranks-per-host",
-    type=Whole(1, MAX_RANKS_PER_HOST),
-    default=1,
-    show_default=True,
-    help="Processes per host.",
-)
+@hosts_option
+@ranks_per_host_option
 @click.option(
     "--link",
     type=Rate(least=MIN_RATE_BYTES_PER_S),

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from stretto.cli._values import Rate, Real, Whole
+from stretto.cli._lab_options import hosts_option, ranks_per_host_option
+from stretto.cli._values import Rate, Real
 from stretto.errors import CommandNotFound
 from stretto.lab import LabSpec, Mode, run_lab
-from stretto.lab.spec import MAX_HOSTS, MAX_RANKS_PER_HOST, MIN_RATE_BYTES_PER_S
+from stretto.lab.spec import MIN_RATE_BYTES_PER_S
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -26,20 +27,8 @@ def command() -> None:
 
 
 @command.command(context_settings={"allow_interspersed_args": False})
-@click.option(
-    "--hosts",
-    type=Whole(1, MAX_HOSTS),
-    default=4,
-    show_default=True,
-    help="Emulated hosts.",
-)
-@click.option(
-    "--ranks-per-host",
-    type=Whole(1, MAX_RANKS_PER_HOST),
-    default=1,
-    show_default=True,
-    help="Processes per host.",
-)
+@hosts_option
+@ranks_per_host_option
 @click.option(
     "--link",
     "link_bytes_per_s",

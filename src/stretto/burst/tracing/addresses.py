@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from stretto.burst.tracing.freezing import may_read_users
+from stretto.burst.tracing.freezing import is_users_frame
 from stretto.burst.tracing.source_lines import source_line
 from stretto.errors import SpecError
-
-if TYPE_CHECKING:
-    import types
 
 _NAMES = {
     getattr(Tensor, name): name
@@ -42,10 +39,7 @@ def refuse_address(func: Any) -> None:
     name = _NAMES.get(func)
     if name is None:
         return
-    frame: types.FrameType | None = sys._getframe(2)  # noqa: SLF001
-    while frame is not None and frame.f_globals.get("__name__") in _METHODS_OF:
-        frame = frame.f_back
-    if frame is None or not may_read_users(frame.f_globals.get("__name__")):
+    if not is_users_frame(sys._getframe(2), _METHODS_OF):  # noqa: SLF001
         return
     raise SpecError(
         f"{source_line()}: reads {name} of a tensor, which is another when "

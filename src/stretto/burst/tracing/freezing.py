@@ -311,6 +311,18 @@ def may_read_users(name: object) -> bool:
     return _is_users_name(name if type(name) is str else str(name or ""))
 
 
+def is_users_frame(frame: types.FrameType | None, beyond: Collection[str] = ()) -> bool:
+    """Return whether a frame is of the user's code.
+
+    Args:
+        frame: of a caller.
+        beyond: modules whose functions only pass calls on, so that their caller counts.
+    """
+    while frame is not None and frame.f_globals.get("__name__") in beyond:
+        frame = frame.f_back
+    return frame is not None and may_read_users(frame.f_globals.get("__name__"))
+
+
 @functools.lru_cache(maxsize=1 << 12)
 def _is_users_name(name: str) -> bool:
     return name.partition(".")[0] not in NOT_USERS

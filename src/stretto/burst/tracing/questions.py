@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import distributed
 
-from stretto.burst.tracing.freezing import may_read_users
+from stretto.burst.tracing.freezing import is_users_frame
 from stretto.burst.tracing.source_lines import source_line
 from stretto.errors import SpecError
 
@@ -98,8 +98,7 @@ class Questions:
         is_mine = self._thread == threading.get_ident() or (
             threading.get_ident() not in threading._active  # type: ignore[attr-defined]  # noqa: SLF001 - of autograd
         )
-        module = None if frame is None else frame.f_globals.get("__name__")
-        if not is_mine or frame is None or not may_read_users(module):
+        if not is_mine or not is_users_frame(frame, _BETWEEN):
             return real
         given = self._environment.get(name, self._others.get(name))
         if type(given) is type(real) and given != real:
@@ -116,10 +115,7 @@ class Questions:
         item = kind.__getitem__
 
         def read(environment: Any, name: Any) -> Any:
-            frame: types.FrameType | None = sys._getframe(1)  # noqa: SLF001
-            while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
-                frame = frame.f_back
-            return self.answer(name, item(environment, name), frame)
+            return self.answer(name, item(environment, name), sys._getframe(1))  # noqa: SLF001
 
         with contextlib.ExitStack() as stack:
             if distributed.is_available() and distributed.is_initialized():
@@ -170,7 +166,7 @@ def seeds_refused() -> Iterator[None]:
     """Reject code of the user's that asks for the seed of random numbers."""
 
     def ask(call: Any, args: Any, kwargs: Any) -> Any:
-        if may_read_users(sys._getframe(3).f_globals.get("__name__")):  # noqa: SLF001
+        if is_users_frame(sys._getframe(3)):  # noqa: SLF001
             raise SpecError(
                 f"{source_line()}: reads torch.initial_seed() in the model: layers run "
                 "on other ranks, with seeds of their own. Read it outside of the "
@@ -187,10 +183,7 @@ def collectives_refused() -> Iterator[None]:
     """Reject collectives of the user's code."""
 
     def refuse(name: str, call: Any, args: Any, kwargs: Any) -> Any:
-        frame: types.FrameType | None = sys._getframe(3)  # noqa: SLF001
-        while frame is not None and frame.f_globals.get("__name__") == _LOGGER:
-            frame = frame.f_back
-        if frame is not None and may_read_users(frame.f_globals.get("__name__")):
+        if is_users_frame(sys._getframe(3), (_LOGGER,)):  # noqa: SLF001
             raise SpecError(
                 f"{source_line()}: calls torch.distributed.{name} in the model: layers "
                 "run on some ranks, with samples of others, so the ranks would not "
