@@ -39,7 +39,12 @@ class Loaders:
 
     def is_divided(self, loop: Loop) -> bool:
         """Return whether a loop's batches are this rank's only."""
-        return self.has_divided(loop.origins)
+        return loop.node not in self._work.whole and self.has_divided(loop.origins)
+
+    def divides(self, node: cst.CompFor) -> bool:
+        """Return whether a comprehension's batches are this rank's only."""
+        taken = self._work.job.batches.taken(node.iter, self._tree.function(node))
+        return node not in self._work.whole and self.has_divided(taken)
 
     def has_divided(self, origins: Iterable[Origin]) -> bool:
         """Return whether the loader of one of several origins is divided."""

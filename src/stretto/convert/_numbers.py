@@ -117,9 +117,7 @@ class Numbers:
     def _comprehensions(self) -> None:
         """List comprehensions over a divided loader, whose result differs by rank."""
         for node in found(self._tree.module, cst.CompFor):
-            scope = self._tree.function(node)
-            taken = self._work.job.batches.taken(node.iter, scope)
-            if node not in self._work.whole and self._loaders.has_divided(taken):
+            if self._loaders.divides(node):
                 self._work.undecided(
                     node,
                     f"`{self._tree.text(node).strip()[:60]}` goes through each rank's "

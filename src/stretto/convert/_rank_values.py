@@ -222,8 +222,7 @@ class _RankValues:
             self._events.setdefault(id(scope), []).append(node)
             if isinstance(node, cst.For | cst.While):
                 loop = work.job.batches.loop(node)
-                whole = node in work.whole
-                if loop is not None and not whole and loaders.is_divided(loop):
+                if loop is not None and loaders.is_divided(loop):
                     self._divided.append(node)
         self._bound = {id(f): self._bound_in(f) for f in self._tree.functions}
 
@@ -409,9 +408,7 @@ class _RankValues:
                 else:
                     self._bind(node.target, node.iter, node, frame, each=True)
             elif isinstance(node, cst.CompFor):
-                taken = self._work.job.batches.taken(node.iter, frame.scope)
-                whole = node in self._work.whole
-                if not whole and self._loaders.has_divided(taken):
+                if self._loaders.divides(node):
                     self._store(node.target, node, frame, differs=True)
                 else:
                     self._bind(node.target, node.iter, node, frame, each=True)
