@@ -163,13 +163,11 @@ class Fakes:
         empty = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
         )
-        return FakeTensor(
-            self.mode,
-            empty,
-            tensor.device,
-            requires_grad=tensor.requires_grad,
-            _is_param=isinstance(tensor, nn.Parameter),
-        )
+        twin = FakeTensor(self.mode, empty, tensor.device)
+        if isinstance(tensor, nn.Parameter):
+            # As an argument, torch takes this from 2.12 on only.
+            twin._is_param = True  # type: ignore[attr-defined] # noqa: SLF001
+        return twin.requires_grad_(tensor.requires_grad)
 
 
 def _is_plain(tensor: Tensor) -> bool:
