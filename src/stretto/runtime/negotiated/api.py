@@ -100,11 +100,15 @@ class Handle:
         if self._error is not None:
             raise self._error
         if self._events:
-            # Not yet run on a GPU.
             import torch
 
+            stream = torch.cuda.current_stream(self._events[0].device)
             for event in self._events:
-                torch.cuda.current_stream().wait_event(event)
+                stream.wait_event(event)
+            if self._result is not None:
+                # It was allocated on another stream, which may not reuse its memory
+                # before this one has read it.
+                self._result.record_stream(stream)
         return self._result
 
     @property

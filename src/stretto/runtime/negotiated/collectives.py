@@ -38,7 +38,8 @@ Prepared = tuple[Callable[[Any], Any] | None, Callable[[], Finished]]
 def prepare(job: PendingRequest, by_rank: Sequence[Request], rank: int) -> Prepared:
     """Return how to start a job on a lane, and what to do when it has ended.
 
-    The first is ``None`` if nothing has to be sent.
+    The first is ``None`` if nothing has to be sent. On a GPU, call this, and both, on
+    the lane's stream once the job's values are ready there: they copy and allocate.
     """
     prepared: Prepared = _PREPARE[job.request.kind](job, by_rank, rank)
     return prepared

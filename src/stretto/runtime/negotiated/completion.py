@@ -15,11 +15,15 @@ from stretto.logs import get_logger
 _log = get_logger(__name__)
 
 Begin = Callable[[Any], Any]
-"""Starts a collective on a lane and returns its work."""
+"""Starts a collective on a lane and returns its work; ``None`` if it sends nothing."""
 
-Finish = Callable[[BaseException | None, tuple[Any, ...]], None]
-"""Called when a collective has ended, with its error and, on a GPU, with the events
-that show when results are in place."""
+Mark = Callable[[], tuple[Any, ...]]
+"""Returns what shows when the work queued so far has ended: on a GPU, an event. The end
+of a request must be announced after this call only, because a thread that waits for it
+then waits for the event, and an event that is not recorded yet holds nobody up."""
+
+Finish = Callable[[BaseException | None, Mark], None]
+"""Called when a collective has ended, with its error."""
 
 
 # Note [Who waits for a lane]
@@ -54,7 +58,10 @@ class CompletionThreads:
         try:
             work = begin(self._lanes[lane])
         except Exception as exc:  # noqa: BLE001
-            finish(exc, ())
+            finish(exc, _nothing)
+            return
+        if work is None:
+            finish(None, _nothing)
             return
         self._queues[lane].put((work, finish))
 
@@ -76,13 +83,13 @@ def _wait_in_turn(jobs: queue.SimpleQueue[Any]) -> None:
         except Exception as exc:  # noqa: BLE001
             error = exc
         try:
-            finish(error, ())
+            finish(error, _nothing)
         except Exception as exc:  # noqa: BLE001
             # Without this thread later requests would never end. `finish` handles what
             # a user can cause, and has not failed its handles if it raises.
             _log.exception("a collective ended, but its result was not delivered")
             with contextlib.suppress(Exception):
-                finish(exc, ())
+                finish(exc, _nothing)
         del job, work, finish  # do not hold a tensor while sleeping
 
 
@@ -90,10 +97,9 @@ def _wait_in_turn(jobs: queue.SimpleQueue[Any]) -> None:
 class CompletionStreams:
     """Lanes whose works order streams, each with a stream to pack and unpack.
 
-    Not yet run on a GPU. The engine's one thread starts collectives in the agreed
-    order, and nothing waits on the host: a stream waits for the communicator's stream,
-    and an event on it shows when results are in place. A failed communicator is
-    reported by its own watchdog.
+    The engine's one thread starts collectives in the agreed order, and nothing waits on
+    the host: a stream waits for the communicator's stream, and an event on it shows
+    when results are in place. A failed communicator is reported by its own watchdog.
     """
 
     def __init__(self, lanes: Sequence[Any], device: torch.device) -> None:
@@ -103,19 +109,27 @@ class CompletionStreams:
     def send(self, lane: int, begin: Begin, finish: Finish) -> None:
         """Start a collective now; ``finish`` queues the work that follows it."""
         with torch.cuda.stream(self._streams[lane]):
-            event = torch.cuda.Event()
             try:
-                begin(self._lanes[lane]).wait()
-            except RuntimeError as exc:
-                finish(exc, ())
+                work = begin(self._lanes[lane])
+                if work is not None:
+                    work.wait()
+            except Exception as exc:  # noqa: BLE001
+                finish(exc, _nothing)
                 return
-            finish(None, (event,))
-            # Record after the work queued by finish: handles ask for the event only
-            # later.
-            event.record()
+            finish(None, _recorded)
 
     def close(self) -> None:
         """Wait for the sent collectives and release the lanes."""
         for stream in self._streams:
             stream.synchronize()
         self._lanes.clear()
+
+
+def _nothing() -> tuple[Any, ...]:
+    return ()
+
+
+def _recorded() -> tuple[Any, ...]:
+    event = torch.cuda.Event()
+    event.record()
+    return (event,)

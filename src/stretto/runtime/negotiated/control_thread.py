@@ -36,7 +36,7 @@ from stretto.runtime.negotiated.pending import (
     PendingRequest,
     ReducedTensor,
     check_tensors,
-    new_output,
+    new_shared,
     writable,
 )
 from stretto.runtime.negotiated.progress import AbortReason, Pace, StallDetector
@@ -160,8 +160,10 @@ class ControlLoop(AbstractControlLoop):
             out = None if output is None else writable(output)
             event = None
             if taken is not None and taken.is_cuda:
+                for each in (taken, taken if out is None else out):
+                    self.sender.use_device(request.place, each.device)
                 event = torch.cuda.Event()
-                event.record()
+                event.record(torch.cuda.current_stream(taken.device))
             jobs.append(
                 PendingRequest(request, taken, out, Handle(request.place), event)
             )
@@ -233,6 +235,7 @@ class ControlLoop(AbstractControlLoop):
         """Contribute zeros until all ranks have joined."""
         for tensor_set in tuple(self.sets.values()):
             tensor_set.require_between_steps("join()")
+        self.sender.note_current_device()
         for handle in tuple(self._outstanding):
             with contextlib.suppress(RankDisagreement):  # raised to the handle's owner
                 handle.wait(timeout_s)
@@ -269,6 +272,10 @@ class ControlLoop(AbstractControlLoop):
             self._end(quiet)
 
     # Shutdown.
+
+    def use_device(self, place: str, device: torch.device) -> None:
+        """Require that a request's device is the one that this rank uses."""
+        self.sender.use_device(place, device)
 
     def report(self, place: str, cause: BaseException) -> StrettoError:
         """Return the engine's one error, after a failure of its communication."""
@@ -448,10 +455,11 @@ class ControlLoop(AbstractControlLoop):
             return ReducedTensor(launch.by_rank[active], None, None, _ignore)
         self._note_queued(job)
         output = job.output
+        made: list[Any] = []
         if output is None and job.tensor is not None:
-            output = new_output(job.tensor.shape, job.tensor)
+            output = new_shared(job.tensor.shape, job.tensor, made)
         ended = partial(_end_job, job.handle, output)
-        return ReducedTensor(job.request, job.tensor, output, ended, job.event)
+        return ReducedTensor(job.request, job.tensor, output, ended, job.event, made)
 
     def _launch(self, launch: Launch, job: PendingRequest | None) -> None:
         request = launch.by_rank[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ class ReducedTensor:
     output: torch.Tensor | None
     ended: Callable[[StrettoError | None, tuple[Any, ...]], None]
     event: Any = None
+    made: list[Any] = field(default_factory=list)
+    """On a GPU: recorded when memory that was allocated here may be written."""
     left: int = 0
     events: tuple[Any, ...] = ()
     flat: torch.Tensor | None = None
@@ -64,9 +67,14 @@ class ReducedTensor:
             self.flat = (
                 as_row(out)
                 if is_row(out)
-                else torch.empty(out.numel(), dtype=out.dtype, device=out.device)
+                else new_shared((out.numel(),), out, self.made)
             )
         return self.flat
+
+    def await_memory(self) -> None:
+        """On a GPU, let the current stream wait until its memory may be written."""
+        for event in self.made:
+            torch.cuda.current_stream().wait_event(event)
 
     def slice_ended(
         self, error: StrettoError | None, events: tuple[Any, ...] = ()
@@ -84,10 +92,21 @@ class ReducedTensor:
         apart = output is not None and not is_row(output)
         if error is None and output is not None and flat is not None and apart:
             try:
-                write(output, flat.view(output.shape))
+                self._write_apart(output, flat)
             except Exception as exc:  # noqa: BLE001
                 error = Undelivered(self.request.place, exc)
         self.ended(error, self.events)
+
+    def _write_apart(self, output: torch.Tensor, flat: torch.Tensor) -> None:
+        if output.is_cuda:
+            # This lane's stream writes what other lanes' streams have put into `flat`.
+            stream = torch.cuda.current_stream()
+            for event in self.events:
+                stream.wait_event(event)
+            output.record_stream(stream)
+        write(output, flat.view(output.shape))
+        if output.is_cuda:
+            self.events = (stream.record_event(),)
 
 
 class Undelivered(StrettoError):
@@ -273,3 +292,26 @@ def output_shape(request: Request, *, rank: int, size: int) -> tuple[int, ...] |
 def new_output(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """Return a new tensor for a result."""
     return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+
+
+def new_shared(
+    shape: Sequence[int], like: torch.Tensor, made: list[Any]
+) -> torch.Tensor:
+    """Return a new tensor that several lanes write.
+
+    On a GPU, the memory may have been that of a tensor which the stream of allocation
+    still reads. So it is allocated on a stream of its own, whose event is added to
+    ``made``; streams wait for that before they write.
+    """
+    if not like.is_cuda:
+        return new_output(shape, like)
+    stream = _allocation_stream(like.device)
+    with torch.cuda.stream(stream):
+        found = new_output(shape, like)
+        made.append(stream.record_event())
+    return found
+
+
+@functools.cache
+def _allocation_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 import torch.distributed as dist
 
+from stretto.errors import SpecError
 from stretto.logs import get_logger
 from stretto.runtime import backends
 from stretto.runtime.lanes import LanePool
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from stretto.errors import StrettoError
     from stretto.runtime.bucket_schedule import BucketSchedule, Slice
     from stretto.runtime.negotiated.api import AbstractEngineObserver, EngineOptions
+    from stretto.runtime.negotiated.completion import Mark
     from stretto.runtime.negotiated.pending import PendingRequest, ReducedTensor
     from stretto.runtime.negotiated.requests import Request
     from stretto.runtime.ranks import Ranks
@@ -62,6 +64,7 @@ class RequestSender:
         self._pools: list[LanePool] = []
         self._lanes: dict[str, _DeviceLanes] = {}
         self._loads = {device: LaneLoads(options.lanes) for device in DEVICES}
+        self._cuda: torch.device | None = None
 
     def reduce(self, tensors: Sequence[ReducedTensor]) -> None:
         """Reduce tensors that are ready everywhere, in this order."""
@@ -71,20 +74,26 @@ class RequestSender:
     def send(self, job: PendingRequest, by_rank: Sequence[Request]) -> None:
         """Execute a request of any other kind."""
         request, rank = job.request, self._ranks.rank
-        begin, finish = collectives.prepare(job, by_rank, rank)
-        if begin is None:
-            finished = _finished(job, finish)
-            if finished is not None:
-                job.handle.succeed(finished[0], splits=finished[1])
-            return
+        begin: Callable[[Any], Any] | None = None
+        finish: Callable[[], collectives.Finished]
+        if request.device == "cpu":
+            begin, finish = collectives.prepare(job, by_rank, rank)
+            if begin is None:
+                finished = _finished(job, finish)
+                if finished is not None:
+                    job.handle.succeed(finished[0], splits=finished[1])
+                return
         lane = self._loads[request.device].take(request.bytes or 1)
         began_s = perf_counter()
 
         def start(backend: Any) -> Any:
-            _await_input(job.event, job.tensor)
-            return begin(backend)
+            nonlocal begin, finish
+            if request.device != "cpu":
+                _await_input(job.event, job.tensor)
+                begin, finish = collectives.prepare(job, by_rank, rank)
+            return None if begin is None else begin(backend)
 
-        def ended(error: BaseException | None, events: tuple[Any, ...]) -> None:
+        def ended(error: BaseException | None, mark: Mark) -> None:
             if error is not None:
                 job.handle.fail(self._report(f"{request.place} on lane {lane}", error))
                 return
@@ -96,9 +105,32 @@ class RequestSender:
                 self._observer.span(request.name, request.kind, began_s, now_s)
                 self._observer.span(f"lane{lane}", request.name, began_s, now_s)
             result, splits = finished
-            job.handle.succeed(result, splits=splits, events=events)
+            job.handle.succeed(result, splits=splits, events=mark())
 
         self._on(request.device).completion.send(lane, start, ended)
+
+    def use_device(self, place: str, device: torch.device) -> None:
+        """Require that a GPU is the one that this rank uses, the first that it used.
+
+        Raises:
+            SpecError: it is another one.
+        """
+        if self._cuda is None:
+            self._cuda = device
+        elif device != self._cuda:
+            raise SpecError(
+                f"{place} is on {device}, but this rank's lanes are on {self._cuda}, "
+                "and a rank uses one GPU. Move the tensor there, or start a rank for "
+                "each GPU."
+            )
+
+    def note_current_device(self) -> None:
+        """Use the caller's current GPU if this rank has used none so far.
+
+        A rank that has joined sends zeros there. (A new thread's own is always 0.)
+        """
+        if self._cuda is None and torch.cuda.is_initialized():
+            self._cuda = torch.device("cuda", torch.cuda.current_device())
 
     def abort(self) -> None:
         """End every connection."""
@@ -121,11 +153,9 @@ class RequestSender:
 
     def _open(self, device: str) -> _DeviceLanes:
         kind = backends.for_device(device)
-        where = (
-            torch.device("cuda", torch.cuda.current_device())
-            if device == "cuda"
-            else torch.device("cpu")
-        )
+        where = torch.device("cpu")
+        if device == "cuda":
+            where = self._cuda or torch.device("cuda", torch.cuda.current_device())
         pool = LanePool(
             self._ranks,
             serial=DEVICES.index(device),
@@ -195,12 +225,13 @@ class RequestSender:
             reduce = lanes.sender.reduce(bucket, part)
             return reduce(buffer[:1], reductions.options(request))
 
-        def ended(error: BaseException | None, events: tuple[Any, ...]) -> None:
+        def ended(error: BaseException | None, mark: Mark) -> None:
             reported: StrettoError | None
             if error is not None:
                 reported = self._report(bucket.place_on(part), error)
             else:
                 reported = self._deliver(bucket, part, members, buffer, began_s)
+            events = mark()
             for member in members:
                 member.slice_ended(reported, events)
 
@@ -255,8 +286,8 @@ def _finished(
 def _await_input(event: Any, tensor: torch.Tensor | None) -> None:
     if event is None or tensor is None:
         return
-    # Not yet run on a GPU. The lane's stream reads what the caller's stream wrote, and
-    # the allocator must not reuse the memory before the lane's stream has read it.
+    # The lane's stream reads what the caller's stream wrote, and the allocator must not
+    # reuse the memory before the lane's stream has read it.
     stream = torch.cuda.current_stream()
     stream.wait_event(event)
     tensor.record_stream(stream)
@@ -285,6 +316,7 @@ def _pack(part: Slice, members: Sequence[ReducedTensor]) -> torch.Tensor:
     request = first.request
     for member in members:
         _await_input(member.event, member.tensor)
+        member.await_memory()
     dtype = reductions.dtype_of(request)
     wire = reductions.wire_dtype(dtype)
     target = first.target() if len(members) == 1 and wire is dtype else None
@@ -318,7 +350,7 @@ def _unpack(
             continue
         target = target[start:end]
         if target.is_cuda:
-            # Not yet run on a GPU. A separate row must live until it is copied.
+            # A separate row must live until it is copied.
             target.record_stream(torch.cuda.current_stream())
         if target.data_ptr() != segment.data_ptr():
             target.copy_(segment)

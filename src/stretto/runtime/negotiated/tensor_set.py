@@ -73,6 +73,10 @@ class AbstractControlLoop(abc.ABC):
         """Record that all of a tensor set's members are submitted here."""
 
     @abc.abstractmethod
+    def use_device(self, place: str, device: torch.device) -> None:
+        """Require that a request's device is the one that this rank uses."""
+
+    @abc.abstractmethod
     def report(self, place: str, cause: BaseException) -> StrettoError:
         """Return the engine's one error, after a failure of its communication."""
 
@@ -165,9 +169,8 @@ class SetSteps:
         self._loop = loop
         self._id = set_id
         self._name = request.name
-        # Not yet run on a GPU: NCCL needs one launch order for all its communicators.
-        # Buckets of a stable order are not ordered with others, so they are not
-        # supported on it.
+        # NCCL needs one launch order for all its communicators. Buckets of a stable
+        # order are not ordered with others, so they are not supported on it.
         on_cpu = all(member.device == "cpu" for member in self.members)
         self._watch = OrderWatch(loop.options.stable_steps if on_cpu else 0)
         self._pool: LanePool | None = None
@@ -217,8 +220,9 @@ class SetSteps:
                 except Exception as exc:  # noqa: BLE001
                     failed = exc
             elif tensor.is_cuda:
+                self._loop.use_device(self.members[member].place, tensor.device)
                 event = self._cuda_events[member] = torch.cuda.Event()
-                event.record()
+                event.record(torch.cuda.current_stream(tensor.device))
             complete = len(self._order) == len(self.members)
         if stable is None:
             self._loop.submit_member(self._id, member)
@@ -274,7 +278,7 @@ class SetSteps:
         if self._error is not None:
             raise self._error
         for event in self._events:
-            torch.cuda.current_stream().wait_event(event)  # Not yet run on a GPU.
+            torch.cuda.current_stream(event.device).wait_event(event)
         if self._result is None:
             raise AssertionError(f"{self.place} ended without a result")
         result = self._result
