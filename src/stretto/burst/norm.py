@@ -169,18 +169,13 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, var = ctx.saved_tensors
         sync, total = ctx.sync, ctx.total
         grad = plain_row(grads[0])
-        # Natively: sum of dy and of dy x^, on this rank.
-        _, scaled, plain = torch.ops.aten.native_batch_norm_backward(
+        scaled, plain = _sums(
             grad,
             plain_row(x),
             weight if weight is not None else torch.ones_like(mean),
-            mean,
-            var,
-            None,
-            None,
-            False,  # noqa: FBT003
+            (mean, var),
             sync.norm.eps,
-            [False, True, True],
+            as_batch=x.is_cuda,
         )
         sums = torch.cat((plain, scaled)).to(mean.dtype)
         sync.add(sums)
@@ -197,6 +192,36 @@ class _Normalize(torch.autograd.Function):
         to_weight = scaled if weight is not None and ctx.needs_input_grad[1] else None
         to_bias = plain if ctx.needs_input_grad[2] else None
         return to_x, to_weight, to_bias, None
+
+
+def _sums(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    statistics: tuple[Tensor, Tensor],
+    eps: float,
+    *,
+    as_batch: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's sums of dy x^ and of dy for each channel, natively.
+
+    CPU kernels take mean and variance as running statistics; CUDA kernels take them as
+    those of the batch only, ``as_batch``. The sums are the same.
+    """
+    mean, var = statistics
+    _, scaled, plain = torch.ops.aten.native_batch_norm_backward(
+        grad,
+        x,
+        weight,
+        mean,
+        var,
+        mean if as_batch else None,
+        torch.rsqrt(var + eps) if as_batch else None,
+        as_batch,
+        eps,
+        [False, True, True],
+    )
+    return scaled, plain
 
 
 def accumulate_type(kind: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.burst.graph import capture
-from stretto.burst.norm import NormSync
+from stretto.burst.norm import NormSync, _sums
 from stretto.errors import SpecError
 
 
@@ -75,3 +75,21 @@ def test_a_batch_of_one_value_is_refused_with_the_way_out() -> None:
         SpecError, match=r"more than 1 value per channel.*drop_last=True"
     ):
         graph.require_count(1)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (4, 3, 6, 5)])
+def test_sums_of_a_backward_are_those_of_cuda_s_way_to_ask(
+    shape: tuple[int, ...],
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, grad = (
+        torch.randn(shape, generator=draw, dtype=torch.float64) + i for i in (0, 1)
+    )
+    over = [d for d in range(len(shape)) if d != 1]
+    mean, var = x.mean(over), x.var(over, correction=0)
+    weight = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+    given = grad, x, weight, (mean, var), 1e-5
+    for found in zip(
+        _sums(*given, as_batch=False), _sums(*given, as_batch=True), strict=True
+    ):
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
