@@ -125,16 +125,14 @@ class Rounds:
         return marks
 
     def record_graphs(self, rows: Mapping[int, Tensor]) -> None:
-        """Record each layer's kernels for each number of samples.
-
-        Not yet run on a GPU.
-        """
+        """Record each layer's kernels for each number of samples."""
         for count, tensor in rows.items():
             values = {INPUT: tensor}
             for node in self.graph.nodes:
                 inputs = tuple(_cut(values[name]) for name in node.inputs)
-                with torch.no_grad():
-                    values[node.name] = node.module(*inputs)
+                # With gradients: what is recorded has those of the inputs that need
+                # one, as in a step.
+                values[node.name] = node.module(*inputs)
                 alone = _Alone(node.module)
                 torch.cuda.make_graphed_callables(alone, inputs)
                 self.calls[node.name, count] = alone
