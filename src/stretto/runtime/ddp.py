@@ -210,6 +210,8 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             "exact_clipping": repr(self._exact_clipping),
         }
         trouble = trouble or self._lane_backend_trouble()
+        if trouble is None and backends.supported(self._lane_backend):
+            backends.get(self._lane_backend).prepare_process()
         self._meet(module, plan, "build a model", settings=compared, trouble=trouble)
         if plan is not None:
             try:

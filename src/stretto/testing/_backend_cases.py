@@ -194,7 +194,11 @@ def other_collectives(bench: BackendBench) -> None:
         lane.alltoall_base(got, sent, [], [], dist.AllToAllOptions()).wait()
         expected = [theirs[rank] + other for other in range(size)]
         assert torch.equal(got, torch.cat(expected))
-    lane.barrier(opts=dist.BarrierOptions()).wait()
+    barrier = dist.BarrierOptions()
+    if bench.device.type == "cuda":
+        # NCCL's barrier is a sum on a device, which it can't infer from its group.
+        barrier.device_ids = [torch.cuda.current_device()]
+    lane.barrier(opts=barrier).wait()
     _uneven(bench, lane)
     pool.close()
 

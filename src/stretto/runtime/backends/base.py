@@ -149,6 +149,9 @@ class AbstractBackend(abc.ABC):
         """Return whether this machine and this build of torch have it."""
         return True
 
+    def prepare_process(self) -> None:  # noqa: B027 - most need nothing
+        """Set what must be set before a model's first collective in this process."""
+
     @abc.abstractmethod
     def check(self, needs: Sequence[Need], ranks: int, device: torch.device) -> None:
         """Require that this process can open lanes.

@@ -286,6 +286,14 @@ class NcclBackend(AbstractBackend):
         """Return whether there is a device, and torch was built with NCCL."""
         return torch.cuda.is_available() and dist.is_nccl_available()
 
+    def prepare_process(self) -> None:
+        """Choose the launch order before NCCL reads it, at its first launch.
+
+        A plan may follow later, when DDP's own collectives have run.
+        """
+        if self.is_available() and LAUNCH_ORDER not in nccl_settings(os.environ):
+            _choose_order(lanes=2, warns=False)
+
     def check(self, needs: Sequence[Need], ranks: int, device: torch.device) -> None:
         """Require that NCCL's settings and the device allow these lanes."""
         check_here(needs, ranks, device)
@@ -338,24 +346,12 @@ class NcclLanes(AbstractLanes):
         """Return the communicators for one plan's lanes; collective."""
         count = torch.cuda.get_device_properties(self._device).multi_processor_count
         wanted = communicators_of(needs, multiprocessors=count)
-        self._choose_order(len({lane for lane, _ in needs}))
+        lanes = {lane for lane, _ in needs} | {c.lane for c in self._open}
+        _choose_order(len(lanes), warns=True)
         for communicator in wanted.values():  # parents come first
             if communicator not in self._open:
                 self._open[communicator] = self._make(communicator)
         return {need: self._open[wanted[need]] for need in needs}
-
-    def _choose_order(self, lanes: int) -> None:
-        lanes = max(lanes, len({c.lane for c in self._open}))
-        order = launch_order(
-            nccl_settings(os.environ), lanes=lanes, launched=_collectives_issued() > 0
-        )
-        if order is OrderSetting.SET:
-            os.environ[LAUNCH_ORDER] = "1"
-        elif order is OrderSetting.TOO_LATE:
-            _log_once(
-                f"{LAUNCH_ORDER} was not set when NCCL ran its first collective: lanes "
-                f"may deadlock if they do not fit at once. Start with {LAUNCH_ORDER}=1"
-            )
 
     def _make(self, wanted: Communicator) -> Any:
         # A new object each time: torch writes timeout, name and parent into it.
@@ -426,6 +422,18 @@ def within(seconds: float, call: Callable[[], None]) -> bool:
         on_error=lambda error: _log.warning("ending NCCL communicators: %s", error),
     )
     return bool(done.values)
+
+
+def _choose_order(lanes: int, *, warns: bool) -> None:
+    settings = nccl_settings(os.environ)
+    order = launch_order(settings, lanes=lanes, launched=_collectives_issued() > 0)
+    if order is OrderSetting.SET:
+        os.environ[LAUNCH_ORDER] = "1"
+    elif order is OrderSetting.TOO_LATE and warns:
+        _log_once(
+            f"{LAUNCH_ORDER} was not set when NCCL ran its first collective: lanes "
+            f"may deadlock if they do not fit at once. Start with {LAUNCH_ORDER}=1"
+        )
 
 
 def _collectives_issued() -> int:
