@@ -1,4 +1,4 @@
-"""Several ranks on one GPU with real NCCL. Not yet run on a GPU.
+"""Several ranks on one GPU with real NCCL.
 
 NCCL refuses two ranks of one host on one device. A host id of its own per rank
 (``NCCL_HOSTID``) makes them hosts that reach each other by sockets, which serves for
@@ -9,8 +9,10 @@ is gone spins forever, so every rank has a time limit and is killed at it.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,9 +81,10 @@ class GpuRanks:
         size: int,
         *arguments: Any,
         timeout_s: float = 180.0,
+        group: str = "nccl",
         **environment: str,
     ) -> list[Any]:
-        """What every rank returned, by rank."""
+        """What every rank returned, by rank; ``group`` is that of its collectives."""
         self._runs += 1
         outs = [self._folder / f"{self._runs}-{rank}" for rank in range(size)]
         logs = [out.with_suffix(".log") for out in outs]
@@ -94,21 +97,35 @@ class GpuRanks:
                 "NCCL_HOSTID": f"rank{rank}",
                 **environment,
             }
-            run = [*call_of(function, arguments, out, GROUP_S), "nccl"]
+            run = [*call_of(function, arguments, out, GROUP_S), group]
             with logs[rank].open("wb") as log:
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, str(PROGRAM), *run],
+                        [sys.executable, "-X", "faulthandler", str(PROGRAM), *run],
                         env=settings,
                         stdout=log,
                         stderr=subprocess.STDOUT,
                     )
                 )
-        late = wait_or_kill(processes, timeout_s)
+        late = _end_all(processes, timeout_s)
         text = text_of(logs)
         if late:
             pytest.fail(f"ranks {late} did not end within {timeout_s} s\n{text}")
         return [result_of(out, rank, text) for rank, out in enumerate(outs)]
+
+
+def _end_all(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> list[int]:
+    """Wait for all; those that run on write their stacks to their logs, and end."""
+    begin = time.perf_counter()
+    while time.perf_counter() < begin + timeout_s:
+        if all(process.poll() is not None for process in processes):
+            return []
+        time.sleep(0.05)
+    late = [rank for rank, p in enumerate(processes) if p.poll() is None]
+    for rank in late:
+        processes[rank].send_signal(signal.SIGABRT)
+    wait_or_kill(processes, 5.0)
+    return late
 
 
 @pytest.fixture
