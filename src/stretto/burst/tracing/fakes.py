@@ -166,7 +166,7 @@ class Fakes:
         twin = FakeTensor(self.mode, empty, tensor.device)
         if isinstance(tensor, nn.Parameter):
             # As an argument, torch takes this from 2.12 on only.
-            twin._is_param = True  # type: ignore[attr-defined] # noqa: SLF001
+            twin._is_param = True  # noqa: SLF001
         return twin.requires_grad_(tensor.requires_grad)
 
 
