@@ -269,7 +269,8 @@ def part_all_reduces() -> dict:
 
 def part_grids(count: str) -> dict:
     _, _, device = rank_setup()
-    lane = lane_pool(device).lane(0, int(count))
+    pool = lane_pool(device)  # a pool that is dropped ends its lanes
+    lane = pool.lane(0, int(count))
     found = {}
     for size_bytes in (2**16, 2**20, 2**26):
         message = torch.zeros(size_bytes // 4, device=device)
@@ -283,7 +284,8 @@ def part_two_lanes() -> dict:
     # NCCL reads the variable at its first launch: unset, it stays so.
     dist.all_reduce(torch.zeros(4, device=device))
     torch.cuda.synchronize()
-    opened = lane_pool(device).open([(0, 4), (0, 8), (1, 8)])
+    pool = lane_pool(device)  # a pool that is dropped ends its lanes
+    opened = pool.open([(0, 4), (0, 8), (1, 8)])
     messages = [torch.zeros(2**24, device=device) for _ in range(2)]
 
     def both(first, second):

@@ -93,5 +93,5 @@ def rank_profiles(rank: int, size: int) -> dict[str, Any]:
 
 def test_a_profile_becomes_a_plan_and_is_measured(gpu_ranks: Any) -> None:
     for found in gpu_ranks(rank_profiles, 2):
-        print(found)
-        assert found["layers"] > 10
+        assert found["layers"] > 1  # short ones are joined
+        assert min(found["times"]) > 0

@@ -203,7 +203,8 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's output, as DDP does."""
         self._before_forward()  # no condition here: TorchDynamo would depend on it
-        return super().forward(*inputs, **kwargs)
+        # By its class: TorchDynamo can't always restore `super()` after a break.
+        return runtime.DistributedDataParallel.forward(self, *inputs, **kwargs)
 
     @without_dynamo
     def _before_forward(self) -> None:

@@ -404,11 +404,12 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         """Return the module's output, as DDP does."""
         if self._alone:
             return self._forward_alone(inputs, kwargs)
-        parent: Any = super()
         try:
             if self._negotiated is not None:
                 return self._negotiated.forward(inputs, kwargs)
-            output = parent.forward(*inputs, **kwargs)
+            # By its class: TorchDynamo can't always restore `super()` after a break.
+            parent: Any = ReplaceableReducerDDP
+            output = parent.forward(self, *inputs, **kwargs)
             self._end_forward()  # no condition: TorchDynamo would depend on it
         except RuntimeError as exc:
             self._raise_named("a collective of forward", exc)
@@ -438,8 +439,8 @@ class DistributedDataParallel(ReplaceableReducerDDP):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._begin_step(compiled=torch.compiler.is_compiling())
-        parent: Any = super()
-        return parent._pre_forward(*inputs, **kwargs)  # noqa: SLF001
+        parent: Any = ReplaceableReducerDDP  # as in `forward`
+        return parent._pre_forward(self, *inputs, **kwargs)  # noqa: SLF001
 
     @without_dynamo
     def _end_forward(self) -> None:

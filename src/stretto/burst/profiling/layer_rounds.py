@@ -132,7 +132,12 @@ class Rounds:
                 inputs = tuple(_cut(values[name]) for name in node.inputs)
                 # With gradients: what is recorded has those of the inputs that need
                 # one, as in a step.
-                values[node.name] = node.module(*inputs)
+                output = node.module(*inputs)
+                needs = output.requires_grad
+                # Its graph must be gone: nodes that sum gradients would stay on this
+                # stream, which a recording may not wait for.
+                values[node.name] = output.detach().requires_grad_(needs)
+                del output
                 alone = _Alone(node.module)
                 torch.cuda.make_graphed_callables(alone, inputs)
                 self.calls[node.name, count] = alone
