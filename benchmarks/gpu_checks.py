@@ -1,6 +1,6 @@
 """Questions that only a GPU answers, each run in processes with a time limit.
 
-Not yet run on a GPU. The last output of each check is JSON; all answers are stored
+The last output of each check is JSON; all answers are stored
 together. Needs one CUDA device and a torch with NCCL, otherwise it ends with 3.
 
   python benchmarks/gpu_checks.py            # all

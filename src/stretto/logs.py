@@ -71,10 +71,10 @@ _announced: set[str] = set()
 
 
 def warn_experimental(logger: SafeLogger, what: str) -> None:
-    """Log once in this process that something has not yet run on a GPU."""
+    """Log once in this process that something has run on one GPU only."""
     if what not in _announced:
         _announced.add(what)
-        logger.warning("%s: experimental, not yet run on a GPU", what)
+        logger.warning("%s: experimental, run on one GPU only so far", what)
 
 
 def _write(msg: object, args: tuple[object, ...], exc: Exception) -> None:

@@ -325,7 +325,7 @@ def _lost(rank: int, size: int) -> dict[str, Any]:
     handle = None
     try:
         handle = engine.submit(_asked("x", x), x)
-        handle.wait(40)
+        handle.wait(100)
     except CommTimeout as exc:
         found["engine"] = str(exc)
     found["seconds"] = time.perf_counter() - begin_s
@@ -333,12 +333,12 @@ def _lost(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_waiting_sleeps_and_a_lost_rank_ends_the_others_with_one_message(ranks) -> None:
-    found = ranks(_lost, 3, timeout_s=110, errors=True)
+    found = ranks(_lost, 3, timeout_s=200, errors=True)
     assert found[1] is None
     for one in (found[0], found[2]):
         assert max(one["cpu"]) < 0.1, one["cpu"]
         assert "rank 1" in one["engine"]
-        assert one["seconds"] < 40
+        assert one["seconds"] < 100
         assert "rank 1 is gone (process " in one["model"]
 
 

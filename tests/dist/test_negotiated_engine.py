@@ -24,7 +24,6 @@ from stretto.runtime.negotiated import (
     Op,
     Request,
     collectives,
-    control_thread,
     members_of,
     pending,
     reductions,
@@ -551,7 +550,7 @@ def test_an_exception_at_the_start_of_a_request_fails_all_ranks(
             raise error("no room")
         return torch.empty(tuple(shape), dtype=like.dtype)
 
-    for module in (control_thread, collectives):
+    for module in (pending, collectives):
         monkeypatch.setattr(module, "new_output", new_output)
 
     def run(engine: Engine, rank: int) -> str:

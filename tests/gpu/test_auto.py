@@ -1,4 +1,4 @@
-"""``plan="auto"`` on a device, against DDP. Not yet run on a GPU."""
+"""``plan="auto"`` on a device, against DDP."""
 
 from __future__ import annotations
 

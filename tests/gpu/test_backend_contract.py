@@ -1,4 +1,4 @@
-"""The contract of backends on NCCL. Not yet run on a GPU."""
+"""The contract of backends on NCCL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A background's tasks on a device. Not yet run on a GPU."""
+"""A background's tasks on a device."""
 
 from __future__ import annotations
 

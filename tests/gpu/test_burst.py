@@ -1,4 +1,4 @@
-"""Burst training on a device, against one process. Not yet run on a GPU."""
+"""Burst training on a device, against one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans on NCCL against PyTorch's DDP. Not yet run on a GPU."""
+"""Plans on NCCL against PyTorch's DDP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Horovod's operations on a device. Not yet run on a GPU."""
+"""Horovod's operations on a device."""
 
 from __future__ import annotations
 

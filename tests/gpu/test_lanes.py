@@ -1,4 +1,4 @@
-"""Lanes on NCCL: sums, CTAs, overlap, families, an end. Not yet run on a GPU."""
+"""Lanes on NCCL: sums, CTAs, overlap, families, an end."""
 
 from __future__ import annotations
 

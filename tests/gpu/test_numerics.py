@@ -1,4 +1,4 @@
-"""NaN finding on a device, without waiting for it. Not yet run on a GPU."""
+"""NaN finding on a device, without waiting for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ordinary programs under the default, against DDP. Not yet run on a GPU."""
+"""Ordinary programs under the default, against DDP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timelines out of CUDA events. Not yet run on a GPU."""
+"""Timelines out of CUDA events."""
 
 from __future__ import annotations
 

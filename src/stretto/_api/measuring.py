@@ -120,7 +120,7 @@ def probe_device(
 ) -> ContentionReadings:
     """Measure how a CUDA device slows beside a kernel that emulates a collective.
 
-    Not yet run on a GPU. ``options`` are `read_contention`'s.
+    ``options`` are `read_contention`'s.
 
     Raises:
         SpecError: there is no device, or a level exceeds half of its multiprocessors.

@@ -169,7 +169,7 @@ class RankGroups:
         if not backends.get(self._backend).pairs_by_order:
             got = [lane.recv([rows], peer, tag) for peer, rows in receives]
             return [lane.send([rows], peer, tag) for peer, rows in sends], got
-        # Not yet run on a GPU: the group is awaited as one.
+        # The group is awaited as one.
         if not sends and not receives:
             return [], []
         lane._start_coalescing()  # noqa: SLF001

@@ -137,7 +137,7 @@ def command(
 
 
 def _print_synthetic(levels: list[int], budget_s: float, *, as_json: bool) -> None:
-    """Measure LIBRA's alpha on one GPU. Not yet run on a GPU."""
+    """Measure LIBRA's alpha on one GPU."""
     from stretto._api.measuring import fit_compute, probe_device
     from stretto.measure.contention import DEFAULT_RESOURCES
 

@@ -100,7 +100,7 @@ def _make_group(place: Place, timeout_s: float | None) -> tuple[Any, Ranks]:
     serial = outer.add(f"horovod/groups/{place.rank}", 1)
     hook = sys.excepthook
     dist.init_process_group(
-        # Not yet run on a GPU, where the tensors' device selects the backend.
+        # On a GPU, the tensors' device selects the backend.
         backends.process_group_backend(),
         store=PrefixStore(f"horovod/{serial}", outer),
         rank=place.rank,

@@ -51,7 +51,8 @@ def compile_options(
     On CPU XLA joins the gradients of all sizes into one all-reduce, which begins when
     backward has ended; the option ends that. XLA has no bucket size there. On GPU, the
     options are the bucket size, if one is given, and XLA's scheduler for overlap. They
-    have not been run on a GPU. For other devices the result is empty.
+    compile on a GPU; what they gain there has not been measured. For other devices the
+    result is empty.
 
     Args:
         bucket_bytes: The size up to which XLA joins gradients, in bytes.

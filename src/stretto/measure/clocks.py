@@ -36,7 +36,7 @@ class HostClock(AbstractClock):
 
 @final
 class CudaClock(AbstractClock):
-    """Events on the current stream. Not yet run on a GPU."""
+    """Events on the current stream."""
 
     def mark(self) -> Any:  # noqa: D102
         event = torch.cuda.Event(enable_timing=True)

@@ -529,7 +529,6 @@ def device_of(group: ProcessGroup | None) -> torch.device:
     """Return the device on which a group's messages must be."""
     # Torch names the backend of a GPU's messages: measuring knows no backends itself.
     if dist.get_default_backend_for_device("cuda") in str(dist.get_backend(group)):
-        # Not yet run on a GPU.
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -1,6 +1,6 @@
 """A kernel that uses a device as a collective would, for `stretto probe --synthetic`.
 
-Not yet run on a GPU. $k$ blocks with as many threads as NCCL's stay on the device and
+$k$ blocks with as many threads as NCCL's stay on the device and
 move memory at a set rate until they are stopped. In each round a block reads two arrays
 and writes one, as a ring's reduction does, then spins until its rate allows the next
 round, as NCCL's wait for the network does. A block occupies its multiprocessor as one

@@ -12,7 +12,7 @@ a Reducer, a bucket is also summed before it is sent.
 On CUDA nothing may wait for the device: sums before sending and the largest magnitude
 of each gradient stay on the device, are copied to the host without waiting, and are
 read when a later step begins, the first one at which the copy has ended. The optimizer
-has seen the gradients by then. Not yet run on a GPU.
+has seen the gradients by then.
 
 All ranks have the same reduced buckets, so all find the same and meet in the store to
 report whose gradient it was. Only a hit has that cost.

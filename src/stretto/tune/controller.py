@@ -216,7 +216,6 @@ class AutoPlan:
         if self._online is not None and self._model.device_type == "cuda":
             # Trials compare step lengths, which the host sees only after a
             # synchronization.
-            # Not yet run on a GPU.
             torch.cuda.synchronize()
         now_s = perf_counter()
         step_s = math.inf if self._began_s is None else now_s - self._began_s

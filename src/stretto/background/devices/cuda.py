@@ -1,4 +1,4 @@
-"""A CUDA device. Experimental: tested with a fake ``torch.cuda``, not yet on a GPU.
+"""A CUDA device. Experimental: run on one GPU, in one process.
 
 A stream's priority decides among kernels that have not begun; a running kernel is never
 interrupted. So tasks must be short: a job that is captured as CUDA graphs is cut into

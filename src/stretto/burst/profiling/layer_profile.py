@@ -88,7 +88,7 @@ def profile(
         max_spread_ratio: limit of the whole step's interquartile range over its median,
             over rounds.
         cuda_graphs: on CUDA replay each layer as a graph, so that launches do not
-            count. Not yet run on a GPU.
+            count.
 
     Raises:
         SpecError: the module can't be divided into layers, see `capture`.

@@ -1,4 +1,4 @@
-"""Lanes over NCCL: communicators, launches. Not yet run on a GPU.
+"""Lanes over NCCL: communicators, launches. Run on one GPU only.
 
 Pure functions decide what to open; the class at the end calls NCCL.
 
@@ -268,7 +268,7 @@ def fill_options(options: Any, wanted: Communicator, parent: Any, ranks: Ranks) 
 
 @final
 class NcclBackend(AbstractBackend):
-    """NCCL: completion is seen by the device's streams. Not yet run on a GPU."""
+    """NCCL: completion is seen by the device's streams. Run on one GPU only."""
 
     name = "nccl"
     device_type = "cuda"
@@ -377,7 +377,7 @@ class NcclLanes(AbstractLanes):
             _log.error("cannot abort the NCCL communicators in %g s", _END_S)
 
     def retain(self, lanes: Container[int]) -> None:
-        """End the communicators of other lanes. Not yet run on a GPU."""
+        """End the communicators of other lanes."""
         self._end([c for c in self._open if c.lane not in lanes])
 
     def close(self) -> None:

@@ -19,8 +19,8 @@ Begin = Callable[[Any], Any]
 
 Mark = Callable[[], tuple[Any, ...]]
 """Returns what shows when the work queued so far has ended: on a GPU, an event. The end
-of a request must be announced after this call only, because a thread that waits for it
-then waits for the event, and an event that is not recorded yet holds nobody up."""
+of a request must be announced after this call only: a thread that waits for an event
+that is not recorded yet does not wait at all."""
 
 Finish = Callable[[BaseException | None, Mark], None]
 """Called when a collective has ended, with its error."""

@@ -201,7 +201,7 @@ class CudaMarks(AbstractMarks):
 
     In forward and backward that is the computation's stream. In a collective's callback
     it is a stream that waits for the collective, so the mark shows the collective's
-    end. Not yet run on a GPU.
+    end.
     """
 
     def __init__(self, device: torch.device) -> None:
