@@ -203,7 +203,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Return the module's output, as DDP does."""
         self._before_forward()  # no condition here: TorchDynamo would depend on it
-        # By its class: TorchDynamo can't always restore `super()` after a break.
+        # Not `super()`, see Note [TorchDynamo and super] in `stretto.runtime.ddp`.
         return runtime.DistributedDataParallel.forward(self, *inputs, **kwargs)
 
     @without_dynamo

@@ -3,6 +3,11 @@
 `RankedDDP` holds ranks, lanes and parameters, `ReplaceableReducerDDP` builds and
 replaces the Reducer, and this class is for users: its arguments, plans, steps, hooks
 and copies.
+
+# Note [TorchDynamo and super]
+Where TorchDynamo can't continue, it splits a method and resumes it as another function.
+From Python 3.12 on, ``super()`` without arguments fails there: it takes the function's
+first argument for ``self``. So methods that a compiled step may call name the class.
 """
 
 from __future__ import annotations
@@ -407,7 +412,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         try:
             if self._negotiated is not None:
                 return self._negotiated.forward(inputs, kwargs)
-            # By its class: TorchDynamo can't always restore `super()` after a break.
+            # Not `super()`, see Note [TorchDynamo and super].
             parent: Any = ReplaceableReducerDDP
             output = parent.forward(self, *inputs, **kwargs)
             self._end_forward()  # no condition: TorchDynamo would depend on it
@@ -424,8 +429,8 @@ class DistributedDataParallel(ReplaceableReducerDDP):
                 apart, which DDP does not average.
         """
         self._refuse_split_backward(sys._getframe(1))  # noqa: SLF001
-        parent: Any = super()
-        return parent.no_sync()
+        parent: Any = ReplaceableReducerDDP  # see Note [TorchDynamo and super]
+        return parent.no_sync(self)
 
     @without_dynamo
     def _refuse_split_backward(self, caller: FrameType) -> None:
@@ -439,7 +444,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self._begin_step(compiled=torch.compiler.is_compiling())
-        parent: Any = ReplaceableReducerDDP  # as in `forward`
+        parent: Any = ReplaceableReducerDDP  # see Note [TorchDynamo and super]
         return parent._pre_forward(self, *inputs, **kwargs)  # noqa: SLF001
 
     @without_dynamo
