@@ -2423,12 +2423,12 @@ class DoublesForMany(torch.autograd.Function):
 
 @refused(flat, "it mixes samples in backward")
 def clips_large_gradients() -> nn.Module:
-    return Between(ClipsGradient.apply)
+    return Between(lambda h: ClipsGradient.apply(h))
 
 
 @refused(flat, "it mixes samples in backward")
 def other_gradients_for_many_rows() -> nn.Module:
-    return Between(DoublesForMany.apply)
+    return Between(lambda h: DoublesForMany.apply(h))
 
 
 def _clip_large(_module: nn.Module, grads: Any, _outputs: Any) -> Any:

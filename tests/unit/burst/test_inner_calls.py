@@ -44,6 +44,29 @@ class RowScaled(torch.autograd.Function):
         return grad
 
 
+def scaled(h):
+    return Scaled.apply(h)
+
+
+def row_scaled(h):
+    return RowScaled.apply(h)
+
+
+APPLY_IS_PYTHON = hasattr(torch.autograd.Function.apply, "__func__")
+
+
+@pytest.mark.skipif(not APPLY_IS_PYTHON, reason="torch's own apply is in C++")
+def test_a_function_whose_method_was_bound_earlier_is_captured():
+    graph = capture(Between(RowScaled.apply), (torch.randn(6, 4),))
+    assert {"before", "after"} <= {node.name for node in graph.nodes}
+
+
+@pytest.mark.skipif(APPLY_IS_PYTHON, reason="torch's own apply is in Python")
+def test_a_function_whose_method_was_bound_earlier_is_refused_with_its_line():
+    with pytest.raises(SpecError, match=r"calls\.py:\d+: .* RowScaled.apply that was"):
+        capture(Between(RowScaled.apply), (torch.randn(6, 4),))
+
+
 def rare_hits(h):
     return h.masked_fill(torch.isin((1e6 * h).long(), (1e6 * h[:, 0]).long() + 7), 0.0)
 
@@ -89,7 +112,7 @@ def buckets_of_large(h):
         (sharp_attention, "in it compares each sample with the others"),
         (sharp_attention_of_heads, "reads other samples, depending on values"),
         (column_norms, "'renorm' mixes samples: it reads other samples"),
-        (Scaled.apply, "'max' in it gives one result for all samples"),
+        (scaled, "'max' in it gives one result for all samples"),
     ],
 )
 def test_mixing_for_values_that_do_not_come_is_refused(function, message):
@@ -157,7 +180,7 @@ def distances_from_a_table(h):
         own_places,
         sums_within,
         zeroed_outliers,
-        RowScaled.apply,
+        row_scaled,
     ],
 )
 def test_what_stays_within_a_sample_is_captured(function):

@@ -90,7 +90,7 @@ class Indexes(torch.autograd.Function):
         return grad, None
 
 
-@pytest.mark.parametrize("function", [by_scatter, Indexes.apply])
+@pytest.mark.parametrize("function", [by_scatter, lambda h, c: Indexes.apply(h, c)])
 def test_a_computed_index_that_cant_be_checked_is_refused(function):
     with pytest.raises(SpecError, match="at places that are computed") as caught:
         capture(Across(function), (torch.randn(6, 4),))
@@ -117,7 +117,7 @@ class Picks(torch.autograd.Function):
         lambda h, c: h.gather(1, (c > 0.05).long()[:, None]) * h,
         lambda h, _: h.flatten()[torch.arange(len(h)) * 4 + h.argmax(1)][:, None] * h,
         lambda h, _: h.flatten().take(torch.arange(len(h)) * 4)[:, None] * h,
-        Picks.apply,
+        lambda h, c: Picks.apply(h, c),
     ],
 )
 def test_indexes_within_samples_are_captured(function):
@@ -170,7 +170,7 @@ def test_a_custom_operator_is_refused_with_the_way_out():
 
 
 def test_a_custom_operator_that_is_pointwise_is_captured():
-    double = declared("scaled", lambda x: x * 1e3, tags=torch.Tag.pointwise)
+    double = declared("scaled", lambda x: x * 1e3, tags=[torch.Tag.pointwise])
     assert capture(Across(opaque(double)), (torch.randn(6, 4),)).nodes
 
 

@@ -1,14 +1,27 @@
-"""Route calls of modules, functions and autocast through the running recorder."""
+"""Route calls of modules, functions and autocast through the running recorder.
+
+# Note [Function.apply in Python and in C++]
+Where ``torch.autograd.Function.apply`` is written in Python, its code is exchanged, so
+that methods which a program bound earlier (``scale = Scale.apply``) are routed, too.
+Where it is written in C++ (torch 2.14), only the attribute can be exchanged. A method
+that was bound earlier is noticed when torch asks its class for ``_backward_cls``, which
+nothing else does, and is refused with the line of its call.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionMeta
 from torch.utils import _pytree as pytree
+
+from stretto.burst.tracing.source_lines import source_line
+from stretto.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -73,11 +86,7 @@ def applied(kind: Any, args: Any, kwargs: Any, _cell: Any) -> Any:
 
 @contextlib.contextmanager
 def patched(recorder: CallRecorder) -> Iterator[None]:
-    """Route calls of modules, functions and autocast through the recorder.
-
-    The code of ``Function.apply`` is exchanged rather than the attribute, because
-    programs keep bound ``apply`` methods.
-    """
+    """Route calls of modules, functions and autocast through the recorder."""
     module_call = nn.Module.__call__
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
 
@@ -97,23 +106,81 @@ def patched(recorder: CallRecorder) -> Iterator[None]:
             recorder.autocast_left()
         return leave(self, *error)
 
-    apply: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-    code = apply.__code__
-    original = types.FunctionType(
-        code, apply.__globals__, "apply", apply.__defaults__, apply.__closure__
-    )
-    _original.append(original)
     _active.append(recorder)
     try:
         nn.Module.__call__ = call  # type: ignore[method-assign]
         torch.autocast.__enter__ = entered  # type: ignore[method-assign]
         torch.autocast.__exit__ = left  # type: ignore[method-assign]
-        apply.__code__ = _apply_code()
-        yield
+        with _functions_routed(recorder):
+            yield
     finally:
-        apply.__code__ = code
         nn.Module.__call__ = module_call  # type: ignore[method-assign]
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
         torch.autocast.__exit__ = leave  # type: ignore[method-assign]
         _active.pop()
+
+
+def _functions_routed(
+    recorder: CallRecorder,
+) -> contextlib.AbstractContextManager[None]:
+    """Route calls of functions, see Note [Function.apply in Python and in C++]."""
+    apply: Any = getattr(torch.autograd.Function.apply, "__func__", None)
+    if apply is None:
+        return _attribute_exchanged(recorder)
+    return _code_exchanged(apply)
+
+
+@contextlib.contextmanager
+def _code_exchanged(apply: Any) -> Iterator[None]:
+    code = apply.__code__
+    original = types.FunctionType(
+        code, apply.__globals__, "apply", apply.__defaults__, apply.__closure__
+    )
+    _original.append(original)
+    try:
+        apply.__code__ = _apply_code()
+        yield
+    finally:
+        apply.__code__ = code
+        _original.pop()
+
+
+@contextlib.contextmanager
+def _attribute_exchanged(recorder: CallRecorder) -> Iterator[None]:
+    function: Any = torch.autograd.Function
+    meta: Any = FunctionMeta
+    method = function.__dict__["apply"]
+    look_up, own = meta.__getattribute__, meta.__dict__.get("__getattribute__")
+    thread = threading.get_ident()
+
+    def original(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        return method.__get__(None, kind)(*args, **kwargs)
+
+    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        return applied(kind, args, kwargs, None)
+
+    def asked(kind: Any, name: str) -> Any:
+        if (
+            name == "_backward_cls"
+            and not recorder._depth  # noqa: SLF001
+            and threading.get_ident() == thread
+        ):
+            raise SpecError(
+                f"{source_line()}: calls a method {kind.__name__}.apply that was bound "
+                "before forward, which this version of torch calls without asking: "
+                f"write {kind.__name__}.apply(...) in forward"
+            )
+        return look_up(kind, name)
+
+    _original.append(original)
+    try:
+        function.apply = classmethod(apply)
+        meta.__getattribute__ = asked
+        yield
+    finally:
+        if own is None:
+            del meta.__getattribute__
+        else:
+            meta.__getattribute__ = own
+        function.apply = method
         _original.pop()
