@@ -67,6 +67,18 @@ def is_tracing() -> bool:
     return torch._guards.CompileContext.try_get() is not None  # noqa: SLF001
 
 
+def sparse_coo_tensor(
+    indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int]
+) -> torch.Tensor:
+    """Return a sparse tensor of entries that need no check.
+
+    ``torch.sparse_coo_tensor`` warns of missing checks, in some versions also if they
+    are declined, which is an error in a thread of ours under ``-W error``.
+    """
+    make: Any = torch.ops.aten._sparse_coo_tensor_unsafe  # noqa: SLF001
+    return cast("torch.Tensor", make(indices, values, shape))
+
+
 def with_arguments_of(base: Callable[..., Any]) -> Callable[[_F], _F]:
     """Show ``base``'s arguments in a constructor that passes ``*args, **kwargs`` on.
 

@@ -10,6 +10,7 @@ from stretto.horovod.process_sets import ProcessSet, global_process_set
 from stretto.horovod.reduce_ops import Average, ReduceOp, Sum
 from stretto.horovod.torch.allgather import allgather_async
 from stretto.horovod.torch.submission import synchronize
+from stretto.runtime.torch_compat import sparse_coo_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,8 +63,6 @@ def sparse_allreduce_async(
         found = synchronize(values)
         if op == Average:
             found = found / size
-        return torch.sparse_coo_tensor(
-            synchronize(indices).transpose(0, 1), found, shape, check_invariants=False
-        )
+        return sparse_coo_tensor(synchronize(indices).transpose(0, 1), found, shape)
 
     return wait

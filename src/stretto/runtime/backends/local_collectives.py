@@ -37,6 +37,7 @@ from stretto.runtime.backends.shared_memory import (
     SLOT_BYTES,
     SharedSegment,
 )
+from stretto.runtime.torch_compat import sparse_coo_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -398,9 +399,7 @@ class LocalLane:
         all_indices = self._gather_padded(indices.t(), longest)
         all_values = self._gather_padded(values, longest)
         parts = [
-            torch.sparse_coo_tensor(
-                rows[:count].t(), numbers[:count], mine.shape, check_invariants=False
-            )
+            sparse_coo_tensor(rows[:count].t(), numbers[:count], mine.shape)
             for rows, numbers, count in zip(
                 all_indices, all_values, counts.tolist(), strict=True
             )
