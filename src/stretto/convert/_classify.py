@@ -89,8 +89,10 @@ class Classifier:
         for name in found(node, cst.Name) if node is not None else ():
             parent = self._tree.parent(name)
             called = isinstance(parent, cst.Attribute) and parent.value is not name
-            if not called and name.value not in ("self", "scaler"):
-                out.add(name.value)
+            if called or name.value in ("self", "scaler"):
+                continue
+            if name is node or self._shares.is_share(name):
+                out.add(name.value)  # not a factor, such as a number of micro-steps
         path = dotted(node)
         if path is not None:
             out.add(path)
@@ -111,7 +113,12 @@ class Classifier:
         kind = self._of(node, within, depth)
         if kind is Amount.SUM and not self._shares.is_share(node):
             return Amount.SAME
-        return kind
+        if not isinstance(node, cst.Call) or kind in (Amount.MEAN, Amount.SUM):
+            return kind
+        degree = self._work.proofs.number_degree(node)
+        if degree == 0 and (kind is Amount.UNKNOWN or self._shares.is_share(node)):
+            return Amount.MEAN
+        return Amount.SUM if degree == 1 and kind is Amount.UNKNOWN else kind
 
     def _is_setting(self, node: cst.BaseExpression, within: cst.CSTNode) -> bool:
         """Return whether an element is of what was made before, such as a setting.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 import libcst as cst
 
 from stretto.convert._edit import theirs
-from stretto.convert._tree import arguments_of, found
+from stretto.convert._tree import argument, arguments_of, found
 
 if TYPE_CHECKING:
     from stretto.convert._edit import Work
@@ -137,6 +137,8 @@ class Display:
             elif opens_for_writing(self._tree, call) and not self._work.is_guarded(
                 call
             ):
+                if call in self._work.written or self._write_on_rank_0(call):
+                    continue
                 self._work.undecided(
                     call,
                     f"`{self._tree.text(call)[:50]}` opens a file for writing on every "
@@ -144,11 +146,41 @@ class Display:
                     "0:`",
                 )
 
+    def _write_on_rank_0(self, call: cst.Call) -> bool:
+        """Open an empty device on the other ranks; return whether that was possible.
+
+        All ranks execute what computes the lines, so that numbers may be reduced there.
+        """
+        path = argument(call, 0, "file" if self._tree.called(call) == "open" else "filename")
+        mode = argument(call, 1, "mode")
+        if (
+            self._tree.called(call) not in ("open", "gzip.open")
+            or path is None
+            or any(a.star for a in call.args)
+            or any(c in self._tree.text(mode) for c in "x+")
+        ):
+            return False
+        self._work.call_around(path, "rank0_file")
+        self._work.written.add(call)
+        self._work.done(
+            call,
+            f"only rank 0 writes to {self._tree.text(path)[:50]}; what the other ranks "
+            "write there is discarded",
+        )
+        return True
+
     def _guard_block(self, node: cst.With) -> None:
         if any(self._tree.within(b, node) for b in self._work.job.backwards) or any(
             self._work.job.batches.loop(loop) is not None
             for loop in found(node, cst.For)
         ):
+            opened = [
+                item.item
+                for item in node.items
+                if opens_for_writing(self._tree, item.item)
+            ]
+            if all(isinstance(c, cst.Call) and self._write_on_rank_0(c) for c in opened):
+                return
             self._work.undecided(
                 node,
                 "a file is open for writing on every rank during a loop over batches: "
@@ -197,10 +229,32 @@ class Display:
                 self._writer(call)
             elif full == "input":
                 self._work.undecided(call, "every rank waits for input here")
+        for name in self._printers():
+            self._work.replace(name, "print0")
+            self._work.done(name, "`print` became print0, which prints on rank 0")
         if count:
             self._work.done(
                 None, f"{count} print calls became print0, which prints on rank 0"
             )
+
+    def _printers(self) -> list[cst.Name]:
+        """Return where `print` itself is a value, as in ``trace_func=print``."""
+        names = [n for n in found(self._tree.module, cst.Name) if n.value == "print"]
+        called = {id(call.func) for call in self._tree.calls}
+        values = []
+        for name in names:
+            above = self._tree.parent(name)
+            target = isinstance(above, cst.AssignTarget | cst.NamedExpr | cst.AnnAssign)
+            if target and getattr(above, "target", None) is name:
+                return []  # the script has its own
+            if isinstance(above, cst.FunctionDef | cst.AsName | cst.Param):
+                if getattr(above, "name", None) is name:
+                    return []
+            if id(name) in called or self._tree.is_label(name):
+                continue
+            if not self._work.is_guarded(name):
+                values.append(name)
+        return values
 
     def _add(self, call: cst.Call, name: str, value: str) -> None:
         argument = cst.Arg(

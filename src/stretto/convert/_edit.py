@@ -43,6 +43,9 @@ class AbstractProofs(Protocol):
     def is_summed(self, node: cst.CSTNode) -> bool:
         """Return whether a loss is proved with a number of samples over all ranks."""
 
+    def number_degree(self, node: cst.CSTNode) -> int | None:
+        """Return 0 for a number of a mean over samples, 1 for a sum, else ``None``."""
+
     def is_mixed(self, call: cst.Call) -> bool:
         """Return whether a loss adds a sum over samples to something else."""
 
@@ -73,6 +76,8 @@ class Work:
         """Numbers that became this rank's part of the batch size."""
         self.whole: set[cst.CSTNode] = set()
         """What gives each rank the samples, or the batch size, of all ranks."""
+        self.written: set[cst.CSTNode] = set()
+        """Calls that open a file for writing on rank 0 and nothing on the others."""
         self.guarded: list[cst.CSTNode] = []
         """Statements that only rank 0 executes: they must not contain a collective."""
         self._changes: dict[cst.CSTNode, list[Callable[[Any], Any]]] = {}

@@ -43,7 +43,7 @@ def convert(work: Work) -> None:
     tree = work.tree
     written: dict[str, list[cst.Call]] = {}
     for call in tree.calls:
-        if work.is_guarded(call):
+        if work.is_guarded(call) or call in work.written:
             for path in _written(tree, call):
                 written.setdefault(path, []).append(call)
     waits: set[cst.CSTNode] = set()

@@ -227,6 +227,8 @@ class Numbers:
                 self._reduce(call, Amount.SUM)
                 continue
             amount = self._classify.of(on, body)
+            if amount in (Amount.UNKNOWN, Amount.SAME):
+                amount = self._classify.of(call, body)
             whole = self._widest(call, body)
             node: cst.BaseExpression = call
             if whole is not call and not self._is_handled(whole):

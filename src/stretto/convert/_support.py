@@ -128,6 +128,11 @@ def print0(*values, **options):
     if RANK == 0:
         print(*values, **options)
 ''',
+    "rank0_file": '''
+def rank0_file(path):
+    """Return a file's path on rank 0, and that of a file without content elsewhere."""
+    return path if RANK == 0 else os.devnull
+''',
     "OnRank0": '''
 class OnRank0:
     """Replaces a writer on the other ranks: accepts every call, does nothing."""

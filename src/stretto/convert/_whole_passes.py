@@ -14,7 +14,13 @@ import libcst as cst
 from stretto.convert._batch_loops import WRAPPERS
 from stretto.convert._loop_sums import LoopSums
 from stretto.convert._models import reaching_training
-from stretto.convert._tree import dotted, found, stored_names
+from stretto.convert._tree import (
+    argument,
+    arguments_of,
+    dotted,
+    found,
+    stored_names,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,8 +98,12 @@ class _WholePasses:
                 )
             else:
                 sources = self._of_call(node)
-            if sources and self._is_outside(node) and self._can_be_whole(sources):
+            if not sources or not self._is_outside(node):
+                continue
+            if self._can_be_whole(sources):
                 self._make_whole(node, sources)
+            elif all(self._is_equal(source, scope) for source, scope in sources):
+                self._work.whole.add(node)
 
     def _of_call(self, node: cst.Call) -> list[_Source]:
         """Return the loaders from which a call takes batches, one or all."""
@@ -166,6 +176,16 @@ class _WholePasses:
         return any(
             self._loaders.has_divided(self._work.job.batches.taken(source, scope))
             for source, scope in sources
+        )
+
+    def _is_equal(self, source: cst.BaseExpression, scope: Scope) -> bool:
+        """Return whether a loader is not divided and gives all ranks equal batches."""
+        taken = self._work.job.batches.taken(source, scope)
+        return (
+            id(source) not in self._taken
+            and bool(taken)
+            and not self._loaders.has_divided(taken)
+            and all(_is_in_order(origin.value) for origin in taken)
         )
 
     def _make_whole(self, node: _Pass, sources: list[_Source]) -> None:
@@ -243,3 +263,14 @@ class _WholePasses:
             and any(n.value == name.value for n in stored_names(loop.target))
             for loop in self._work.whole
         )
+
+
+def _is_in_order(made: cst.CSTNode) -> bool:
+    """Return whether a loader is made in place, and takes samples in their order."""
+    if not isinstance(made, cst.Call):
+        return False
+    _, named = arguments_of(made)
+    if any(a.star for a in made.args) or {"sampler", "batch_sampler"} & set(named):
+        return False
+    shuffle = argument(made, 2, "shuffle")
+    return shuffle is None or dotted(shuffle) == "False"

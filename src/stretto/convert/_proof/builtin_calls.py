@@ -252,6 +252,9 @@ def _sum_of(
 def number_in(run: Run, value: Value, node: cst.CSTNode) -> Value:
     """Return the number in a tensor, which is reduced over ranks in a step."""
     counted = isinstance(value, Bad) and value.why in (Why.COUNTED, Why.PLACED)
+    seen = run.numbers.setdefault(id(node), [])
+    if value not in seen:
+        seen.append(value)
     if counted or not isinstance(value, Linear | Rows | Bad | Count):
         return value
     around = (id(a) for a in run.tree.ancestors(node))

@@ -21,7 +21,7 @@ _SIZED = frozenset(
         *("view", "reshape", "expand", "repeat", "tile", "unflatten", "broadcast_to"),
         *("chunk", "split", "tensor_split", "split_with_sizes", "narrow"),
         *("new_zeros", "new_ones", "new_full", "new_empty", "bernoulli", "randperm"),
-        *("arange", "range", "resize_", "as_strided", "rand_like"),
+        *("arange", "range", "resize_", "as_strided", "rand_like", "new"),
     ]
 )
 """Functions of tensors for which a number is a size, and which look at it."""

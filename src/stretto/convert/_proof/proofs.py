@@ -74,6 +74,17 @@ class Proofs:
         """Return whether a loss is proved with a number of samples over all ranks."""
         return node in self._run().summed
 
+    def number_degree(self, node: cst.CSTNode) -> int | None:
+        """Return 0 for a number of a mean over samples, 1 for a sum, else ``None``.
+
+        ``node`` is a call that takes the number of a tensor.
+        """
+        values = self._run().numbers.get(id(node), [])
+        if Linear(0) in values:
+            others = [v for v in values if v != Linear(0)]
+            return 0 if all(isinstance(v, Fixed) for v in others) else None
+        return 1 if values == [Linear(1)] else None
+
     def is_rowwise(self, node: cst.CSTNode) -> bool:
         """Return whether an expression is shown to treat each sample by itself."""
         return self._run().is_rowwise(node)

@@ -105,6 +105,7 @@ class Run(ABC):
         tested: Those of them of whose results the script asks how many dimensions they
             have, so that it may be written for both.
         summed: Numbers of samples that are summed over ranks where they are taken.
+        numbers: The values of which calls take numbers, by the ``id`` of the call.
         rowwise: Whether an expression has a row for each sample, by its ``id``.
         backwards: The calls of ``backward``, by their ``id``.
         training: The training loops, by their ``id``.
@@ -130,6 +131,7 @@ class Run(ABC):
         self.batched: set[cst.Call] = set()
         self.tested: set[cst.Call] = set()
         self.summed: set[cst.CSTNode] = set()
+        self.numbers: dict[int, list[Value]] = {}
         self.rowwise: dict[int, bool] = {}
         self.in_step = 0
         self.active: list[cst.CSTNode] = []

@@ -154,7 +154,9 @@ def tensor_method(name: str, given: Given) -> Value | None:
         if given.in_step:
             return Rows()
         return replace(on, uniform=False) if isinstance(on, Fixed) else on
-    if name in ("new_zeros", "new_ones", "new_full", "new_empty"):
+    if name in ("new_zeros", "new_ones", "new_full", "new_empty") or (
+        name == "new" and _are_sizes(rest)
+    ):
         return _new(name, given)
     if name in ("zeros_like", "ones_like"):
         return Fixed(uniform=True, shape=on.shape if isinstance(on, Fixed) else None)
@@ -172,6 +174,8 @@ def tensor_method(name: str, given: Given) -> Value | None:
     if name in _ARITHMETIC and rest:
         return combined(_ARITHMETIC[name], on, rest[0], node)
     if others:
+        if name == "index_select" and isinstance(others[0], Rows):
+            return _selected(on, others[0], given)
         if name in ("index_select", "gather", "take"):
             return (
                 replace(
@@ -198,6 +202,29 @@ def _show_rank(name: str, on: Value, given: Given) -> None:
 def _is_counted(values: Sequence[Value]) -> bool:
     """Return whether sizes contain that of the batch."""
     return any(has_count(v) or isinstance(v, Shape) for v in values)
+
+
+def _selected(on: Value, index: Rows, given: Given) -> Rows:
+    """Return elements of a constant along a dimension, one for each sample."""
+    dims = known_ints(given.get("dim", 1))
+    shape = on.shape if isinstance(on, Fixed) else None
+    return replace(
+        index,
+        raw=False,
+        whole=False,
+        axis=dims[0] if dims and dims[0] >= 0 else None,
+        ndim=None if shape is None else len(shape),
+        kind=kept_kind("?", index),
+    )
+
+
+def _are_sizes(values: Sequence[Value]) -> bool:
+    """Return whether arguments are sizes, one a dimension, rather than elements."""
+    return bool(values) and all(
+        isinstance(v, Count)
+        or (isinstance(v, Fixed) and not v.counted and v.shape is None)
+        for v in values
+    )
 
 
 def _new(name: str, given: Given) -> Value:
@@ -302,7 +329,8 @@ def _rows_method(name: str, on: Rows, given: Given) -> Value | None:
     node = given.node
     rest = list(given.args[1:])
     plain = replace(on, raw=False, whole=False)
-    if name.startswith("new_") and name != "new_tensor":
+    sized = name.startswith("new_") and name != "new_tensor"
+    if sized or (name == "new" and _are_sizes(rest)):
         return _new(name, given)
     if name in ("size",):
         if not rest and "dim" not in given.options:
