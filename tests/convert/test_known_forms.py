@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from support.conversions import convert, open_notes
 
@@ -252,3 +254,47 @@ def test_rows_chosen_for_each_sample_are_rows_of_samples(dim, notes):
     step = STEP.replace("model(x)", "model(x, y.view(-1).long())")
     source = script(step, before=CENTERS.format(dim=dim), model="Centers()")
     assert len(open_notes(convert(source))) == notes
+
+
+def test_two_losses_of_one_name_are_a_sum_and_a_mean():
+    added = STEP + "print(loss.item())\ntotal += loss.item()\n"
+    loop = "for epoch in range(2):\n    for x, y in loader:\n"
+    summed = added.replace("model(x), y", "model(x), y, reduction='sum'")
+    source = script(
+        summed,
+        setting="total = 0.0",
+        after=loop + textwrap.indent(added, " " * 8),
+    )
+    conversion = convert(source)
+    _, _, rest = conversion.after.partition("print0(sum_over_ranks(loss.item()))")
+    assert "total += sum_over_ranks(loss.item())" in rest
+    assert "print0(mean_over_ranks(loss.item()))" in rest
+    assert "total += mean_over_ranks(loss.item())" in rest
+    assert open_notes(conversion) == []
+
+
+RETURNED = """\
+def make_loaders():
+    return {"train": DataLoader(data, batch_size=4), "val": DataLoader(data, 4)}
+
+"""
+
+
+def test_loaders_that_a_function_returns_in_a_container_are_divided_each():
+    source = script(before=RETURNED, setting="loaders = make_loaders()")
+    source = source.replace("enumerate(loader)", 'enumerate(loaders["train"])')
+    conversion = convert(source)
+    assert "loaders = divided(loaders)" in conversion.after
+    names: dict[str, Any] = {"WORLD_SIZE": 2, "RANK": 1}
+    _, _, function = conversion.after.partition("def divided(")
+    imports = "from torch.utils.data import *\n"
+    before = imports + "def per_rank(size):\n    return size // WORLD_SIZE\n"
+    exec(f"{before}def divided({function.partition(chr(10) * 3)[0]}", names)
+    loader = DataLoader(range(8), batch_size=4)
+    for parts in (
+        [*names["divided"]({"train": loader, "val": loader}).values()],
+        names["divided"]([loader, loader]),
+        names["divided"]((loader, loader)),
+    ):
+        assert [list(part.sampler) for part in parts] == [[1, 3, 5, 7]] * 2
+        assert [part.batch_size for part in parts] == [2, 2]

@@ -70,13 +70,11 @@ class Classifier:
         self._work, self._shares = work, shares
         self._tree, self._flow = work.tree, work.flow
         self.losses = Losses(work)
-        self._kinds: set[Loss] = set()
-        self._kinds_of: dict[str, set[Loss]] = {}
+        self._kinds_of: dict[str, list[tuple[cst.Call, Loss]]] = {}
         for call in work.job.backwards:
             kind = self.losses.of(call)
-            self._kinds.add(kind)
             for name in self._names_of(call):
-                self._kinds_of.setdefault(name, set()).add(kind)
+                self._kinds_of.setdefault(name, []).append((call, kind))
 
     def loss_names(self) -> set[str]:
         """Return the variables that ``backward`` is called on."""
@@ -98,10 +96,21 @@ class Classifier:
             out.add(path)
         return out
 
-    def loss(self, name: str | None = None) -> Amount:
-        """Return the kind of the training loss, or of the loss with a name."""
-        kinds = self._kinds if name is None else self._kinds_of.get(name, self._kinds)
-        return Amount.SUM if kinds == {Loss.SUM} else Amount.MEAN
+    def _of_loss(
+        self, path: str, node: cst.BaseExpression, within: cst.CSTNode
+    ) -> Amount:
+        """Return the kind of a loss under one of its names.
+
+        Loops may use one name for different losses, of which a block's own counts.
+        """
+        every = self._kinds_of[path]
+        scope = self._tree.function(node)
+        near = [kind for call, kind in every if self._tree.within(call, within)]
+        near = near or [k for c, k in every if self._tree.function(c) is scope]
+        kinds = set(near or [kind for _, kind in every])
+        if Loss.SUM not in kinds:
+            return Amount.MEAN
+        return Amount.SUM if kinds == {Loss.SUM} else Amount.UNKNOWN
 
     def of(
         self, node: cst.BaseExpression, within: cst.CSTNode, depth: int = 6
@@ -174,7 +183,7 @@ class Classifier:
             return Amount.SAME if same else Amount.UNKNOWN
         if (path := dotted(node)) is not None:
             if path in self._kinds_of:
-                return self.loss(path)
+                return self._of_loss(path, node, within)
             if isinstance(node, cst.Attribute) and node.attr.value == "batch_size":
                 return Amount.SUM  # of a divided loader; any other is the same
             if isinstance(node, cst.Attribute) and node.attr.value in _THROUGH:

@@ -221,6 +221,7 @@ class Numbers:
                 or self._tree.within(call, after)
                 or self._tree.line(call) < self._tree.line(after)
                 or not self._in_body(on, body)
+                or self._is_of_later_loop(call, on, after)
             ):
                 continue
             if self._work.proofs.is_summed(call):
@@ -279,6 +280,23 @@ class Numbers:
         return any(
             self._tree.within(o.statement, body)
             for o in self._work.flow.assigned(first.value, self._tree.function(node))
+        )
+
+    def _is_of_later_loop(
+        self, call: cst.Call, on: cst.BaseExpression, loop: cst.CSTNode
+    ) -> bool:
+        """Return whether a later training loop has set the variable that is read."""
+        first = next(iter(found(on, cst.Name)))
+        line = self._tree.line(call)
+        made = self._work.flow.assigned(first.value, self._tree.function(call))
+        return any(
+            self._tree.line(o.statement) < line
+            and self._tree.within(o.statement, later.node)
+            and not self._tree.within(loop, later.node)
+            and not self._tree.within(later.node, loop)
+            and self._tree.line(later.node) > self._tree.line(loop)
+            for later in self._work.job.training
+            for o in made
         )
 
     def _shown(self, body: cst.CSTNode) -> None:

@@ -60,7 +60,11 @@ def per_rank(batch_size):
 ''',
     "divided": '''
 def divided(loader):
-    """Return the same loader for this rank's samples."""
+    """Return the same loader for this rank's samples, or several in a container."""
+    if isinstance(loader, dict):
+        return {key: divided(part) for key, part in loader.items()}
+    if type(loader) in (list, tuple):
+        return type(loader)(divided(part) for part in loader)
     shuffle = isinstance(getattr(loader, "sampler", None), RandomSampler)
     if not shuffle and not isinstance(
         getattr(loader, "sampler", None), SequentialSampler
