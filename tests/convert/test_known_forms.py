@@ -95,7 +95,9 @@ def test_a_file_that_stays_open_is_written_on_rank_0(file, mode):
 @pytest.mark.parametrize("opened", ["open('a', 'x')", "open('a', 'w+')", "p.open('w')"])
 def test_a_file_that_may_be_read_or_must_be_new_is_listed(opened):
     notes = open_notes(convert(script(setting=f"log = {opened}")))
-    assert ["opens a file for writing on every rank" in note for note in notes] == [True]
+    assert ["opens a file for writing on every rank" in note for note in notes] == [
+        True
+    ]
 
 
 def test_a_file_that_is_open_during_training_is_written_on_rank_0():
@@ -127,7 +129,9 @@ if (i + 1) % micro_steps == 0:
 def test_a_number_of_micro_steps_that_divides_the_loss_is_equal_on_all_ranks():
     conversion = convert(script(ACCUMULATED, setting="micro_steps = 2"))
     assert open_notes(conversion) == []
-    shown = convert(script(ACCUMULATED + "print(micro_steps)", setting="micro_steps = 2"))
+    shown = convert(
+        script(ACCUMULATED + "print(micro_steps)", setting="micro_steps = 2")
+    )
     assert "print0(micro_steps)" in shown.after
 
 
@@ -164,7 +168,9 @@ opt.step()
 def test_a_second_loss_that_the_model_returns_is_shown_to_be_a_mean(
     step, after, converted
 ):
-    source = script(TWO_LOSSES + step, before=QUANTIZED, model="Quantized()", after=after)
+    source = script(
+        TWO_LOSSES + step, before=QUANTIZED, model="Quantized()", after=after
+    )
     conversion = convert(source)
     assert converted in conversion.after
     assert open_notes(conversion) == []
@@ -182,9 +188,7 @@ def test_a_second_loss_that_is_added_up_is_shown_to_be_a_mean():
 
 def test_a_second_loss_that_is_no_mean_is_listed():
     net = QUANTIZED.replace("0.25 * F.mse_loss(x, z)", "F.mse_loss(x, z).sqrt()")
-    source = script(
-        TWO_LOSSES + "print(extra.item())", before=net, model="Quantized()"
-    )
+    source = script(TWO_LOSSES + "print(extra.item())", before=net, model="Quantized()")
     notes = open_notes(convert(source))
     assert any("`extra.item()` is a mean or a sum" in note for note in notes)
 
@@ -227,7 +231,9 @@ def test_new_with_sizes_makes_a_tensor_and_with_a_list_takes_elements(sizes, not
 
 def test_losses_in_a_dict_are_reduced_where_they_are_added_up():
     step = (
-        STEP.replace("opt.zero_grad", 'losses = {"a": F.mse_loss(model(x), y)}\nopt.zero_grad')
+        STEP.replace(
+            "opt.zero_grad", 'losses = {"a": F.mse_loss(model(x), y)}\nopt.zero_grad'
+        )
         + "for name, part in losses.items():\n    sums[name] += part.item()\n"
     )
     conversion = convert(script(step, setting='sums = {"a": 0.0}'))

@@ -151,7 +151,9 @@ class Display:
 
         All ranks execute what computes the lines, so that numbers may be reduced there.
         """
-        path = argument(call, 0, "file" if self._tree.called(call) == "open" else "filename")
+        path = argument(
+            call, 0, "file" if self._tree.called(call) == "open" else "filename"
+        )
         mode = argument(call, 1, "mode")
         if (
             self._tree.called(call) not in ("open", "gzip.open")
@@ -179,7 +181,9 @@ class Display:
                 for item in node.items
                 if opens_for_writing(self._tree, item.item)
             ]
-            if all(isinstance(c, cst.Call) and self._write_on_rank_0(c) for c in opened):
+            if all(
+                isinstance(c, cst.Call) and self._write_on_rank_0(c) for c in opened
+            ):
                 return
             self._work.undecided(
                 node,
@@ -244,12 +248,15 @@ class Display:
         values = []
         for name in names:
             above = self._tree.parent(name)
-            target = isinstance(above, cst.AssignTarget | cst.NamedExpr | cst.AnnAssign)
-            if target and getattr(above, "target", None) is name:
+            bound = (
+                getattr(above, "target", None)
+                if isinstance(above, cst.AssignTarget | cst.NamedExpr | cst.AnnAssign)
+                else getattr(above, "name", None)
+                if isinstance(above, cst.FunctionDef | cst.AsName | cst.Param)
+                else None
+            )
+            if bound is name:
                 return []  # the script has its own
-            if isinstance(above, cst.FunctionDef | cst.AsName | cst.Param):
-                if getattr(above, "name", None) is name:
-                    return []
             if id(name) in called or self._tree.is_label(name):
                 continue
             if not self._work.is_guarded(name):
