@@ -382,18 +382,19 @@ class BurstParallel(nn.Module):
         while another is a leaf.
         """
         parts = self._parts
-        is_known = True
+        is_known, known = True, parts.input_classes.known_in(graph)
 
         def taken(rows: Tensor) -> Tensor:
             nonlocal is_known
-            is_known &= type(rows) in parts.input_classes.known
+            is_known &= type(rows) in known
             return mark_input(rows, parts.ranks.size)
 
         try:
             marked = graph.arguments.mapped(taken, args, kwargs)
             tensors = graph.arguments.tensors(args, kwargs)
+            graph.require_unread_attributes(tensors)
             same = graph.one_tensor_as(tensors)
-            if not is_known or same not in parts.input_classes.known_same:
+            if not is_known or not parts.input_classes.is_known(graph, same):
                 parts.input_classes.require_no_effect(graph, args, kwargs, same)
             batch = graph.arguments.pack(*marked)
             graph.require_gradients_known(batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -177,3 +179,83 @@ def test_buffers_that_forward_changes_keep_their_values():
     was = [buffer.clone() for buffer in model.buffers()]
     assert capture(model, (torch.randn(6, 4),)).nodes
     assert all(map(torch.equal, model.buffers(), was))
+
+
+class Asks(nn.Module):
+    """Doubles its result if a function of the module and the input says so."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.layer, self.known = nn.Linear(4, 4), known
+        self.kept = None
+
+    def forward(self, x):
+        return self.layer(x) * (2 if self.known(self, x) else 1)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda module, x: id(x) == module.kept,
+        lambda module, x: x in dict.fromkeys(module.kept or ()),
+        lambda module, x: hash(x) in (module.kept or ()),
+        lambda _module, x: x._base is not None,
+        lambda _module, x: x.is_shared(),
+        lambda _module, x: bool(x._backward_hooks),
+    ],
+)
+def test_a_forward_that_asks_which_object_its_input_is_is_refused_by_its_line(read):
+    line = read.__code__.co_firstlineno
+    with pytest.raises(SpecError, match=rf"identity\.py:{line}: reads"):
+        capture(Asks(read), (torch.randn(6, 4),))
+
+
+def test_a_forward_may_tell_its_parameters_and_what_it_computes_apart():
+    def known(module, x):
+        made = {id(x * 2)} | {id(p) for p in module.parameters()}
+        return len(made) == 3
+
+    assert capture(Asks(known), (torch.randn(6, 4),)).nodes
+
+
+def test_inputs_with_an_attribute_that_forward_may_read_are_refused():
+    graph = capture(
+        Asks(lambda _module, x: getattr(x, "tag", 0) == 1), (torch.randn(6, 4),)
+    )
+    x = torch.randn(3, 4)
+    x.other = 1
+    graph.require_unread_attributes([x])
+    x.tag = 1
+    with pytest.raises(SpecError, match="an input has the attribute 'tag'"):
+        graph.require_unread_attributes([x])
+
+
+def test_an_input_within_a_storage_is_refused_if_forward_asks_where_it_begins():
+    graph = capture(Asks(lambda _module, x: x.storage_offset()), (torch.randn(6, 4),))
+    rows = torch.randn(6, 4)
+    graph.require_layout_known([rows[:3]])
+    with pytest.raises(SpecError, match=r"identity\.py:\d+: reads where in its stor"):
+        graph.require_layout_known([rows[3:]])
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [lambda x: [x], lambda x: {"last": (x,)}, weakref.ref],
+)
+def test_an_input_that_a_container_holds_is_known_as_one(hold):
+    model = Asks(lambda module, _x: module.kept is None)
+    rows = torch.randn(6, 4)
+    model.kept = hold(rows)
+    graph = capture(model, (torch.randn(6, 4),))
+    assert graph.one_tensor_as([rows]) == ((0, "kept"),)
+    assert graph.one_tensor_as([rows.clone()]) == ()
+
+
+def test_an_input_that_a_default_value_holds_is_known_as_one():
+    rows = torch.randn(6, 4)
+
+    def known(_module, x, held=(rows,)):
+        return any(x is one for one in held)
+
+    graph = capture(Asks(known), (torch.randn(6, 4),))
+    assert len(graph.one_tensor_as([rows])) == 1

@@ -13,7 +13,8 @@ too.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, final
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +41,27 @@ class InputClasses:
     def __init__(self, module: nn.Module, stale_guard: StaleParameterGuard) -> None:
         self._module = module
         self._stale_guard = stale_guard
-        self.known: set[type] = {Tensor, nn.Parameter}
-        """Those that change no result."""
-        self.known_same: set[tuple[Any, ...]] = {()}
-        """Which inputs may be one tensor, see `LayerGraph.one_tensor_as`."""
+        self._known: weakref.WeakKeyDictionary[LayerGraph, _Known] = (
+            weakref.WeakKeyDictionary()
+        )
+        """What changes no result, by the capture that runs."""
+
+    def known_in(self, graph: LayerGraph) -> set[type]:
+        """Return the classes that change no result of a capture."""
+        return self._known_of(graph).classes
+
+    def is_known(self, graph: LayerGraph, same: tuple[Any, ...]) -> bool:
+        """Return whether it changes no result that some inputs are one tensor.
+
+        See `LayerGraph.one_tensor_as`.
+        """
+        return same in self._known_of(graph).same
+
+    def _known_of(self, graph: LayerGraph) -> _Known:
+        found = self._known.get(graph)
+        if found is None:
+            found = self._known[graph] = _Known({Tensor, nn.Parameter}, {()})
+        return found
 
     def require_no_effect(
         self,
@@ -63,21 +81,35 @@ class InputClasses:
         Raises:
             StrettoError: they do.
         """
-        given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
+        given = _tensors_in((args, kwargs))
         if not all(map(len, given)):
             return  # no rows; these classes remain unknown
-        kinds = {type(v) for v in given} - self.known
+        known = self._known_of(graph)
+        kinds = {type(v) for v in given} - known.classes
         try:
             with self._apart(graph):
                 plain_args, plain_kwargs = pytree.tree_map_only(
                     Tensor, _copied, (args, dict(kwargs))
                 )
-                wanted, wanted_grads = self._results(plain_args, plain_kwargs)
-                found, grads = self._results(args, kwargs)
+                copies = _tensors_in((plain_args, plain_kwargs))
+                trained = [v for v in given if v.requires_grad and not _has_hooks(v)]
+                trained = list({id(v): v for v in trained}.values())
+                wanted, wanted_grads, of_inputs = self._results(
+                    plain_args, plain_kwargs, [*copies, *trained]
+                )
+                found, grads, of_given = self._results(args, kwargs, trained)
+                summed = [
+                    _added([of_inputs[id(v)], *_of_copies(v, given, copies, of_inputs)])
+                    for v in trained
+                ]
+                own = [of_given[id(v)] for v in trained]
                 effect = ""
                 if not _are_same(graph, found, wanted):
                     effect = "changes the result"
-                elif not _are_same(graph, grads, wanted_grads, _largest(wanted_grads)):
+                elif not (
+                    _are_same(graph, grads, wanted_grads, _largest(wanted_grads))
+                    and _are_same(graph, own, summed, _largest(summed))
+                ):
                     effect = "changes the gradients"
         except Exception as exc:  # noqa: BLE001 - of the program's class
             first = (str(exc).splitlines() or [""])[0]
@@ -98,13 +130,19 @@ class InputClasses:
                 f"{type(self._module).__name__}, whose layers compute with plain "
                 "tensors: convert it to a plain tensor before calling the burst model"
             )
-        self.known |= kinds
-        self.known_same.add(same)
+        known.classes.update(kinds)
+        known.same.add(same)
 
     def _results(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Return the outputs, and the gradients of parameters where they are known."""
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        inputs: list[Tensor],
+    ) -> tuple[list[Any], list[Any], dict[int, Tensor]]:
+        """Return the outputs, and gradients of parameters and inputs if they are known.
+
+        Those of inputs by the inputs' ids.
+        """
         torch.manual_seed(0)
         copies: list[Tensor] = []
 
@@ -121,7 +159,12 @@ class InputClasses:
                 plain(v) if isinstance(v, Tensor) else v
                 for v in pytree.tree_leaves(found)
             ]
-            return leaves, _gradients(leaves, [p for p in copies if p.requires_grad])
+            needed = [p for p in copies if p.requires_grad]
+            tracked = [x for x in inputs if x.requires_grad]
+            grads = _gradients(leaves, [*needed, *tracked])
+            of_inputs = {id(x): torch.zeros_like(plain(x)) for x in inputs}
+            of_inputs |= zip(map(id, tracked), grads[len(needed) :], strict=False)
+            return leaves, grads[: len(needed)], of_inputs
 
     @contextlib.contextmanager
     def _apart(self, graph: LayerGraph) -> Iterator[None]:
@@ -148,6 +191,33 @@ def _single_rows_normalized() -> Iterator[None]:
         yield
     finally:
         functional._verify_batch_size = verify  # noqa: SLF001
+
+
+class _Known(NamedTuple):
+    classes: set[type]
+
+    same: set[tuple[Any, ...]]
+
+
+def _tensors_in(values: Any) -> list[Tensor]:
+    return [v for v in pytree.tree_leaves(values) if isinstance(v, Tensor)]
+
+
+def _has_hooks(tensor: Tensor) -> bool:
+    """Return whether hooks would see the gradients that are computed here."""
+    return bool(tensor._backward_hooks)  # noqa: SLF001
+
+
+def _of_copies(
+    tensor: Tensor, given: list[Tensor], copies: list[Tensor], grads: dict[int, Tensor]
+) -> list[Tensor]:
+    """Return the gradients of a tensor's copies."""
+    pairs = zip(given, copies, strict=True)
+    return [grads[id(copy)] for one, copy in pairs if one is tensor]
+
+
+def _added(grads: list[Tensor]) -> Tensor:
+    return torch.stack([plain(grad) for grad in grads]).sum(0)
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import sys
-from typing import Any
+import threading
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -11,16 +14,23 @@ from stretto.burst.tracing.freezing import is_users_frame
 from stretto.burst.tracing.source_lines import source_line
 from stretto.errors import SpecError
 
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
 _NAMES = {
     getattr(Tensor, name): name
     for name in (
         *("data_ptr", "const_data_ptr", "mutable_data_ptr"),
         *("untyped_storage", "storage", "is_set_to"),
+        *("is_shared", "is_pinned", "_is_view"),
     )
     if hasattr(Tensor, name)  # some are in later versions of PyTorch only
 } | {
     getattr(Tensor, name).__get__: name
-    for name in ("_cdata", "_version", "__cuda_array_interface__")
+    for name in (
+        *("_cdata", "_version", "__cuda_array_interface__"),
+        *("_backward_hooks", "_post_accumulate_grad_hooks"),
+    )
 }
 """Functions and properties that differ between tensors of equal values."""
 
@@ -46,3 +56,37 @@ def refuse_address(func: Any) -> None:
         "layers run with other tensors or on other ranks: compare names instead, or "
         "decide in __init__"
     )
+
+
+@contextlib.contextmanager
+def identities_refused(inputs: Collection[int]) -> Iterator[None]:
+    """Reject code of the user's that asks for the ``id`` or the hash of an input.
+
+    A program may keep such a number and compare it in a later step. Layers compute with
+    other tensors, whose numbers it can't know.
+
+    Args:
+        inputs: ids of the tensors with which the model is called; it may grow.
+    """
+    given: Any = builtins
+    real, thread = builtins.id, threading.get_ident()
+
+    def asked(value: object, /) -> int:
+        number = real(value)
+        if (
+            number in inputs
+            and threading.get_ident() == thread
+            and is_users_frame(sys._getframe(1), ("torch._tensor",))  # noqa: SLF001
+        ):
+            raise SpecError(
+                f"{source_line()}: reads the id or the hash of an input, which is "
+                "another tensor when layers run: decide outside of the model, and pass "
+                "the result as an argument or an attribute"
+            )
+        return number
+
+    given.id = asked
+    try:
+        yield
+    finally:
+        given.id = real

@@ -136,6 +136,12 @@ class Traced:
     reads_layout: str = ""
     """The line that reads how a tensor lies in memory."""
 
+    reads_offset: str = ""
+    """The line that reads where in its storage a tensor begins."""
+
+    names: set[str] | None = None
+    """Names that forward may read of objects; None: it makes names while it runs."""
+
     semantics: list[tuple[str, str]] = field(default_factory=list)
     """For each operation a text with its constants, which is equal on all ranks, and
     its place in the user's code."""

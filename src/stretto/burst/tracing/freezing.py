@@ -163,6 +163,8 @@ class Freezer:
         self._tensors, self._contents = tensors, contents
         self.spaces: dict[int, Any] = {}
         """The classes of copied objects, and classes and modules among them, by id."""
+        self.tensors: set[int] | None = None
+        """Collects the ids of the tensors in copied values, unless it is None."""
 
     def __call__(self, value: Any) -> Any:
         """Return a copy of a value."""
@@ -173,6 +175,7 @@ class Freezer:
             tensors=self._tensors,
             contents=self._contents,
         )
+        copy.met = self.tensors
         return copy.of(value)
 
     def meet(self, space: Any) -> None:
@@ -205,12 +208,15 @@ class _Freeze:
         self._tensors, self._contents = tensors, contents
         self._path: dict[int, int] = {}
         self._left = MAX_ITEMS
+        self.met: set[int] | None = None
 
     def of(self, value: Any) -> Any:
         """Return the copy of a value."""
         if isinstance(value, ATOMS):
             return type(value), value
         if isinstance(value, Tensor):
+            if self.met is not None:
+                self.met.add(id(value))
             if self._contents and id(value) not in self._known:
                 return _Same(value), _content_of(value)
             return _Same(value) if self._tensors else Tensor
@@ -235,6 +241,8 @@ class _Freeze:
             return value
         if isinstance(value, weakref.ReferenceType):
             referent = value()  # must not be kept alive
+            if self.met is not None and isinstance(referent, Tensor):
+                self.met.add(id(referent))
             return None if referent is None else (id(referent), self._fields(referent))
         if type(value).__module__ != "builtins":
             self._meet(type(value))

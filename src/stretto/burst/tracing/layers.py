@@ -14,6 +14,7 @@ from stretto.burst.tracing import grouping
 from stretto.burst.tracing.caches import restored
 from stretto.burst.tracing.classify import Traced
 from stretto.burst.tracing.recorder import leaves_of
+from stretto.burst.tracing.source_lines import line_of_forward
 from stretto.burst.tracing.torch_modules import BatchNorm
 from stretto.errors import PlanMismatch, SpecError
 from stretto.schema.burst import digest_of
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 INPUT = "input"
 """The name under which layers read the model's input."""
+
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 JOINED = "+"
 """Separates the names of layers that were joined into one."""
@@ -226,7 +229,7 @@ class LayerGraph:
                 found.append((number, other))
         return tuple(found)
 
-    def require_layout_known(self, tensors: Iterable[torch.Tensor]) -> None:
+    def require_layout_known(self, tensors: Sequence[torch.Tensor]) -> None:
         """Require that inputs are contiguous if forward acts on it, as at capture.
 
         Raises:
@@ -239,6 +242,38 @@ class LayerGraph:
                 "contiguous, unlike at capture: call the model with x.contiguous(), or "
                 "leave out what reads it"
             )
+        place = self._traced.reads_offset
+        if place and any(tensor.storage_offset() for tensor in tensors):
+            raise SpecError(
+                f"{place}: reads where in its storage a tensor begins, and an input "
+                "does not begin there at its start, unlike at capture: call the model "
+                "with x.clone(), or leave out what reads it"
+            )
+
+    def require_unread_attributes(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Require that forward reads none of the attributes that a program set.
+
+        Layers compute with other tensors, which do not have them.
+
+        Raises:
+            SpecError: an input has one whose name forward contains.
+        """
+        names = self._traced.names
+        for tensor in tensors:
+            if not (held := vars(tensor)):
+                continue
+            if names is None:
+                read = type(tensor) in _PLAIN
+            else:
+                read = not names.isdisjoint(held)
+            if read:
+                found = [key for key in held if names is None or key in names]
+                raise SpecError(
+                    f"{line_of_forward(self._traced.module)}an input has the attribute "
+                    f"{found[0]!r}, which forward of {self.name} may read, and layers "
+                    "compute with other tensors: pass its value as an argument, or "
+                    "delete the attribute"
+                )
 
     def require_count(self, count: int) -> None:
         """Require that the forward does the same for a number of samples in all.

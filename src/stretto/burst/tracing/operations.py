@@ -81,6 +81,7 @@ def trace(
     reads = Reads(module)
     norms = NormInputs()
     recorded = record_both(module, run, shape, arguments, reads, norms)
+    reads.refuse_seed()
     first, other, caches = recorded.first, recorded.other, recorded.caches
     again = partial(record_again, module, run, shape, arguments, caches)
     ways = [again, partial(again, emptied=True)] if caches else [again]
@@ -112,6 +113,8 @@ def trace(
     )
     traced.without_gradient = first.without_gradient
     traced.reads_layout = first.reads_layout
+    traced.reads_offset = first.reads_offset
+    traced.names = reads.names()
     traced.leaves = leaves_of(module)
     traced.caches = caches
     nodes = {

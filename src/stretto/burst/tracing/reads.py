@@ -42,6 +42,7 @@ from stretto.burst.tracing.freezing import (
 from stretto.burst.tracing.freezing import is_users as is_own
 from stretto.burst.tracing.torch_modules import BatchNorm, Dropout, InstanceNorm
 from stretto.burst.tracing.watching import MISSING, Cell, Rows, Watch
+from stretto.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -139,6 +140,9 @@ class Reads:
         self._cached: list[_Helper] = []
         """Functions behind an ``lru_cache``, which may answer without a call."""
         self._functions: list[types.FunctionType] = []
+        self._seeds: dict[int, set[int]] = {}
+        """By the id of a function's code: the lines that name a generator's seed."""
+        self._seed_read = ""
         self._searched = 0
         self._is_on = False
         self.objects: list[Any] = []
@@ -191,20 +195,50 @@ class Reads:
                 gc.enable()
             del kind.__getattribute__
 
-    def _called(self, frame: types.FrameType, _event: str, _arg: Any) -> None:
+    def _called(self, frame: types.FrameType, _event: str, _arg: Any) -> Any:
         """Record a function of the user's that forward calls, see `_add_helper`.
 
-        It returns None so that the function's lines are not traced.
+        It returns None so that the function's lines are not traced, unless one of them
+        names a generator's seed.
         """
         if not self._is_on:  # in a thread of autograd
             sys.settrace(None)
-            return
+            return None
         code = frame.f_code
-        if id(code) in self._codes:  # equal code may be another function's
-            return
-        self._codes[id(code)] = code
-        if may_read_users(frame.f_globals.get("__name__")):
-            self._helpers.append((code, frame.f_globals))
+        if id(code) not in self._codes:  # equal code may be another function's
+            self._codes[id(code)] = code
+            if may_read_users(frame.f_globals.get("__name__")):
+                self._helpers.append((code, frame.f_globals))
+                if _SEED in (*code.co_names, *code.co_consts):
+                    self._seeds[id(code)] = _lines_with(code, _SEED)
+        return self._line_reached if id(code) in self._seeds else None
+
+    def _line_reached(self, frame: types.FrameType, _event: str, _arg: Any) -> Any:
+        """Note that a line runs which reads a generator's seed."""
+        if frame.f_lineno in self._seeds[id(frame.f_code)]:
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            self._seed_read = self._seed_read or place
+        return self._line_reached
+
+    def refuse_seed(self) -> None:
+        """Reject code that asked a generator for its seed.
+
+        Raises:
+            SpecError: it did; the message names the line.
+        """
+        if self._seed_read:
+            raise SpecError(
+                f"{self._seed_read}: reads initial_seed() of a generator in the model: "
+                "layers run on other ranks, with seeds of their own. Read it outside "
+                "of the model, and pass what is made of it as an attribute"
+            )
+
+    def names(self) -> set[str] | None:
+        """Return the names that the user's functions contain.
+
+        None if they make names while they run.
+        """
+        return _names(self._helpers + self._cached)
 
     def watch(self, *, is_between: bool = True, trained: bool = False) -> Watch:
         """Return all values as they are now.
@@ -606,6 +640,16 @@ def _makes_names(code: types.CodeType) -> bool:
         and not (len(node.args) > 1 and isinstance(node.args[1], ast.Constant))
         for node in ast.walk(tree)
     )
+
+
+_SEED = "initial_seed"
+
+
+def _lines_with(code: types.CodeType, name: str) -> set[int]:
+    """Return the lines of code that contain a name or a text."""
+    steps = (s for s in dis.get_instructions(code) if s.argval == name)
+    lines = (s.positions.lineno for s in steps if s.positions is not None)
+    return {line for line in lines if line is not None}
 
 
 _APPENDS = frozenset(("append", "appendleft", "extend", "add"))

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from stretto.burst.boundary import in_checkpoint
-from stretto.burst.tracing.addresses import refuse_address
+from stretto.burst.tracing.addresses import identities_refused, refuse_address
 from stretto.burst.tracing.around import (
     dispatch_modes_now,
     is_of_user,
@@ -310,7 +310,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         """Run a function, and record it unless a recorded module runs it."""
         kwargs = kwargs or {}
         if func in _LAYOUT:
-            self._note_layout_read(args[0], sys._getframe(1))  # noqa: SLF001
+            self._note_layout_read(func, args[0], sys._getframe(1))  # noqa: SLF001
         refuse_address(func)
         if self._depth:
             self._note_borrowed((args, kwargs))
@@ -389,7 +389,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         value = func(*args)
         if name in ("requires_grad", "is_leaf", "grad_fn"):
             self._note_gradient_read(args[0], sys._getframe(2))  # noqa: SLF001
-        is_grad = name in ("grad", "_grad") and may_read_users(
+        is_grad = name in ("grad", "_grad", "_base") and may_read_users(
             sys._getframe(2).f_globals.get("__name__")  # noqa: SLF001
         )
         # A parameter has no gradient at capture, and may have one later.
@@ -404,13 +404,18 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             )
         return self.operation("call_function", getattr, _attribute, (args[0], name), {})
 
-    def _note_layout_read(self, tensor: Tensor, caller: types.FrameType) -> None:
+    def _note_layout_read(
+        self, func: Any, tensor: Tensor, caller: types.FrameType
+    ) -> None:
         """Note that the user's code reads how a tensor lies in memory."""
         if not may_read_users(caller.f_globals.get("__name__")):
             return
         if not isinstance(self._refs.get(id(tensor)), Fixed):
             place = self.recording.reads_layout or source_line()
             self.recording.reads_layout = place
+            if func is Tensor.storage_offset:
+                place = self.recording.reads_offset or source_line()
+                self.recording.reads_offset = place
 
     def _note_gradient_read(self, tensor: Tensor, caller: types.FrameType) -> None:
         """Note that the user's code reads whether a tensor needs a gradient."""
@@ -1130,7 +1135,13 @@ def record(
                 recorder.recording.source = batch
                 recorder.varying.add(storage_of(batch))
                 recorder.modes = len(dispatch_modes_now())
-                with recorder, noted, seeds_refused(), collectives_refused():
+                with (
+                    recorder,
+                    noted,
+                    seeds_refused(),
+                    collectives_refused(),
+                    identities_refused(recorder._inputs),  # noqa: SLF001
+                ):
                     before = held_by(root)
                     output = run(batch)
                 recorder._require_own_seed()  # noqa: SLF001

@@ -112,6 +112,9 @@ class Recording:
         self.reads_layout = ""
         """The line that reads how a tensor lies in memory."""
 
+        self.reads_offset = ""
+        """The line that reads where in its storage a tensor begins."""
+
         self.source: Tensor | None = None
         """The forward's input, without values."""
 

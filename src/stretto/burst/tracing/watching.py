@@ -25,7 +25,7 @@ from stretto.burst.tracing.freezing import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     Test = tuple[Callable[[], bool], str]
     """Whether something is as it was, and its name."""
@@ -128,7 +128,12 @@ def _has_no_fields(function: Any) -> bool:
 class Watch:
     """Values that forward read, as they were when it was recorded."""
 
-    def __init__(self, rows: Collection[_Row], tests: Collection[Test]) -> None:
+    def __init__(
+        self,
+        rows: Collection[_Row],
+        tests: Collection[Test],
+        inner: Mapping[int, str] | None = None,
+    ) -> None:
         self._quick = [
             (row.get, row.key, row.value, row)
             for row in rows
@@ -142,10 +147,10 @@ class Watch:
         quick = {id(row) for *_, row in (*self._quick, *self._empty)}
         self._rows = [row for row in rows if id(row) not in quick]
         self._tests = list(tests)
-        self.tensors = {
+        self.tensors = dict(inner or {}) | {
             id(row.value): row.name for row in rows if isinstance(row.value, Tensor)
         }
-        """The names of tensors that forward reads, by their ids."""
+        """The names of what holds tensors that forward reads, by their ids."""
 
     def __bool__(self) -> bool:
         return bool(self._quick or self._empty or self._rows or self._tests)
@@ -172,6 +177,7 @@ class Watch:
         return Watch(
             [row for row in rows if row.name not in names],
             [test for test in self._tests if test[1] not in names],
+            self.tensors,
         )
 
     def changed(self) -> str | None:
@@ -224,6 +230,8 @@ class Rows:
         self._held: list[Any] = []
         """Keeps ids unique."""
         self._followed: set[int] = set()
+        self._inner: dict[int, str] = {}
+        """The names of what holds tensors, by the tensors' ids."""
 
     def watch(self) -> Watch:
         """Return the watch of all rows, after following classes and modules."""
@@ -231,7 +239,18 @@ class Rows:
         while left:
             _, space = left.popitem()
             self.follow(space)
-        return Watch(list(self._rows.values()), self._tests)
+        return Watch(list(self._rows.values()), self._tests, self._inner)
+
+    def _frozen(self, value: Any, name: str) -> Any:
+        """Return a copy of a value, after noting the tensors in it."""
+        self._freeze.tensors = set()
+        try:
+            copy = self._freeze(value)
+            for number in self._freeze.tensors:
+                self._inner.setdefault(number, name)
+            return copy
+        finally:
+            self._freeze.tensors = None
 
     def add(self, held: Held, key: Any, name: str) -> None:
         """Add a value under a name."""
@@ -247,7 +266,7 @@ class Rows:
                 self._freeze.meet(value)
         elif isinstance(value, ATOMS) or is_new:
             self._deep.add(id(value))
-            frozen = self._freeze(value)
+            frozen = self._frozen(value, name)
         elif not self._tensors:
             return
         quick = _quick_test(value, self._freeze)
@@ -312,6 +331,7 @@ class Rows:
         for key in list(function.__dict__):
             if self._names is None or key in self._names:
                 self.add(function.__dict__, key, f"{name}.{key}")
+        self._frozen((function.__defaults__, function.__kwdefaults__), name)
         self._tests.append((_function_test(function, self._freeze), name))
 
 

@@ -71,6 +71,38 @@ def test_a_tensor_that_is_passed_twice_may_not_change_gradients_alone():
         check(Stops(doubles=False), X, X)
 
 
+class StopsInput(Pair):
+    """Stops the gradient of one of two inputs themselves if they are one tensor."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y.detach() if x is y else y)
+
+
+def test_a_tensor_that_is_passed_twice_may_not_change_its_own_gradient_alone():
+    x = X.clone().requires_grad_()
+    with pytest.raises(StrettoError, match="input 0, which changes the gradients in"):
+        check(StopsInput(doubles=False), x, x)
+
+
+def test_a_tensor_that_needs_a_gradient_may_be_passed_twice():
+    leaf = X.clone().requires_grad_()
+    x = leaf * 1
+    check(Pair(doubles=False), x, x)
+    x.sum().backward()  # its graph is still there
+    assert torch.equal(leaf.grad, torch.ones_like(X))
+
+
+def test_what_changes_no_result_of_one_capture_is_not_known_in_another():
+    model = Pair(doubles=False)
+    classes = InputClasses(model, GUARD)
+    graph = capture(model, (X, X.clone()))
+    same = graph.one_tensor_as((X, X))
+    classes.require_no_effect(graph, (X, X), {}, same)
+    assert classes.is_known(graph, same)
+    model.doubles = True
+    assert not classes.is_known(capture(model, (X, X.clone())), same)
+
+
 def test_a_tensor_of_one_row_may_be_passed_twice_through_a_batch_norm():
     class Normalizes(Pair):
         def __init__(self) -> None:
