@@ -1650,10 +1650,9 @@ BY_PLACE: dict[str, Any] = {
     "many_samples_otherwise": lambda h: h * 2 if h.shape[0] > 64 else h,
     "first_samples_otherwise": lambda h: torch.cat((h[:64] * 2, h[64:])),
     "late_samples_written": _write_late_rows,
-    "squeezed_sample": lambda h: h[:, None].squeeze(),
 }
 """Functions that treat a sample by its place, or by how many there are: rows of a small
-batch are alike, or one sample alone is another."""
+batch are alike."""
 
 for _name, _function in BY_PLACE.items():
     CASES[_name] = Case(
@@ -1662,6 +1661,11 @@ for _name, _function in BY_PLACE.items():
         data=flat,
         refused="",
     )
+
+
+@right(flat)
+def squeezed_sample() -> nn.Module:
+    return Between(lambda h: h[:, None].squeeze())
 
 
 # ---------------------------------------------------------- changes between the steps

@@ -730,3 +730,54 @@ def test_random_numbers_without_torch_name_the_users_line(draw):
     line = inspect.getsourcelines(DrawsWithoutTorch.forward)[1] + 2
     with pytest.raises(SpecError, match=rf"test_capture\.py:{line}: forward draws"):
         capture(DrawsWithoutTorch(draw), (torch.randn(2, 3),))
+
+
+class Calls(nn.Module):
+    """Calls a function with itself and its input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+@pytest.mark.parametrize(
+    "squeeze",
+    [
+        lambda h: h.squeeze(),
+        torch.squeeze,
+        lambda h: h[None, :, None].squeeze(),
+        lambda h: h.unsqueeze(0).squeeze(0).squeeze(),
+    ],
+)
+def test_squeeze_without_dimensions_keeps_a_rank_with_one_sample(squeeze):
+    graph = capture(
+        Calls(lambda model, x: squeeze(model.last(model.first(x).tanh()))),
+        (torch.randn(6, 4),),
+    )
+    value = torch.randn(1, 4)
+    for node in graph.nodes:
+        value = node.module(value)
+    assert value.shape == (1,)
+
+
+def test_squeeze_without_dimensions_is_refused_for_one_sample_in_all():
+    graph = capture(
+        Calls(lambda model, x: model.last(x).squeeze()), (torch.randn(6, 4),)
+    )
+    graph.require_count(2)
+    with pytest.raises(SpecError, match=r"test_capture\.py:\d+: gives .* \(\) for 1"):
+        graph.require_count(1)
+
+
+def test_a_tensor_of_which_only_the_type_is_read_is_no_layer():
+    def function(model, x):
+        both = torch.cat([model.first(x), x], 1)
+        scale = torch.linspace(0, 1, 4).type_as(both[:, 1:])
+        return model.last(both[:, :4] * scale)
+
+    graph = capture(Calls(function), (torch.randn(6, 4),))
+    assert "getitem" not in [node.name for node in graph.nodes]

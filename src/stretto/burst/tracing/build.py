@@ -139,6 +139,7 @@ class Build:
                 args, is_checked = self._checked_index(one, two, args)
                 if is_checked:
                     mixes = mixing(one.inner, two.inner, BATCHES, indexes=False)
+            args = self._squeezed(one, args, kwargs)
             if one.target not in _FROM_DATA:
                 args, kwargs = pytree.tree_map(_plain_number, (args, kwargs))
             node = self.graph.create_node(
@@ -160,6 +161,20 @@ class Build:
         for path, tensor in one.tensors.items():
             made = self.node(Ref(number, path))
             self.shapes[made] = (tensor, two.tensors[path])
+
+    def _squeezed(self, one: Record, args: Any, kwargs: Any) -> Any:
+        """Name the dimensions of ``x.squeeze()``: a rank may have one sample.
+
+        What forward does with one sample in all is another recording.
+        """
+        if one.target not in _SQUEEZES or len(args) != 1 or kwargs:
+            return args
+        name = args[0]
+        shapes = self.shapes.get(self.node(name)) if isinstance(name, Ref) else None
+        if shapes is None:
+            return args
+        sizes = zip(*(tensor.shape for tensor in shapes), strict=True)
+        return name, tuple(i for i, both in enumerate(sizes) if both == (1, 1))
 
     def _checked_index(
         self, one: Record, two: Record, args: tuple[Any, ...]
@@ -310,6 +325,7 @@ _ENDS = ("start", "stop", "step")
 
 _NUMBERS = (bool, int, float, complex, str)
 
+_SQUEEZES = ("squeeze", torch.squeeze)
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 """Functions whose result has the type of a NumPy number that they are given."""
 
@@ -340,12 +356,12 @@ def graph_of(
     build.graph.output(build.node(first.output))
     for node in reversed(list(build.graph.nodes)):
         if node.op not in ("output", "placeholder") and not node.users:
-            _require_no_state(node, build)
+            require_no_state(node, build)
             build.graph.erase_node(node)
     return build
 
 
-def _require_no_state(node: fx.Node, build: Build) -> None:
+def require_no_state(node: fx.Node, build: Build) -> None:
     """Reject an operation without users that would update statistics or buffers."""
     changes = bool(node.meta.get("keeps_state"))
     for name in node.meta.get("norms", ()):

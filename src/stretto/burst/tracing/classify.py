@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
+from stretto.burst.tracing.build import require_no_state
 from stretto.burst.tracing.cached_values import CachedValues
 from stretto.burst.tracing.caches import Cache, restored
 from stretto.burst.tracing.comparing import BATCHES, Counts, follows
@@ -231,6 +232,7 @@ def classify(
         if node in build.shapes:
             _row(traced, node, build)
         _require_apart_inside(node)
+    _drop_unused(traced, build, result)
     if result not in traced.rows - {source}:
         name = type(module).__name__
         what = f"{source_line_of(result)}: this is an output of "
@@ -243,6 +245,19 @@ def classify(
             "its input: leave it out, or let a module around it return other outputs"
         )
     return traced
+
+
+def _drop_unused(traced: Traced, build: Build, result: Any) -> None:
+    """Drop operations of which only a type was read, see `_is_constant`."""
+    for node in reversed(list(traced.ops)):
+        if node is result or node.users:
+            continue
+        require_no_state(node, build)
+        traced.ops.remove(node)
+        del traced.before[node]
+        traced.rows.discard(node)
+        traced.shapes.pop(node, None)
+        build.graph.erase_node(node)
 
 
 def _is_constant(node: fx.Node, build: Build, ops: set[fx.Node]) -> bool:

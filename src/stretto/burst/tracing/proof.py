@@ -837,7 +837,7 @@ class _Check:
         rows: tuple[int, ...],
     ) -> SpecError | None:
         output, to_inputs, _ = part
-        if output.shape[0] != len(rows) or not self._near(
+        if output.shape[:1] != (len(rows),) or not self._near(
             output, full[0][list(rows)], largest_of(full[0])
         ):
             return self._mixes(node, values)
@@ -879,7 +879,7 @@ class _Check:
         output = run_layer(node, inputs)
         if node.name not in cotangents or not output.requires_grad:
             return output.detach(), [None for _ in inputs], {}
-        if output.shape[0] != len(rows):
+        if output.shape[:1] != (len(rows),):
             return output.detach(), [None for _ in inputs], {}
         some = cotangents[node.name][list(rows)]
         parameters = {id(p): p for p in node.module.parameters() if p.requires_grad}
