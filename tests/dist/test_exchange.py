@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from stretto.errors import RankDisagreement, SpecError, StrettoError
 from stretto.runtime.exchange import ArrayRow, Exchange
-from stretto.runtime.negotiated import Engine, EngineOptions, Op
+from stretto.runtime.negotiated import Engine, EngineOptions, Kind, Op, Request
 from stretto.runtime.ranks import Ranks
+from stretto.runtime.rounds import RoundRows, Rounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -194,3 +196,86 @@ def test_other_rows_on_a_rank_are_an_error_on_all():
 def test_a_dtype_that_cannot_be_sent_is_refused():
     with pytest.raises(SpecError, match="uint32"):
         rows_of(np.zeros(3, "uint32"))
+
+
+def round_of(rounds: Rounds, *sizes: int) -> None:
+    """Reduce arrays of these sizes in a round."""
+    arrays = [np.zeros(size, "f4") for size in sizes]
+    ticket = rounds.begin(RoundRows(tuple(rows_of(*arrays)), Op.SUM))
+    for i, array in enumerate(arrays):
+        rounds.submit(ticket, i, array)
+    rounds.wait(ticket)
+    rounds.results(ticket)
+
+
+@pytest.mark.parametrize("steps", [1, 12], ids=["negotiated", "in stable order"])
+def test_other_shapes_in_a_later_round_end_all_ranks_with_one_text(steps):
+    def program(engine: Engine) -> Any:
+        rounds = Rounds(engine)
+        for _ in range(steps):
+            round_of(rounds, 3, 5)
+        round_of(rounds, 3 + engine.rank, 5)
+
+    first, second = on_ranks(program)
+    assert isinstance(first, RankDisagreement)
+    assert isinstance(second, RankDisagreement)
+    assert str(first) == str(second)
+    assert "'0' differs in its shapes (rank 0: [3]; rank 1: [4])" in str(first)
+
+
+def test_a_missing_array_in_a_later_round_is_named_with_its_ranks():
+    def program(engine: Engine) -> Any:
+        rounds = Rounds(engine)
+        round_of(rounds, 3, 5)
+        round_of(rounds, *(3, 5)[: 2 - engine.rank])
+
+    for error in on_ranks(program):
+        assert "'1' exists on rank 0, not on rank 1" in str(error)
+
+
+def test_known_rounds_in_opposite_orders_are_an_error():
+    def program(engine: Engine) -> Any:
+        rounds = Rounds(engine)
+        for size in (3, 5):
+            round_of(rounds, size)
+        for size in (3, 5) if engine.rank else (5, 3):
+            round_of(rounds, size)
+
+    for error in on_ranks(program):
+        assert "'0' differs in its shapes (rank 0: [5]; rank 1: [3])" in str(error)
+
+
+def test_a_pause_where_another_rank_takes_a_step_names_both():
+    def program(engine: Engine) -> Any:
+        rounds = Rounds(engine)
+        round_of(rounds, 3)
+        rounds.pause("the end")
+        if engine.rank:
+            rounds.pause("the end")
+        round_of(rounds, 3)
+
+    for error in on_ranks(program):
+        assert isinstance(error, RankDisagreement)
+        assert "rank 0: 1 tensor to reduce; rank 1: the end" in str(error)
+
+
+def test_groups_of_one_sequence_with_other_shapes_name_the_tensor_and_its_ranks():
+    def program(engine: Engine) -> Any:
+        rows = []
+        for i in range(11):
+            shape = (2 + engine.rank if i == 10 else 2,)
+            request = Request(
+                name=f"{engine.rank}.{i}",
+                kind=Kind.ALLREDUCE,
+                dtype="float32",
+                shape=shape,
+                sequence="s",
+            )
+            rows.append((request, torch.zeros(shape), None))
+        for handle in engine.submit_group(f"group {engine.rank}", rows):
+            handle.wait()
+
+    for error in on_ranks(program):
+        assert "'tensor 10' differs in its shapes (rank 0: [2]; rank 1: [3])" in (
+            str(error)
+        )

@@ -477,7 +477,40 @@ def refused(rank: int, size: int) -> dict[str, str]:
         "models": said(lambda: sk.broadcast_model(built(MODELS[rank], 3))),
         "unbuilt": said(lambda: sk.broadcast_model(keras.Sequential())),
         "shard": said(lambda: sk.shard(5)),
+        "steps": said(lambda: fit_for(8 * (2 + rank), sgd())),
     }
+
+
+def fit_for(samples: int, optimizer: Any, *callbacks: Any) -> None:
+    """Train with eight samples a step, over again."""
+    import stretto.keras as sk
+
+    model = built("dense", 3)
+    model.compile(optimizer, "mse")
+    x, y = data("dense")
+    model.fit(
+        np.resize(x, (samples, WIDTH)),
+        np.resize(y, (samples, 1)),
+        batch_size=8,
+        epochs=2,
+        verbose=0,
+        callbacks=[sk.BroadcastInitialState(), *callbacks],
+    )
+
+
+def stopped_on_one_rank(rank: int, size: int) -> list[bool]:
+    """A rank that leaves an epoch is named; ends the ranks' communication."""
+    import keras
+
+    import stretto.keras as sk
+
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = bool(rank)
+
+    optimizer = sk.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    text = said(lambda: fit_for(24, optimizer, Stop()))
+    return ["rank 0: 6 tensors" in text, "rank 1: the end of an epoch" in text]
 
 
 def refused_on_tensorflow(rank: int, size: int) -> dict[str, str]:
@@ -543,6 +576,7 @@ PROGRAMS = {
         refused_on_tensorflow,
         jit_is_turned_off,
         after_refusals,
+        stopped_on_one_rank,  # the last one
     )
 }
 
@@ -607,6 +641,7 @@ def test_weights_on_four_ranks_are_those_of_one_process(on_ranks, backend, way):
         ("several_steps_an_execution", True),
         ("jit_is_turned_off", False),
         ("after_refusals", 0.5),
+        ("stopped_on_one_rank", [True, True]),
     ],
 )
 def test_a_program_returns_on_both_ranks(on_ranks, backend, program, want):
@@ -624,6 +659,7 @@ def test_a_program_returns_on_both_ranks(on_ranks, backend, program, want):
         ("models", "have different variables"),
         ("unbuilt", "no weights yet"),
         ("shard", "use 4 or 6"),
+        ("steps", "(rank 0: 2; rank 1: 3)"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused(on_ranks, backend, what, says):

@@ -474,6 +474,34 @@ def test_a_stall_names_who_did_not_come_and_ends_with_an_error(
     assert "allreduce 'y' has waited 1 s for ranks 0, 1" in text
 
 
+def test_what_is_launched_on_one_rank_counts_as_submitted_there() -> None:
+    """A rank that is stopped may have sent its last bits to some ranks only."""
+    seen = threading.Event()
+
+    def run(engine: Engine, rank: int) -> list[int]:
+        core = engine._core
+        x = torch.ones(4)
+        reduce, held = core.sender.reduce, []
+        if rank:
+            core.sender.reduce = held.append
+        handle = engine.submit(request("x", x), x)
+        missing: list[int] = []
+        if not rank:
+            end_s = time.perf_counter() + 20
+            missing = [1]
+            while missing and time.perf_counter() < end_s:
+                missing = core._stalls.missing("allreduce 'x'")
+                time.sleep(0.05)
+            seen.set()
+        seen.wait(60)
+        for rows in held:
+            reduce(rows)
+        handle.wait(60)
+        return missing
+
+    assert values(2, run, stall_s=1.0)[0] == []
+
+
 def test_closing_fails_what_is_pending_on_all_ranks() -> None:
     def run(engine: Engine, rank: int) -> str:
         x = torch.ones(4)

@@ -126,6 +126,7 @@ class Exchange:
         op: The reduction.
         prescale: Factor on each rank's values before the reduction.
         postscale: Factor on the results.
+        sequence: As in `stretto.runtime.negotiated.Request`.
 
     Raises:
         SpecError: names are not distinct, or a dtype isn't supported.
@@ -142,6 +143,7 @@ class Exchange:
         op: Op = Op.AVERAGE,
         prescale: float = 1.0,
         postscale: float = 1.0,
+        sequence: str = "",
     ) -> None:
         self.rows = tuple(rows)
         self.name = name
@@ -153,7 +155,7 @@ class Exchange:
             for row in self.rows
         ]
         self._set: TensorSet | None = (
-            engine.register(name, requests) if requests else None
+            engine.register(name, requests, sequence=sequence) if requests else None
         )
         self._submit = [
             self._set.submitter(i) for i in range(len(requests)) if self._set

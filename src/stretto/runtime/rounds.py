@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, final
 from stretto.errors import SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.runtime.exchange import ArrayRow, Exchange
-from stretto.runtime.negotiated import Op
+from stretto.runtime.negotiated import Kind, Op, Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from stretto.runtime.negotiated import Engine
 
 _log = get_logger(__name__)
+
+SEQUENCE = "gradients"
+"""What all ranks do in one order, one after the other; see Note [Sequences]."""
 
 _TICKETS = 2**20
 """Tickets travel as float32, which counts exactly up to 2 ** 24."""
@@ -76,7 +79,8 @@ class Rounds:
         """Begin the next round and return its ticket; wait for ranks once per `what`.
 
         Raises:
-            RankDisagreement: another rank begins a round of other rows.
+            RankDisagreement: another rank begins a round of other rows, or is at
+                another place.
             CommTimeout: a rank is lost.
         """
         self._abandon()
@@ -90,6 +94,7 @@ class Rounds:
                 op=what.op,
                 prescale=what.prescale,
                 postscale=what.postscale,
+                sequence=SEQUENCE,
             )
             self._exchanges[what] = exchange
         with self._lock:
@@ -110,6 +115,20 @@ class Rounds:
             ticket,
         )
         exchange.abandon()
+
+    def pause(self, name: str) -> None:
+        """Wait until all ranks are at this place, between rounds.
+
+        Args:
+            name: The place, for the message of ranks that are at another one.
+
+        Raises:
+            RankDisagreement: another rank begins a round, or is at another place.
+            CommTimeout: a rank is lost.
+        """
+        self._abandon()
+        place = Request(name=name, kind=Kind.BARRIER, sequence=SEQUENCE)
+        self._engine.submit(place).wait()
 
     def _opened(self, ticket: int) -> tuple[Exchange, RoundRows]:
         with self._lock:
@@ -133,6 +152,7 @@ class Rounds:
         """End the open round: wait until all ranks have its results.
 
         Raises:
+            RankDisagreement: another rank is at a round of other rows, or elsewhere.
             StrettoError: the round isn't open, or as `Exchange.wait`.
             SpecError: a flag is set on a rank.
         """

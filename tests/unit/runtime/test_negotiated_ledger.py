@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from stretto.errors import SpecError
 from stretto.runtime.negotiated.buckets import LaneLoads, Row, form_buckets
 from stretto.runtime.negotiated.ledger import (
+    Conflict,
     EndJoin,
     EndStep,
     Launch,
@@ -364,3 +365,93 @@ def test_a_name_forgotten_while_it_is_submitted_is_described_again() -> None:
     assert [d.name for d in ranks.enter(1) or []] == ["b"]
     second.submit(allreduce("a"))
     assert [d.name for d in ranks.settle()] == ["a"]
+
+
+class InSequence:
+    """A rank that makes requests and steps of sets one after the other."""
+
+    def __init__(self, ledger: Ledger, places: list[str]) -> None:
+        self.ledger = ledger
+        self.places = list(reversed(places))
+        self.sets: dict[str, int] = {}
+        self.at = ""
+        self.left = 0
+
+    def may_go_on(self) -> bool:
+        return bool(self.left or (self.places and not self.at))
+
+    def go_on(self) -> None:
+        """Submit the next tensor, or begin the next place."""
+        if not self.left:
+            self.at = self.places.pop()
+            if self.at not in self.sets:
+                kind = Kind.BARRIER if self.at == "pause" else Kind.REGISTER
+                members = (allreduce("a"), allreduce(f"b {self.at}"))
+                self.ledger.submit(
+                    Request(
+                        name=self.at,
+                        kind=kind,
+                        members=members if kind is Kind.REGISTER else (),
+                        sequence="s",
+                    )
+                )
+                return
+            self.left = 2
+        self.left -= 1
+        number = self.sets[self.at]
+        self.ledger.submit_member(number, self.left)
+        if not self.left:
+            self.ledger.vote(number, in_order=False, whole=True, unused=0)
+
+    def see(self, decisions: list) -> None:
+        for decision in decisions:
+            if isinstance(decision, Launch) and decision.name == self.at:
+                if decision.set_id >= 0:
+                    self.sets[self.at] = decision.set_id
+                    self.left = 2
+                else:
+                    self.at = ""
+            elif isinstance(decision, EndStep):
+                self.at = ""
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.integers(2, 4),
+    places=st.lists(st.sampled_from(["x", "y", "pause"]), max_size=6),
+    end=st.lists(st.sampled_from(["x", "y", "pause"]), min_size=2, max_size=2),
+)
+def test_ranks_conflict_where_their_sequences_differ_and_nowhere_else(
+    seed: int, size: int, places: list[str], end: list[str]
+) -> None:
+    chance = random.Random(seed)
+    ranks = Simulated(size)
+    differs = chance.randrange(size)
+    walks = [
+        InSequence(ledger, [*places, end[rank == differs]])
+        for rank, ledger in enumerate(ranks.ledgers)
+    ]
+    while True:
+        actions = [("go on", r) for r in range(size) if walks[r].may_go_on()]
+        actions += [("enter", r) for r in range(size) if ranks.may_enter(r)]
+        if not actions:
+            break
+        action, rank = chance.choice(actions)
+        if action == "go on":
+            walks[rank].go_on()
+            continue
+        decisions = ranks.enter(rank) or []
+        if decisions and isinstance(decisions[-1], Conflict):
+            break
+        for walk in walks:
+            walk.see(decisions)
+    if end[0] == end[1]:
+        assert not any(walk.at or walk.places for walk in walks)
+        return
+    assert not any(walk.places for walk in walks)
+    assert ranks.log[-1] == Conflict("s")
+    at = [ledger.place("s") for ledger in ranks.ledgers]
+    texts = {ledger.conflict(at) for ledger in ranks.ledgers}
+    (text,) = texts
+    assert f"rank {differs}: " in text

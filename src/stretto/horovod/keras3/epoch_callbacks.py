@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from stretto.errors import SpecError
+from stretto.errors import SpecError, StrettoError
 from stretto.horovod import world
+from stretto.horovod.exceptions import HorovodInternalError
 from stretto.horovod.keras3.model_state import broadcast_state, synchronize_variables
-from stretto.horovod.keras3.optimizer_class import turn_jit_off
+from stretto.horovod.keras3.optimizer_class import reduces, turn_jit_off
 from stretto.horovod.numpy_arrays import run
+from stretto.horovod.process_sets import global_process_set
 from stretto.horovod.reduce_ops import Average
 from stretto.horovod.torch.allreduce import allreduce_async
+from stretto.horovod.torch.functions import allgather_object
 from stretto.logs import get_logger
 
 if TYPE_CHECKING:
@@ -22,10 +25,58 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 
+def _require_equal_steps(steps: int | None) -> None:
+    """Require that all ranks have as many steps in an epoch.
+
+    Raises:
+        SpecError: they do not.
+    """
+    by_rank = allgather_object(steps, name="steps of an epoch")
+    known = {n for n in by_rank if n is not None}
+    if len(known) > 1:
+        rows = "; ".join(f"rank {rank}: {n}" for rank, n in enumerate(by_rank))
+        raise SpecError(
+            f"ranks have different numbers of steps in an epoch ({rows}): each step "
+            "needs all ranks. Give each rank as many batches, for instance with "
+            f"steps_per_epoch={min(known)}, or leave out the samples that are left "
+            "when they are divided."
+        )
+
+
+def _pause(model: Any, name: str) -> None:
+    """Wait for ranks that reduce gradients at a place where none is in a step.
+
+    Raises:
+        HorovodInternalError: a rank is lost, or is at another place.
+    """
+    if world.size() == 1 or not reduces(model):
+        return
+    if keras.backend.backend() == "jax":
+        import jax
+
+        jax.effects_barrier()  # steps are under way after they have returned
+    try:
+        world.current().member(global_process_set).rounds.pause(name)
+    except StrettoError as exc:
+        raise HorovodInternalError(str(exc)) from exc
+
+
+_END_OF_EPOCH = (
+    "the end of an epoch (fewer batches, or stopped, for instance by TerminateOnNaN)"
+)
+_END_OF_FIT = (
+    "the end of fit (fewer epochs, or stopped, for instance by EarlyStopping without "
+    "MetricAverage before it)"
+)
+
+
 class BroadcastInitialState(keras.callbacks.Callback):  # type: ignore[misc]
     """Start training on all ranks with one rank's weights and optimizer state.
 
-    Put it first. On TensorFlow it also turns jit_compile off, with one log line.
+    Put it first. On TensorFlow it also turns jit_compile off, with one log line. If
+    the optimizer reduces gradients, a rank that leaves an epoch or ``fit`` while others
+    are in a step ends all of them at once, by an error that names it. If it does not,
+    and Keras's own step trains the model, one log line says so.
 
     Args:
         root: The rank whose state is sent.
@@ -47,8 +98,18 @@ class BroadcastInitialState(keras.callbacks.Callback):  # type: ignore[misc]
         turn_jit_off(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast in each ``fit``, if the model is built."""
+        """Broadcast in each ``fit``, if the model is built.
+
+        Raises:
+            SpecError: ranks have different numbers of steps in an epoch, or different
+                variables.
+        """
         del logs
+        if world.size() > 1:
+            if reduces(self.model):
+                _require_equal_steps(self.params.get("steps"))
+            else:
+                self._warn_of_plain_optimizer()
         # Another `fit` may have another model, or weights from a file.
         self._is_done = False
         if self.model.built:
@@ -58,6 +119,39 @@ class BroadcastInitialState(keras.callbacks.Callback):  # type: ignore[misc]
         """Broadcast after the first step of a model that the step has built."""
         del batch, logs
         self._broadcast()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Wait for ranks that are still in the epoch.
+
+        Raises:
+            HorovodInternalError: a rank takes another step, or is lost.
+        """
+        del epoch, logs
+        _pause(self.model, _END_OF_EPOCH)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Wait for ranks that are still in ``fit``.
+
+        Raises:
+            HorovodInternalError: a rank takes another step, or is lost.
+        """
+        del logs
+        _pause(self.model, _END_OF_FIT)
+
+    def _warn_of_plain_optimizer(self) -> None:
+        """Warn that ranks train apart, unless the model's own step may reduce."""
+        optimizer = getattr(self.model, "optimizer", None)
+        # A class of the model's own may use a tape that reduces.
+        if optimizer is None or not type(self.model).__module__.startswith("keras."):
+            return
+        _log.warning(
+            "the optimizer of model %s, %s, does not reduce gradients: after this "
+            "start each rank trains its own model. Pass it to DistributedOptimizer "
+            "before compile(); a model from a file or a configuration has a plain one, "
+            "so read files with load_model of this package.",
+            self.model.name,
+            type(optimizer).__name__,
+        )
 
     def _broadcast(self) -> None:
         if not self._is_done:
@@ -78,6 +172,7 @@ class MetricAverage(keras.callbacks.Callback):  # type: ignore[misc]
         names = sorted(n for n, value in (logs or {}).items() if np.ndim(value) == 0)
         if not names or world.size() == 1:
             return
+        _pause(self.model, _END_OF_EPOCH)
         values = np.array([float(logs[name]) for name in names])
         averages = run(allreduce_async, values, name="metrics", op=Average)
         logs.update(zip(names, averages.tolist(), strict=True))

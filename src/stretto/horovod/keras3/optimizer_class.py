@@ -127,6 +127,11 @@ def turn_jit_off(model: Any) -> None:
         model.jit_compile = False
 
 
+def reduces(model: Any) -> bool:
+    """Return whether a model's optimizer reduces gradients over ranks."""
+    return isinstance(getattr(model, "optimizer", None), ReducingOptimizer)
+
+
 @functools.cache
 def _class_for(cls: type, reduce: Any) -> type:
     made = type(

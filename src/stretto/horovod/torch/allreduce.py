@@ -41,6 +41,7 @@ def _start(
     process_set: ProcessSet,
     *,
     grouped: bool,
+    sequence: str = "",
 ) -> Operation:
     reduction = reduction_of(op, average)
     require_no_adasum(reduction, "an all-reduce")
@@ -48,6 +49,7 @@ def _start(
         "op": ENGINE_OPS[reduction],
         "prescale": float(prescale_factor),
         "postscale": float(postscale_factor),
+        "sequence": sequence,
     }
     rows = [
         OperationRow(
@@ -256,6 +258,18 @@ def grouped_allreduce_(
     arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
     reduced: list[torch.Tensor] = synchronize(
         grouped_allreduce_async_(tensors, *arguments)
+    )
+    return reduced
+
+
+def reduced_in_sequence(
+    tensors: Sequence[torch.Tensor], name: str, op: ReduceOp, sequence: str
+) -> list[torch.Tensor]:
+    """Run `grouped_allreduce` as one of a sequence, see `Request.sequence`."""
+    outputs = [None] * len(tensors)
+    arguments = (None, name, op, 1.0, 1.0, global_process_set)
+    reduced: list[torch.Tensor] = synchronize(
+        _start(tensors, outputs, *arguments, grouped=True, sequence=sequence)
     )
     return reduced
 

@@ -25,6 +25,7 @@ from stretto.runtime.failure import FailureReporter
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.negotiated.api import Handle
 from stretto.runtime.negotiated.ledger import (
+    Conflict,
     EndJoin,
     EndStep,
     Launch,
@@ -58,6 +59,7 @@ _log = get_logger(__name__)
 _TICK_S = 1.0
 _CLOSE_S = 10.0
 _PRUNE_AT = 1000
+_PLACE_BYTES = 32
 _RIDERS = 4
 """A round may include the first of this many ready requests that fits."""
 
@@ -193,7 +195,9 @@ class ControlLoop(AbstractControlLoop):
             self._wake.notify()
         return [job.handle for job in jobs]
 
-    def register(self, name: str, requests: Sequence[Request]) -> SetSteps:
+    def register(
+        self, name: str, requests: Sequence[Request], sequence: str
+    ) -> SetSteps:
         """Declare a tensor set on all ranks."""
         names = [request.name for request in requests]
         others = [r.place for r in requests if r.kind is not Kind.ALLREDUCE]
@@ -205,7 +209,10 @@ class ControlLoop(AbstractControlLoop):
             )
         members = tuple(sorted(requests, key=lambda request: request.name))
         request = Request(
-            name=f"tensor set {name}", kind=Kind.REGISTER, members=members
+            name=f"tensor set {name}",
+            kind=Kind.REGISTER,
+            members=members,
+            sequence=sequence,
         )
         self.submit([(request, None, None)])[0].wait()
         return self._registered.pop(request.name)
@@ -289,6 +296,8 @@ class ControlLoop(AbstractControlLoop):
             # The first rank to give up reports why, in the same words on all ranks.
             first = self._notes.leave(str(cause))
             error = cause if first == str(cause) else CommTimeout(first)
+            with self._wake:  # before threads see their connections end
+                self.error = self.error or error
             self._abort()
         else:
             published = self._notes.found()
@@ -388,9 +397,7 @@ class ControlLoop(AbstractControlLoop):
         self._execute(rest, jobs)
         self._launching = {}
         if self._stalls.published:
-            with self._lock:
-                waiting = self._waiting()
-            self._stalls.publish(waiting)
+            self._publish()
         return True
 
     def _sleep(self) -> bool:
@@ -406,7 +413,9 @@ class ControlLoop(AbstractControlLoop):
                         break
                     self._wake.wait(pause_s)
                 else:
-                    self._wake.wait()
+                    self._wake.wait(self._tick_s if self._may_publish() else None)
+            if perf_counter() > self._ticked_s + self._tick_s:
+                self._tick()
         if perf_counter() > self._ticked_s + self._tick_s:
             self._tick()
         return True
@@ -448,6 +457,10 @@ class ControlLoop(AbstractControlLoop):
                 self.sets[decision.set_id].end_step(decision, self.control)
             elif isinstance(decision, EndJoin):
                 self._end_join(decision)
+            elif isinstance(decision, Conflict):
+                mine = self._ledger.place(decision.sequence)
+                places = self.control.exchange(mine, _PLACE_BYTES)
+                raise RankDisagreement(self._ledger.conflict(places))
 
     def _reduced(self, launch: Launch, job: PendingRequest | None) -> ReducedTensor:
         if job is None:  # this rank has joined
@@ -505,14 +518,32 @@ class ControlLoop(AbstractControlLoop):
         steps = [s.place for s in self.sets.values() if s.waits]
         return [*self._ledger.pending, *steps]
 
+    def _launched(self) -> list[str]:
+        """Return what all ranks have submitted, and what has not ended here."""
+        places = [s.place for s in self.sets.values() if s.is_launched]
+        pending = {job.handle for job in self._jobs.values()}
+        handles = self._outstanding - pending
+        return sorted(places + [h.place for h in handles if not h.poll()])
+
+    def _may_publish(self) -> bool:
+        """Return whether an idle engine has to publish something, or to clear it."""
+        if perf_counter() > self._ticked_s + self._tick_s:
+            self._outstanding = {h for h in self._outstanding if not h.poll()}
+        launched = any(s.is_launched for s in self.sets.values())
+        return bool(self._outstanding) or launched or self._stalls.published
+
+    def _publish(self) -> None:
+        with self._lock:
+            waiting, launched = self._waiting(), self._launched()
+        self._stalls.publish(waiting, launched)
+
     def _tick(self) -> None:
         """Check for stalls about every ``tick_s`` while this rank waits for others."""
         now_s = self._ticked_s = perf_counter()
+        self._publish()
         with self._lock:
-            waiting = self._waiting()
             jobs = list(self._jobs.values())
             sets = [s for s in self.sets.values() if s.waits]
-        self._stalls.publish(waiting)
         since: list[tuple[str, float, PendingRequest | SetSteps]] = [
             (job.request.place, job.submitted_s, job) for job in jobs
         ]

@@ -167,14 +167,22 @@ class Engine:
         """Submit a barrier, which ends when every rank has submitted it."""
         return self.submit(Request(name=name, kind=Kind.BARRIER))
 
-    def register(self, name: str, requests: Sequence[Request]) -> TensorSet:
+    def register(
+        self, name: str, requests: Sequence[Request], *, sequence: str = ""
+    ) -> TensorSet:
         """Declare tensors that every rank submits once per step; wait for all ranks.
+
+        Args:
+            name: Equal on all ranks.
+            requests: The all-reduces of a step.
+            sequence: As in `Request`: every rank registers and steps the sets of a
+                sequence one after the other, in the same order.
 
         Raises:
             SpecError: the requests are not all-reduces with distinct names.
             RankDisagreement: ranks registered different tensors.
         """
-        steps = self._core.register(name, requests)
+        steps = self._core.register(name, requests, sequence)
         return TensorSet(self, steps, [request.name for request in requests])
 
     def join(self, timeout_s: float | None = None) -> int:

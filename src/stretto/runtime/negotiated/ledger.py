@@ -16,10 +16,19 @@ the all-reduce until the others enter. Nothing can become ready everywhere befor
 rank has submitted something, so idle ranks need not take part, and an idle engine sends
 nothing. If all ranks wait for different requests, rounds would follow each other
 immediately; they are paced, see `stretto.runtime.negotiated.progress`.
+
+# Note [Sequences]
+A rank whose program makes one request of a sequence after the other can't submit
+another while one is under way. So if a round shows two places of a sequence that are
+begun somewhere and complete nowhere, no later round can complete either. Bits say
+"nothing of this is submitted here", for requests and for sets: one that a round clears
+is begun on some rank. Which rank is where is exchanged only then. What ends in a round
+ends on all ranks, so no rank is ahead of another by more than what this sees.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from dataclasses import dataclass, field
@@ -32,6 +41,7 @@ from stretto.runtime.negotiated.requests import (
     decode,
     difference,
     encode,
+    out_of_sequence,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +51,7 @@ _CLASSES = 32
 _SILENT = 1 << _CLASSES
 _HEAD_BITS = 64
 _SLOTS_STEP = 64
+_SET_BITS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +104,20 @@ class EndStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Conflict:
+    """Ranks are at different places of a sequence, and would wait for each other."""
+
+    sequence: str
+
+
+@dataclass(frozen=True, slots=True)
 class EndJoin:
     """All ranks have joined."""
 
     last: int
 
 
-Decision = Launch | Refuse | LaunchMembers | EndStep | EndJoin
+Decision = Launch | Refuse | LaunchMembers | EndStep | EndJoin | Conflict
 
 
 @dataclass(slots=True)
@@ -122,13 +140,22 @@ class _Entry:
 class _SetState:
     """The state of one tensor set in rounds."""
 
-    members: int
+    request: Request
+    """Which registered it."""
     submitted: int = 0
     launched: int = 0
     unused: int = 0
     vote: bool = False
     in_order: bool = False
     whole: bool = True
+
+    @property
+    def members(self) -> int:
+        return len(self.request.members)
+
+    @property
+    def is_begun(self) -> bool:
+        return self.vote or bool(self.submitted)
 
 
 @final
@@ -158,6 +185,8 @@ class Ledger:
         self._joined: set[int] = set()
         self._round = 0
         self._text = b""
+        self._places: dict[str, str] = {}
+        """Of each sequence, what this rank was at when the round began."""
 
     # This rank's actions.
 
@@ -251,16 +280,58 @@ class Ledger:
         at += 2 * slots
         for state in self._sets.values():
             members = (1 << state.members) - 1
+            ready, unused = state.submitted & ~state.launched, state.unused
+            votes = state.vote | state.in_order << 1 | state.whole << 2
+            votes |= (not state.is_begun) << 3
             if joined:
-                values = (True, False, True, members, members)
-            else:
-                ready = state.submitted & ~state.launched
-                values = (state.vote, state.in_order, state.whole, ready, state.unused)
-            vote, in_order, whole, ready, unused = values
-            vector |= (vote | in_order << 1 | whole << 2) << at
-            vector |= (ready | unused << state.members) << (at + 3)
-            at += 3 + 2 * state.members
+                votes, ready, unused = 0b1101, members, members
+            vector |= votes << at
+            vector |= (ready | unused << state.members) << (at + _SET_BITS)
+            at += _SET_BITS + 2 * state.members
+        self._places = {} if joined else self._places_now()
         return vector.to_bytes((at + 63) // 64 * 8, "little")
+
+    def _places_now(self) -> dict[str, str]:
+        """Return what this rank is at, of each sequence."""
+        places = {
+            state.request.sequence: f"set {set_id}"
+            for set_id, state in self._sets.items()
+            if state.request.sequence and state.is_begun
+        }
+        for request in self._pending.values():
+            slot = self._slot_of.get(request.name)
+            if request.sequence and slot is not None and self._bits >> slot & 1:
+                places[request.sequence] = f"slot {slot}"
+        return places
+
+    def place(self, sequence: str) -> bytes:
+        """Return what this rank is at, after a `Conflict`; see `conflict`."""
+        return self._places.get(sequence, "").encode()
+
+    def conflict(self, places: Sequence[bytes]) -> str:
+        """Return the text of a conflict, from every rank's `place`."""
+        by_rank = {}
+        for rank, text in enumerate(places):
+            kind, _, number = text.decode().partition(" ")
+            if kind == "set":
+                by_rank[self._names[rank]] = self._sets[int(number)].request.members
+            elif kind == "slot":
+                entry = self._entry(int(number))
+                request = entry.of(rank)
+                by_rank[self._names[rank]] = request.members or self._group_of(entry)
+        return out_of_sequence(by_rank)
+
+    def _group_of(self, entry: _Entry) -> tuple[Request, ...]:
+        """Return the requests of an entry's group, with names that say their order."""
+        group = entry.base.group
+        if not group:
+            return (entry.base,)
+        bases = [e.base for e in self._slots if e is not None]
+        rows = sorted((b for b in bases if b.group == group), key=_number_and_name)
+        return tuple(
+            dataclasses.replace(b, name=f"tensor {i}", group="", group_size=0)
+            for i, b in enumerate(rows)
+        )
 
     def announces(self, agreed: bytes) -> int:
         """Return the room in bytes for each announcement; 0 means no announcements."""
@@ -284,6 +355,7 @@ class Ledger:
         ready = vector & every & ~idle
         section = vector >> (2 * slots)
         decisions: list[Decision] = []
+        conflicts = self._conflicts(every & ~(ready | idle), section)
         announced: dict[str, set[int]] = {}
         if announcements is not None:
             announced = self._enter(announcements, idle)
@@ -297,7 +369,29 @@ class Ledger:
         self._decide(names, decisions)
         if announcements is not None:
             self._enter_joined(announcements, decisions)
-        return decisions
+        return decisions + conflicts
+
+    def _conflicts(self, partly: int, section: int) -> list[Decision]:
+        """Return sequences of which ranks are at different places.
+
+        Args:
+            partly: Bits of the slots that some ranks, not all, have submitted.
+            section: The agreed bits of tensor sets.
+        """
+        begun: dict[str, set[str]] = {}
+        for set_id, state in self._sets.items():
+            is_idle, vote = section >> 3 & 1, section & 1
+            section >>= _SET_BITS + 2 * state.members
+            if state.request.sequence and not (is_idle or vote):
+                begun.setdefault(state.request.sequence, set()).add(f"set {set_id}")
+        for slot in _set_bits(partly):
+            entry = self._slots[slot]
+            if entry is not None and entry.base.sequence:
+                place = entry.base.group or f"slot {slot}"
+                begun.setdefault(entry.base.sequence, set()).add(place)
+        return [
+            Conflict(name) for name, places in sorted(begun.items()) if len(places) > 1
+        ]
 
     # Reading announcements.
 
@@ -458,7 +552,7 @@ class Ledger:
         set_id = -1
         if request.kind is Kind.REGISTER:
             set_id, self._next_set = self._next_set, self._next_set + 1
-            self._sets[set_id] = _SetState(members=len(request.members))
+            self._sets[set_id] = _SetState(request)
         elif request.kind is Kind.UNREGISTER:
             del self._sets[request.shape[0]]
         return set_id
@@ -467,7 +561,7 @@ class Ledger:
         for set_id, state in list(self._sets.items()):
             members = (1 << state.members) - 1
             vote, in_order, whole = section & 1, section >> 1 & 1, section >> 2 & 1
-            section >>= 3
+            section >>= _SET_BITS
             ready = section & members & ~state.launched
             unused = section >> state.members & members
             section >>= 2 * state.members
@@ -478,7 +572,7 @@ class Ledger:
                 decisions.append(
                     EndStep(set_id, bool(in_order), bool(whole), unused),
                 )
-                self._sets[set_id] = _SetState(members=state.members)
+                self._sets[set_id] = _SetState(state.request)
 
     def _enter_joined(
         self, announcements: Sequence[bytes], decisions: list[Decision]
@@ -505,6 +599,11 @@ class Ledger:
         if entry is None:
             raise AssertionError(f"slot {slot} is empty")
         return entry
+
+
+def _number_and_name(request: Request) -> tuple[int, str]:
+    """Return a key by which ``a.10`` comes after ``a.9``."""
+    return len(request.name), request.name
 
 
 def _set_bits(bits: int) -> Iterator[int]:

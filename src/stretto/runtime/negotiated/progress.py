@@ -71,35 +71,48 @@ class StallDetector:
     """Names the ranks that have not submitted what this rank waits for.
 
     A rank in a round can't see which ranks are missing from it. So a rank that has
-    waited for one tick writes its pending requests into the store, and a rank that is
-    about to warn reads what the others wrote: a rank that did not write a request has
-    not submitted it. None of this runs before a rank has waited that long.
+    waited for one tick writes its requests into the store, and a rank that is about to
+    warn reads what the others wrote: a rank that did not write a request has not
+    submitted it. None of this runs before a rank has waited that long.
+
+    A rank that is stopped may have sent its last bits to some ranks and not to others.
+    So what is launched on one rank may still be pending on another, and ranks write
+    both.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._store = PrefixStore("stall", ranks.store)
-        self._published: list[str] = []
+        self._published: tuple[list[str], list[str]] = ([], [])
         self._missing: dict[str, list[int]] = {}
 
     @property
     def published(self) -> bool:
         """Whether other ranks can read that this rank waits for a request."""
-        return bool(self._published)
+        return self._published != ([], [])
 
-    def publish(self, waiting: Sequence[str]) -> None:
-        """Publish what this rank waits for; an empty list clears it."""
-        mine = list(waiting[:_MAX_NAMES])
-        self._missing = {p: r for p, r in self._missing.items() if p in mine}
+    def publish(self, waiting: Sequence[str], launched: Sequence[str]) -> None:
+        """Publish what this rank waits for; empty lists clear it.
+
+        Args:
+            waiting: What other ranks may not have submitted.
+            launched: What all ranks have submitted, and what has not ended here.
+        """
+        mine = (list(waiting[:_MAX_NAMES]), list(launched[:_MAX_NAMES]))
+        self._missing = {p: r for p, r in self._missing.items() if p in mine[0]}
         if mine != self._published:
             self._store.set(str(self._ranks.rank), json.dumps(mine))
             self._published = mine
 
     def missing(self, place: str) -> list[int]:
-        """Return the ranks that do not wait for ``place``, for which this one waits."""
-        others = [r for r in range(self._ranks.size) if r != self._ranks.rank]
-        self._missing[place] = [r for r in others if place not in self._waiting(r)]
-        return self._missing[place]
+        """Return the ranks that have not submitted ``place``, as this one has."""
+        found = []
+        for rank in range(self._ranks.size):
+            waiting, launched = self._of(rank)
+            if rank != self._ranks.rank and place not in {*waiting, *launched}:
+                found.append(rank)
+        self._missing[place] = found
+        return found
 
     def last_missing(self, place: str) -> list[int]:
         """Return the last result of `missing`, without a request to the store."""
@@ -111,7 +124,8 @@ class StallDetector:
         If each waits for the other, they probably use different names for one request.
         """
         for rank in ranks:
-            others = [p for p in self._waiting(rank) if p not in self._published]
+            mine = {*self._published[0], *self._published[1]}
+            others = [p for p in self._of(rank)[0] if p not in mine]
             if others:
                 more = f" and {len(others) - 1} more" if len(others) > 1 else ""
                 return (
@@ -121,11 +135,12 @@ class StallDetector:
                 )
         return ""
 
-    def _waiting(self, rank: int) -> list[str]:
+    def _of(self, rank: int) -> tuple[list[str], list[str]]:
+        """Return what a rank waits for, and what is launched and has not ended."""
         if not self._store.check([str(rank)]):
-            return []
-        found: list[str] = json.loads(self._store.get(str(rank)))
-        return found
+            return [], []
+        waiting, launched = json.loads(self._store.get(str(rank)))
+        return waiting, launched
 
 
 @final

@@ -113,6 +113,11 @@ class Request:
     members: tuple[Request, ...] = ()
     """For register: the tensor set's members, sorted by name."""
 
+    sequence: str = ""
+    """Requests of one sequence, and steps of its tensor sets, are made one at a time,
+    in the same order on every rank. Ranks at different ones fail, instead of waiting.
+    """
+
     def __post_init__(self) -> None:
         if not self.name:
             raise SpecError("a request's name must not be empty")
@@ -211,6 +216,28 @@ def difference(by_rank: Sequence[Request], names: Sequence[int]) -> str | None:
 def _members_differ(
     values: Mapping[tuple[Request, ...], Sequence[int]], name: str
 ) -> str:
+    found = _first_difference(values)
+    if found is None:
+        return f"ranks registered {name!r} with different members"
+    member, key, text = found
+    if key:
+        return (
+            f"ranks registered {member!r} of {name!r} with different {key}: {text}. "
+            "Build the same model everywhere."
+        )
+    return (
+        f"ranks registered different tensors as {name!r}: {member!r} {text}. Build "
+        "the same model everywhere."
+    )
+
+
+def _first_difference(
+    values: Mapping[tuple[Request, ...], Sequence[int]],
+) -> tuple[str, str, str] | None:
+    """Return the first member that differs, in what, and how; by rank.
+
+    What differs is empty if only some ranks have the member.
+    """
     tables = [({m.name: m for m in members}, who) for members, who in values.items()]
     (mine, my_ranks), (theirs, their_ranks) = tables[:2]
     for member in sorted({*mine, *theirs}):
@@ -218,21 +245,48 @@ def _members_differ(
             has, lacks = (
                 (my_ranks, their_ranks) if member in mine else (their_ranks, my_ranks)
             )
-            return (
-                f"ranks registered different tensors as {name!r}: {member!r} exists "
-                f"on {_ranks(has)}, not on {_ranks(lacks)}. Build the same model "
-                "everywhere."
-            )
+            return member, "", f"exists on {_ranks(has)}, not on {_ranks(lacks)}"
         for key in _COMMON:
             a, b = getattr(mine[member], key), getattr(theirs[member], key)
             if a != b:
-                return (
-                    f"ranks registered {member!r} of {name!r} with different "
-                    f"{_WORDS[key]}: {_ranks(my_ranks)}: {_shown(a)}; "
-                    f"{_ranks(their_ranks)}: {_shown(b)}. Build the same model "
-                    "everywhere."
-                )
-    return f"ranks registered {name!r} with different members"
+                text = f"{_ranks(my_ranks)}: {_shown(a)}; "
+                text += f"{_ranks(their_ranks)}: {_shown(b)}"
+                return member, _WORDS[key], text
+    return None
+
+
+def out_of_sequence(by_rank: Mapping[int, tuple[Request, ...]]) -> str:
+    """Return the text of ranks that are at different places of a sequence.
+
+    ``by_rank`` contains the tensors that each rank reduces, or one request of another
+    kind; ranks that have not begun are left out.
+    """
+    places: dict[tuple[Request, ...], list[int]] = {}
+    for rank, requests in by_rank.items():
+        places.setdefault(requests, []).append(rank)
+    parts = []
+    for requests, who in places.items():
+        if all(request.kind is Kind.ALLREDUCE for request in requests):
+            count = len(requests)
+            what = f"{count} tensor{'' if count == 1 else 's'} to reduce"
+        else:
+            what = requests[0].name
+        parts.append(f"{_ranks(who)}: {what}")
+    text = f"ranks are at different places of the program: {'; '.join(parts)}. "
+    reducing = {
+        requests: who
+        for requests, who in places.items()
+        if all(request.kind is Kind.ALLREDUCE for request in requests)
+    }
+    found = _first_difference(reducing) if len(reducing) > 1 else None
+    if found is not None:
+        member, key, how = found
+        differs = f"differs in its {key} ({how})" if key else how
+        text += f"{member!r} {differs}. "
+    return text + (
+        "Every rank must reduce the same tensors in each step, and take the same "
+        "number of steps; what a rank lacks is zeros there."
+    )
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -191,6 +191,9 @@ class SetSteps:
         self._result: tuple[list[int], bool] | None = None
         self._whole = True
         self.waits = False
+        """Whether it is submitted here, and perhaps not on other ranks."""
+        self.is_launched = False
+        """Whether it is submitted on all ranks, and has not ended here."""
         self._ended.clear()
 
     # Called by users' threads.
@@ -382,7 +385,7 @@ class SetSteps:
             # This step ends in its own order; wait() changes it.
             self._next_stable = following
             self._result = (unused, decision.whole)
-            self.waits = False
+            self.waits, self.is_launched = False, took_part
             if not took_part:
                 self.stable = following
                 self._reset()
