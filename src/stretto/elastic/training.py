@@ -482,7 +482,9 @@ class Elastic:
         view = client.newest
         if view.generation <= group.generation:
             return
-        if self._only_grows(view) and not self._leaves_now():
+        # A view that came while this rank followed one has ended the latter.
+        leaves = group.has_ended or not self._only_grows(view) or self._leaves_now()
+        if not leaves:
             return
         self._follow()
 

@@ -218,6 +218,14 @@ class MemberGroup:
         default = dist.distributed_c10d._get_default_group()  # noqa: SLF001
         return self._model._join_ranks(default, note)  # noqa: SLF001
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the present generation has been ended, and its connections with it.
+
+        A rank alone makes no collective that would fail.
+        """
+        return self._ended >= self.generation
+
     def built(self) -> None:
         """The generation's groups and lanes exist, or their making was given up."""
         with self._lock:
@@ -259,7 +267,7 @@ class MemberGroup:
         self._parked = [part for part in parts if part is not None]
 
     def _require_current(self) -> None:
-        if self._ended >= self.generation:
+        if self.has_ended:
             raise CommTimeout(f"membership {self.generation} has ended")
 
     def _new_sockets(self) -> set[Socket]:
