@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from stretto.errors import SpecError
 from stretto.logs import get_logger
+from stretto.rank_variables import Place, launched_place, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,35 +19,6 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _MIN_UNIT_BYTES = 64 * 2**10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A rank's place, as far as its launcher sets it; ``None`` if it does not."""
-
-    rank: int
-
-    size: int
-
-    local_rank: int | None = None
-
-    local_size: int | None = None
-
-    host: int | None = None
-    """Index of the host."""
-
-    address: str = "127.0.0.1"
-    """Address of rank 0's store."""
-
-    port: int = 29500
-
-    def __post_init__(self) -> None:
-        if self.size < 1 or not 0 <= self.rank < self.size:
-            raise SpecError(
-                f"rank must be from 0 to size - 1, got rank {self.rank} of "
-                f"{self.size}: see RANK and WORLD_SIZE, or HOROVOD_RANK and "
-                "HOROVOD_SIZE"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +53,14 @@ class HorovodSettings:
     """HOROVOD_TIMELINE_MARK_CYCLES."""
 
 
-_PLACE_NAMES = (
+_HOROVOD_NAMES = (
     *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    *("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"),
+    "HOROVOD_CROSS_RANK",
+)
+"""In the order of `stretto.rank_variables.NAMES`."""
+
+_PLACE_NAMES = (
+    *(*_HOROVOD_NAMES, "HOROVOD_CROSS_SIZE"),
     *("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
 )
 
@@ -118,30 +95,14 @@ def place(environment: Mapping[str, str]) -> Place | None:
     Raises:
         SpecError: a value is not a number, or a rank is outside of its size.
     """
-    prefix, size_name = ("", "WORLD_SIZE")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-    if "RANK" not in environment or size_name not in environment:
-        prefix = "HOROVOD_"
-        names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK")
-    numbers = [_number(environment, prefix + name) for name in names]
-    rank, size, local_rank, local_size, host = numbers
-    if rank is None or size is None:
-        return None
-    found = Place(
-        rank=rank, size=size, local_rank=local_rank, local_size=local_size, host=host
-    )
-    for address, port in (
-        ("MASTER_ADDR", "MASTER_PORT"),
-        ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
-    ):
-        if address in environment:
-            number = _number(environment, port)
-            return replace(
-                found,
-                address=environment[address],
-                port=found.port if number is None else number,
-            )
-    return found
+    found = launched_place(environment)
+    if found is None:
+        found = launched_place(environment, _HOROVOD_NAMES)
+    address = environment.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    if found is None or not address or "MASTER_ADDR" in environment:
+        return found
+    port = whole_number(environment, "HOROVOD_GLOO_RENDEZVOUS_PORT")
+    return replace(found, address=address, port=found.port if port is None else port)
 
 
 def settings(environment: Mapping[str, str]) -> HorovodSettings:
@@ -150,7 +111,7 @@ def settings(environment: Mapping[str, str]) -> HorovodSettings:
     Raises:
         SpecError: a value is not a number, or breaks its rule.
     """
-    unit_bytes = _number(environment, "HOROVOD_FUSION_THRESHOLD")
+    unit_bytes = whole_number(environment, "HOROVOD_FUSION_THRESHOLD")
     if unit_bytes is not None and unit_bytes < _MIN_UNIT_BYTES:
         _log.warning(
             "HOROVOD_FUSION_THRESHOLD=%d is raised to %d: tensors are also cut into "
@@ -166,8 +127,8 @@ def settings(environment: Mapping[str, str]) -> HorovodSettings:
     return HorovodSettings(
         unit_bytes=unit_bytes,
         cycle_s=None if cycle_ms is None else cycle_ms / 1000,
-        lanes=_number(environment, "HOROVOD_NUM_NCCL_STREAMS"),
-        known_requests=_number(environment, "HOROVOD_CACHE_CAPACITY") or None,
+        lanes=whole_number(environment, "HOROVOD_NUM_NCCL_STREAMS"),
+        known_requests=whole_number(environment, "HOROVOD_CACHE_CAPACITY") or None,
         stall_s=stall_s,
         timeout_s=_decimal(environment, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or None,
         dynamic_process_sets=_flag(environment, "HOROVOD_DYNAMIC_PROCESS_SETS"),
@@ -186,16 +147,6 @@ def unknown(environment: Mapping[str, str]) -> list[str]:
         and name not in known
         and not name.startswith(_OWN_PREFIX)
     )
-
-
-def _number(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name)
-    if not text:
-        return None
-    try:
-        return int(text)
-    except ValueError as exc:
-        raise SpecError(f"{name} must be a whole number, got {text!r}") from exc
 
 
 def _decimal(environment: Mapping[str, str], name: str) -> float | None:

@@ -29,7 +29,7 @@ from stretto.runtime.store import ranks_of, store_lost
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stretto.horovod.environment import Place
+    from stretto.rank_variables import Place
 
 _HashStore: Any = dist.HashStore  # type: ignore[attr-defined]
 

@@ -15,7 +15,7 @@ from stretto.runtime.store import missing_after, store_lost
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stretto.horovod.environment import Place
+    from stretto.rank_variables import Place
     from stretto.runtime.ranks import Ranks
 
 

@@ -57,7 +57,6 @@ def _in_jax(gradients: Sequence[Any], op: ReduceOp) -> list[Any]:
 
 def _in_torch(gradients: Sequence[Any], op: ReduceOp) -> list[Any]:
     from stretto.horovod.torch.allreduce import reduced_in_sequence
-    from stretto.runtime.rounds import SEQUENCE
 
     results = list(gradients)
     sent = [i for i, gradient in enumerate(results) if gradient is not None]
@@ -66,7 +65,7 @@ def _in_torch(gradients: Sequence[Any], op: ReduceOp) -> list[Any]:
         # A name for each model: the engine keeps a group's members by its name.
         shapes = repr([(t.dtype, tuple(t.shape)) for t in tensors])
         name = f"gradients {zlib.crc32(shapes.encode())}"
-        reduced = reduced_in_sequence(tensors, name, op, SEQUENCE)
+        reduced = reduced_in_sequence(tensors, name, op)
         for i, value in zip(sent, reduced, strict=True):
             results[i] = value
     return results

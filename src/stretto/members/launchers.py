@@ -11,13 +11,14 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stretto.rank_variables import launched_place, whole_number
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 AGENT_STORE_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 """``True`` where torchrun's own process serves the store at ``MASTER_PORT``."""
 
-_PORT = 29500
 _SLURM_PORTS = range(15_000, 30_000)
 """A job's number chooses one, so that jobs on one host get different ones."""
 
@@ -80,19 +81,21 @@ def launcher_of(environment: Mapping[str, str]) -> Launcher:
 
 
 def placement_of(environment: Mapping[str, str]) -> Placement | None:
-    """Return this process's place, or ``None`` if no launcher has started it."""
-    if {"RANK", "WORLD_SIZE"} <= environment.keys():
-        port = int(environment.get("MASTER_PORT", _PORT))
-        if environment.get(AGENT_STORE_VARIABLE) == "True":
-            port += 1  # the launcher's own store listens there
-        local_size = environment.get("LOCAL_WORLD_SIZE")
+    """Return this process's place, or ``None`` if no launcher has started it.
+
+    Raises:
+        SpecError: a variable is not a number, or a rank is outside of its size.
+    """
+    if (found := launched_place(environment)) is not None:
+        # On one more than the port, where the launcher's own store listens at it.
+        uses_port = environment.get(AGENT_STORE_VARIABLE) == "True"
         return Placement(
-            rank=int(environment["RANK"]),
-            size=int(environment["WORLD_SIZE"]),
-            local_rank=int(environment.get("LOCAL_RANK", "0")),
-            local_size=None if local_size is None else int(local_size),
-            address=environment.get("MASTER_ADDR", "127.0.0.1"),
-            port=port,
+            rank=found.rank,
+            size=found.size,
+            local_rank=found.local_rank or 0,
+            local_size=found.local_size,
+            address=found.address,
+            port=found.port + uses_port,
         )
     # A batch script has SLURM_PROCID and SLURM_NTASKS, too, but is not a step of srun.
     if {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS"} <= environment.keys():
@@ -123,20 +126,19 @@ def _of_slurm(environment: Mapping[str, str]) -> Placement:
         "SLURM_JOB_NODELIST", ""
     )
     number = int(job) if job.isdecimal() else 0
-    port = environment.get("MASTER_PORT") or _SLURM_PORTS[number % len(_SLURM_PORTS)]
+    port = whole_number(environment, "MASTER_PORT")
+    size = whole_number(environment, "SLURM_STEP_NUM_TASKS")
     return Placement(
-        rank=int(environment["SLURM_PROCID"]),
-        size=int(
-            environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"]
-        ),
-        local_rank=int(environment.get("SLURM_LOCALID", "0")),
+        rank=whole_number(environment, "SLURM_PROCID") or 0,
+        size=size or whole_number(environment, "SLURM_NTASKS") or 1,
+        local_rank=whole_number(environment, "SLURM_LOCALID") or 0,
         local_size=tasks_of_node(
             environment.get("SLURM_STEP_TASKS_PER_NODE")
             or environment.get("SLURM_TASKS_PER_NODE", ""),
-            int(environment.get("SLURM_NODEID", "0")),
+            whole_number(environment, "SLURM_NODEID") or 0,
         ),
         address=environment.get("MASTER_ADDR") or first_host(names) or "127.0.0.1",
-        port=int(port),
+        port=port or _SLURM_PORTS[number % len(_SLURM_PORTS)],
         job=f"slurm-{job}.{step}",
     )
 

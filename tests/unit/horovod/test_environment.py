@@ -8,8 +8,9 @@ import pytest
 from torch.distributed import HashStore
 
 from stretto.errors import SpecError
-from stretto.horovod.environment import HorovodSettings, Place, place, settings, unknown
+from stretto.horovod.environment import HorovodSettings, place, settings, unknown
 from stretto.horovod.topology import arrange, exchange
+from stretto.rank_variables import Place
 from stretto.runtime.ranks import Ranks
 
 TORCHRUN = {

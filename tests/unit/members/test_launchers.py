@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from stretto.errors import SpecError
 from stretto.members.launchers import (
     Launcher,
     first_host,
@@ -45,6 +46,20 @@ def test_launchers_are_told_apart(
 )
 def test_the_first_host_of_a_list(names: str, first: str) -> None:
     assert first_host(names) == first
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"RANK": "x", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "any"},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        SRUN | {"SLURM_PROCID": "x"},
+    ],
+)
+def test_a_variable_that_is_no_number_is_named(wrong: dict[str, str]) -> None:
+    with pytest.raises(SpecError, match=r"must be a whole number|see RANK"):
+        placement_of(wrong)
 
 
 def test_tasks_of_each_node() -> None:

@@ -22,6 +22,7 @@ from stretto.horovod.torch.submission import (
     through,
 )
 from stretto.runtime.negotiated import Kind
+from stretto.runtime.rounds import SEQUENCE
 from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
@@ -263,13 +264,17 @@ def grouped_allreduce_(
 
 
 def reduced_in_sequence(
-    tensors: Sequence[torch.Tensor], name: str, op: ReduceOp, sequence: str
+    tensors: Sequence[torch.Tensor], name: str, op: ReduceOp
 ) -> list[torch.Tensor]:
-    """Run `grouped_allreduce` as one of a sequence, see `Request.sequence`."""
+    """Run `grouped_allreduce` as one of the reductions of `Rounds`.
+
+    Raises:
+        HorovodInternalError: another rank reduces other tensors, or is lost.
+    """
     outputs = [None] * len(tensors)
     arguments = (None, name, op, 1.0, 1.0, global_process_set)
     reduced: list[torch.Tensor] = synchronize(
-        _start(tensors, outputs, *arguments, grouped=True, sequence=sequence)
+        _start(tensors, outputs, *arguments, grouped=True, sequence=SEQUENCE)
     )
     return reduced
 
