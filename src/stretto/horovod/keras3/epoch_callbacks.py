@@ -52,9 +52,9 @@ def _pause(model: Any, name: str) -> None:
     if world.size() == 1 or not reduces(model):
         return
     if keras.backend.backend() == "jax":
-        import jax
-
-        jax.effects_barrier()  # steps are under way after they have returned
+        # Steps are under way after they have returned.
+        synchronize_variables(model)
+        keras.ops.convert_to_numpy(model.optimizer.iterations)
     try:
         world.current().member(global_process_set).rounds.pause(name)
     except StrettoError as exc:
