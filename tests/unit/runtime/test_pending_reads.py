@@ -85,7 +85,8 @@ def _first(w: list[torch.Tensor]) -> torch.Tensor:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
+    # A DeprecationWarning, or a FutureWarning from torch 2.14 on.
+    warnings.simplefilter("ignore")
     SCRIPTED = torch.jit.script(_doubled)
     SCRIPTED_LIST = torch.jit.script(_first)
 
