@@ -158,6 +158,7 @@ class Display:
         if (
             self._tree.called(call) not in ("open", "gzip.open")
             or path is None
+            or mode is None
             or any(a.star for a in call.args)
             or any(c in self._tree.text(mode) for c in "x+")
         ):
