@@ -1663,6 +1663,43 @@ for _name, _function in BY_PLACE.items():
     )
 
 
+class ComputesAgain(torch.autograd.Function):
+    """Runs a module, and again in backward, where it reads the module's parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: nn.Module, *_: Tensor) -> Tensor:
+        ctx.part = part
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            found: Tensor = part(x)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        held = list(ctx.part.parameters())
+        with torch.enable_grad():
+            to_x, *rest = torch.autograd.grad(ctx.part(x), [x, *held], grad)
+        return to_x, None, *rest
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.part = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = ComputesAgain.apply(self.first(x), self.part, *self.part.parameters())
+        found: Tensor = self.last(h)
+        return found
+
+
+@right(flat)
+def gradients_within_a_functions_backward() -> nn.Module:
+    return Reversible()
+
+
 @right(flat)
 def squeezed_sample() -> nn.Module:
     return Between(lambda h: h[:, None].squeeze())

@@ -214,6 +214,9 @@ def _observed(run: Any) -> Any:
             for model in models():
                 model.before_backward(t_outputs)
         first = next(_numbers)
+        is_inner = torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        before = is_inner_grad()
+        _thread.is_inner_grad = is_inner and not kwargs.get("accumulate_grad", True)
         try:
             return run(t_outputs, *args, **kwargs)
         except BaseException as exc:
@@ -222,8 +225,22 @@ def _observed(run: Any) -> Any:
                     has_ended = _backwards.get(model, 0) > first
                     model.report_failure(exc, has_ended=has_ended)
             raise
+        finally:
+            _thread.is_inner_grad = before
 
     return observed
+
+
+_thread = threading.local()
+
+
+def is_inner_grad() -> bool:
+    """Return whether this thread runs a `torch.autograd.grad` within a backward.
+
+    A function that computes its forward again in its backward, such as a reversible
+    block, returns what it gets there as a gradient of its own inputs.
+    """
+    return getattr(_thread, "is_inner_grad", False)
 
 
 def _joined_unscale(unscale: Any) -> Any:
