@@ -124,6 +124,40 @@ def test_horovods_variables_make_a_job(tmp_path: Path) -> None:
         assert log.count("no effect") == 1
 
 
+def test_a_rank_that_was_late_meets_the_others_when_they_try_again(
+    tmp_path: Path,
+) -> None:
+    found = launch(
+        tmp_path,
+        """
+        import time
+        from pathlib import Path
+
+        failed = Path(__file__).with_name("failed")
+        hvd.init()
+        hvd.shutdown()
+        text = ""
+        if os.environ["HOROVOD_RANK"] == "0":
+            os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "0.2"
+            try:
+                hvd.init()
+            except hvd.HorovodInternalError as exc:
+                text = str(exc)
+            os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "60"
+            failed.touch()
+        os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "60"
+        while not failed.exists():
+            time.sleep(0.01)
+        hvd.init()
+        total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+        print(json.dumps([total, text]))
+        """,
+        by_horovod(2),
+    )
+    assert [total for (total, _), _ in found] == [2.0, 2.0]
+    assert "rank 1 did not arrive" in found[0][0][1]
+
+
 def test_starting_and_ending_leaves_nothing(tmp_path: Path) -> None:
     found = launch(
         tmp_path,

@@ -4,7 +4,7 @@
 A process group made by `init` ends with `shutdown`; its store does not. A new store at
 the same address would have to wait until the old one is gone on every rank, and the
 agent's store under torchrun keeps its keys. So a process has one store, and each `init`
-has its own keys in it, numbered by a counter in the store.
+has its own keys in it, numbered as `attempts` says.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.distributed.rendezvous import rendezvous
 
+from stretto.errors import StrettoError
+from stretto.horovod.attempts import begin_attempt
 from stretto.runtime import backends
 from stretto.runtime.ranks import Ranks
 from stretto.runtime.store import ranks_of, store_lost
@@ -48,6 +50,7 @@ def meet(
 
     Raises:
         ValueError: this rank is not one of ``members``.
+        CommTimeout: a rank did not arrive in time, or the store is lost.
         RuntimeError: rank 0 was not found at its address.
     """
     made = None
@@ -64,14 +67,32 @@ def meet(
         )
     else:
         made, ranks = _make_group(place, timeout_s)
+    if members is not None:
+        ranks = _part(ranks, members)
+    try:
+        return _numbered(ranks), made
+    except BaseException:
+        part(made)
+        raise
+
+
+_PURPOSE = "call hvd.init()"
+
+
+def _numbered(ranks: Ranks) -> Ranks:
+    """Return the ranks with keys of their own for this `init`, once all have met.
+
+    Raises:
+        CommTimeout: a rank did not arrive, or the store is lost.
+    """
     store = PrefixStore("horovod", ranks.store)
     try:
-        serial = store.add(f"serial/{ranks.rank}", 1)
+        number = begin_attempt(ranks, PrefixStore("attempts", store), _PURPOSE)
     except RuntimeError as exc:
-        raise store_lost(ranks, "call hvd.init()", exc) from exc
-    store = PrefixStore(f"{serial}", store)
-    ranks = dataclasses.replace(ranks, store=store)
-    return (ranks if members is None else _part(ranks, members)), made
+        if isinstance(exc, StrettoError):
+            raise
+        raise store_lost(ranks, _PURPOSE, exc) from exc
+    return dataclasses.replace(ranks, store=PrefixStore(f"{number}", store))
 
 
 def _part(ranks: Ranks, members: Sequence[int]) -> Ranks:
@@ -96,19 +117,32 @@ def _make_group(place: Place, timeout_s: float | None) -> tuple[Any, Ranks]:
             f"tcp://{place.address}:{place.port}", place.rank, place.size
         )
         _stores[key] = next(iter(found))[0]
-    outer = _stores[key]
-    serial = outer.add(f"horovod/groups/{place.rank}", 1)
-    hook = sys.excepthook
-    dist.init_process_group(
-        # On a GPU, the tensors' device selects the backend.
-        backends.process_group_backend(),
-        store=PrefixStore(f"horovod/{serial}", outer),
+    store = PrefixStore("horovod", _stores[key])
+    limit_s = timeout_s or default_pg_timeout.total_seconds()
+    ranks = Ranks(
         rank=place.rank,
-        world_size=place.size,
-        timeout=default_pg_timeout
-        if timeout_s is None
-        else timedelta(seconds=timeout_s),
+        size=place.size,
+        names=tuple(range(place.size)),
+        store=store,
+        timeout_s=limit_s,
     )
+    hook = sys.excepthook
+    try:
+        number = begin_attempt(ranks, PrefixStore("attempts", store), _PURPOSE)
+        # Ranks meet under a group's number, and an attempt that failed has used one up.
+        dist.distributed_c10d._world.group_count = 0  # noqa: SLF001
+        dist.init_process_group(
+            # On a GPU, the tensors' device selects the backend.
+            backends.process_group_backend(),
+            store=PrefixStore(f"{number}", store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timedelta(seconds=limit_s),
+        )
+    except RuntimeError as exc:
+        if isinstance(exc, StrettoError):
+            raise
+        raise store_lost(ranks, _PURPOSE, exc) from exc
     group = dist.distributed_c10d._get_default_group()  # noqa: SLF001
     _hooks[group] = (hook, sys.excepthook)
     return group, ranks_of(group, timeout_s=timeout_s)
