@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch.distributed as dist
 
 from stretto.errors import CommTimeout, PlanMismatch, StrettoError
+from stretto.process_identity import State
 from stretto.runtime.backends.base import AbstractBackend, AbstractLanes
 from stretto.runtime.presence import Wait, call_aside, is_communication_error
 from stretto.runtime.ranks import timeout_of
@@ -271,7 +272,25 @@ class GlooLanes(AbstractLanes):
                 why = loss_message(ranks, gone, lost)
                 return CommTimeout(f"{ranks.name(ranks.rank)} can't {purpose}: {why}")
             time.sleep(_LOOK_EVERY_S)
+        if is_store and (stopped := self._stopped()):
+            who = ranks.name_all(stopped)
+            verb = "is" if len(stopped) == 1 else "are"
+            return CommTimeout(
+                f"{ranks.name(ranks.rank)} can't {purpose}: {who} {verb} stuck (it "
+                f"{State.STOPPED.value}). Check the log of {who} first."
+            )
         return store_lost(ranks, purpose, cause) if is_store else None
+
+    def _stopped(self) -> list[int]:
+        """Return ranks whose processes are stopped.
+
+        A wait in the store also ends if another rank does not write its address.
+        """
+        presence = self._ranks.presence
+        if presence is None:
+            return []
+        states = [presence.state(name) for name in self._ranks.names]
+        return [rank for rank, state in enumerate(states) if state is State.STOPPED]
 
     def _connect(self, number: int, name: str, connect: Callable[[], Any]) -> Any:
         """Return the result of ``connect``, unless a rank can't take part.
