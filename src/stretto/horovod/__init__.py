@@ -7,8 +7,9 @@ Names, arguments and meaning are those of Horovod 0.28.1, its last release.
   Keras; `keras3`: what Keras 3 needs on every backend; `numpy_arrays`: operations for
   both.
 - `runner`: `horovod.run`; `environment`: a rank's place and settings.
-- `world`: init, ranks and sets for every framework, with `meeting`, `attempts` (find the ranks),
-  `topology` (those of a host), `process_sets`, and `timeline` (its file).
+- `world`: init, ranks and sets for every framework, with `meeting` and
+  `attempts` (find the ranks), `topology` (those of a host), `process_sets`, and
+  `timeline` (its file).
 - `reduce_ops`: reductions of ranks' values.
 """
 
