@@ -254,7 +254,9 @@ def _are_same(
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:
-    return max((float(t.detach().abs().max()) for t in tensors if t.numel()), default=0.0)
+    return max(
+        (float(t.detach().abs().max()) for t in tensors if t.numel()), default=0.0
+    )
 
 
 def _is_same(graph: LayerGraph, found: Any, wanted: Any, largest: float) -> bool:
