@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+T = TypeVar("T", int, float)
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """Rank, size, rank and size on the host, and the host's index."""
@@ -86,10 +88,25 @@ def whole_number(environment: Mapping[str, str], name: str) -> int | None:
     Raises:
         SpecError: it is not a whole number.
     """
+    return _parsed(environment, name, int, "a whole number")
+
+
+def decimal_number(environment: Mapping[str, str], name: str) -> float | None:
+    """Return a variable's number, or ``None`` if it is not set or empty.
+
+    Raises:
+        SpecError: it is not a number.
+    """
+    return _parsed(environment, name, float, "a number")
+
+
+def _parsed(
+    environment: Mapping[str, str], name: str, parse: Callable[[str], T], what: str
+) -> T | None:
     text = environment.get(name)
     if not text:
         return None
     try:
-        return int(text)
+        return parse(text)
     except ValueError as exc:
-        raise SpecError(f"{name} must be a whole number, got {text!r}") from exc
+        raise SpecError(f"{name} must be {what}, got {text!r}") from exc

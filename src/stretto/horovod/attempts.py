@@ -52,8 +52,8 @@ def begin_attempt(ranks: Ranks, store: Store, purpose: str) -> int:
     store.set(f"{number}/end", "go" if missing is None else "stop")
     if missing is not None:
         raise CommTimeout(f"{ranks.name(0)} can't {purpose}: {missing.reason(ranks)}")
-    for key in [*(f"{number - 1}/{rank}" for rank in range(ranks.size))]:
-        store.delete_key(key)  # no rank is in that attempt anymore
+    for rank in range(ranks.size):  # no rank is in that attempt anymore
+        store.delete_key(f"{number - 1}/{rank}")
     store.delete_key(f"{number - 1}/end")
     return number
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from stretto.errors import SpecError
 from stretto.logs import get_logger
-from stretto.rank_variables import Place, launched_place, whole_number
+from stretto.rank_variables import (
+    Place,
+    decimal_number,
+    launched_place,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -120,8 +124,8 @@ def settings(environment: Mapping[str, str]) -> HorovodSettings:
             _MIN_UNIT_BYTES,
         )
         unit_bytes = _MIN_UNIT_BYTES
-    cycle_ms = _decimal(environment, "HOROVOD_CYCLE_TIME")
-    stall_s = _decimal(environment, "HOROVOD_STALL_CHECK_TIME_SECONDS") or None
+    cycle_ms = decimal_number(environment, "HOROVOD_CYCLE_TIME")
+    stall_s = decimal_number(environment, "HOROVOD_STALL_CHECK_TIME_SECONDS") or None
     if _flag(environment, "HOROVOD_STALL_CHECK_DISABLE"):
         stall_s = float("inf")
     return HorovodSettings(
@@ -130,7 +134,8 @@ def settings(environment: Mapping[str, str]) -> HorovodSettings:
         lanes=whole_number(environment, "HOROVOD_NUM_NCCL_STREAMS"),
         known_requests=whole_number(environment, "HOROVOD_CACHE_CAPACITY") or None,
         stall_s=stall_s,
-        timeout_s=_decimal(environment, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or None,
+        timeout_s=decimal_number(environment, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
+        or None,
         dynamic_process_sets=_flag(environment, "HOROVOD_DYNAMIC_PROCESS_SETS"),
         timeline=environment.get("HOROVOD_TIMELINE") or None,
         mark_cycles=_flag(environment, "HOROVOD_TIMELINE_MARK_CYCLES"),
@@ -147,16 +152,6 @@ def unknown(environment: Mapping[str, str]) -> list[str]:
         and name not in known
         and not name.startswith(_OWN_PREFIX)
     )
-
-
-def _decimal(environment: Mapping[str, str], name: str) -> float | None:
-    text = environment.get(name)
-    if not text:
-        return None
-    try:
-        return float(text)
-    except ValueError as exc:
-        raise SpecError(f"{name} must be a number, got {text!r}") from exc
 
 
 def _flag(environment: Mapping[str, str], name: str) -> bool:
