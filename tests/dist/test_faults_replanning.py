@@ -77,8 +77,11 @@ def test_without_a_plan_a_dead_rank_is_named_too(ranks: Any, when: str) -> None:
         (kind, text, took_s), again = found[rank]
         assert kind == "CommTimeout", text
         assert text.startswith(f"rank {rank}: ")
-        # A rank in DDP's broadcast of buffers is stuck until its peer is gone too.
-        assert re.search(r"ranks? (0, )?1 (is|are) gone", text)
+        # A rank in DDP's broadcast of buffers is stuck until rank 0, which holds the
+        # store, ends too. Which of the two ended first can then be unknown.
+        assert re.search(
+            r"ranks? (0, )?1 (is|are) gone|not heard from: ranks? (0, )?1 ", text
+        )
         assert took_s < 60
         assert again[:2] == (kind, text)
 
