@@ -11,7 +11,7 @@ import click
 from stretto import _api, planners
 from stretto.cli._values import Real, Size, Whole
 from stretto.errors import SpecError
-from stretto.planners.joint import DIMS, RUNNABLE_DIMS
+from stretto.planners.joint import ALGORITHMS, DIMS, RUNNABLE_DIMS
 from stretto.units import format_s
 
 if TYPE_CHECKING:
@@ -83,6 +83,15 @@ _PLANNER_OPTIONS = {
             "joint, exhaustive: dimensions to search: all, or some of "
             f"{','.join(DIMS)}. Default: {','.join(RUNNABLE_DIMS)}. The runtime "
             "executes these and forward."
+        ),
+    ),
+    "algorithms": (
+        "--algorithms",
+        click.STRING,
+        (
+            "joint, exhaustive: algorithms to choose from, bucket by bucket: some of "
+            f"{','.join(ALGORITHMS)}. The runtime executes ring and, with several "
+            "ranks on each of several hosts, hierarchical."
         ),
     ),
     "time_limit_s": (

@@ -10,9 +10,11 @@ from stretto.errors import Infeasible
 from stretto.planners._joint.launch import tidy
 from stretto.planners._joint.space import (
     RUNNABLE_DIMS,
+    checked_algorithms,
     checked_dims,
     open_scope,
     space_of,
+    with_algorithm,
 )
 from stretto.planners._orders import grouped
 from stretto.planners.base import (
@@ -54,16 +56,24 @@ class ExhaustivePlanner(AbstractPlanner):
     name: ClassVar[str] = "exhaustive"
 
     def __init__(
-        self, *, max_lanes: int = 2, dims: str | Sequence[str] = RUNNABLE_DIMS
+        self,
+        *,
+        max_lanes: int = 2,
+        dims: str | Sequence[str] = RUNNABLE_DIMS,
+        algorithms: str | Sequence[str] | None = None,
     ) -> None:
-        """Set the largest number of lanes to try, and the open dimensions."""
+        """Set the largest number of lanes to try, and the open dimensions.
+
+        ``algorithms``, where given, opens that dimension for these.
+        """
         lanes_in_range(self.name, "max_lanes", max_lanes)
         self._max_lanes = max_lanes
-        self._dims = checked_dims(self.name, dims)
+        self._dims = with_algorithm(checked_dims(self.name, dims), algorithms)
+        self._algorithms = checked_algorithms(self.name, algorithms)
 
     def scope(self, cluster: Cluster) -> BoundScope:
         """Return all plans in the open dimensions on as many lanes."""
-        return open_scope(self._dims, self._max_lanes, cluster)
+        return open_scope(self._dims, self._max_lanes, cluster, self._algorithms)
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
         """Return the best of all, the simplest of equals."""
@@ -72,7 +82,9 @@ class ExhaustivePlanner(AbstractPlanner):
                 f"planner exhaustive takes at most {MAX_TENSORS} tensors, but workload "
                 f"{workload.name!r} has {len(workload.tensors)}. Use planner joint."
             )
-        space = space_of(self._dims, self._max_lanes, workload, cluster)
+        space = space_of(
+            self._dims, self._max_lanes, workload, cluster, self._algorithms
+        )
         view = workload
         if not space.fusion:
             view = grouped(workload, (FIRST_CAP_BYTES, CAP_BYTES))

@@ -19,11 +19,14 @@ from stretto.planners._joint.search import (
     Search,
 )
 from stretto.planners._joint.space import (
+    ALGORITHMS,
     DIMS,
     RUNNABLE_DIMS,
+    checked_algorithms,
     checked_dims,
     open_scope,
     space_of,
+    with_algorithm,
 )
 from stretto.planners._joint.starts import forward_starts, starts
 from stretto.planners._orders import (
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
     from stretto.sim.scope import BoundScope
 
 __all__ = [
+    "ALGORITHMS",
     "DIMS",
     "EQUAL_RATIO",
     "NEAR_RATIO",
@@ -83,9 +87,10 @@ class JointPlanner(AbstractPlanner):
     ``dims`` opens ``fusion``, ``lanes``, ``slices``, ``resource`` (the levels of the
     cluster's ``contention``) and ``algorithm`` (ring, halving-doubling, tree, and
     hierarchical where hosts have several ranks), each for every bucket separately, and
-    overlap ``forward`` with a launch order; ``"all"`` opens all. The default is the
-    dimensions that the runtime applies to every script. Without ``fusion`` the buckets
-    are DDP's.
+    overlap ``forward`` with a launch order; ``"all"`` opens all. ``algorithms`` opens
+    that dimension for some of them, such as ``"ring,hierarchical"``, which the runtime
+    executes. The default is the dimensions that the runtime applies to every script.
+    Without ``fusion`` the buckets are DDP's.
 
     The method is multi-start hill climbing. Starts: for every number of lanes ``k`` up
     to ``max_lanes`` and every number of slices ``s`` that divides it, all buckets in
@@ -121,6 +126,7 @@ class JointPlanner(AbstractPlanner):
         *,
         max_lanes: int = MAX_LANES,
         dims: str | Sequence[str] = RUNNABLE_DIMS,
+        algorithms: str | Sequence[str] | None = None,
         robust: bool = True,
         time_limit_s: float | None = None,
     ) -> None:
@@ -129,13 +135,14 @@ class JointPlanner(AbstractPlanner):
         if time_limit_s is not None:
             positive(self.name, "time_limit_s", time_limit_s)
         self._max_lanes = max_lanes
-        self._dims = checked_dims(self.name, dims)
+        self._dims = with_algorithm(checked_dims(self.name, dims), algorithms)
+        self._algorithms = checked_algorithms(self.name, algorithms)
         self._robust = robust
         self._time_limit_s = time_limit_s
 
     def scope(self, cluster: Cluster) -> BoundScope:
         """Return all plans in the open dimensions on as many lanes."""
-        return open_scope(self._dims, self._max_lanes, cluster)
+        return open_scope(self._dims, self._max_lanes, cluster, self._algorithms)
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
         """Return the best plan found; on one rank, where nothing is sent, `ddp`'s.
@@ -261,7 +268,9 @@ class JointPlanner(AbstractPlanner):
 
     def _search(self, workload: Workload, cluster: Cluster, effort: Effort) -> Search:
         """Return a search in the open dimensions without any drafts."""
-        space = space_of(self._dims, self._max_lanes, workload, cluster)
+        space = space_of(
+            self._dims, self._max_lanes, workload, cluster, self._algorithms
+        )
         return Search(
             workload,
             cluster,

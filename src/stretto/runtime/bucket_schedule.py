@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stretto.runtime.recording.step import BucketRow
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,17 @@ class Slice:
     start: int
 
     end: int
+
+    algorithm: str = ""
+    """What the plan names; empty for the lane's own algorithm."""
+
+
+def lane_of(lanes: Mapping[tuple[int, int | None], Any], part: Slice) -> Any:
+    """Return the open lane of a slice, with the slice's algorithm."""
+    lane = lanes[part.lane, part.resource]
+    # A lane with one algorithm has nothing to choose.
+    choose = getattr(lane, "using", None) if part.algorithm else None
+    return lane if choose is None else choose(part.algorithm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

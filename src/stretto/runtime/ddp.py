@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import weakref
 from operator import index
@@ -37,12 +38,17 @@ from stretto.runtime.negotiated.reducer import (
     NegotiatedReducer,
     refused,
 )
-from stretto.runtime.plan_binding import ignored_names, why_unplannable
+from stretto.runtime.plan_binding import (
+    ignored_names,
+    lane_backend_for,
+    why_unplannable,
+)
 from stretto.runtime.read_only import shown_value
 from stretto.runtime.recording.step import require_observer
 from stretto.runtime.static_graph import unsupported
 from stretto.runtime.torch_compat import (
     arguments_of,
+    backend_of,
     on_lanes,
     process_group_of,
     warn_of_whole_compile,
@@ -207,7 +213,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         self._error_feedback = error_feedback
         self._exact_clipping = bool(exact_clipping)
         self._nan = (nan, nan_patience)
-        self._chosen_lane_backend = lane_backend
+        self._chosen_lane_backend = lane_backend or _lane_backend_for(plan, group)
         self._attach(group, module, timeout_s)
         compared = {
             **compared,
@@ -655,6 +661,21 @@ def _check_timeout(timeout_s: object) -> None:
         return
     if not isinstance(timeout_s, SupportsFloat) or not 0 < float(timeout_s) < math.inf:
         raise SpecError(f"timeout_s must be a positive number, got {timeout_s!r}")
+
+
+def _lane_backend_for(plan: Plan | None, group: dist.ProcessGroup) -> str | None:
+    """Return the backend that the algorithms of a plan need, unless one is set."""
+    chosen = None if plan is None else lane_backend_for(plan)
+    if chosen is None or os.environ.get(backends.LANE_BACKEND_VARIABLE):
+        return None
+    if backend_of(group, torch.device("cpu")) != backends.ON_HOST:
+        return None
+    if dist.get_rank(group) == 0:
+        _log.warning(
+            "the plan reduces buckets in two levels, which sums in another order than "
+            "DDP does: gradients are DDP's within rounding, not bit for bit"
+        )
+    return chosen
 
 
 def _check_order(order: str, given: Mapping[str, bool]) -> None:

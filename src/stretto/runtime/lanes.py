@@ -19,7 +19,7 @@ from stretto.runtime import backends
 from stretto.runtime.store import end_requests, own_connection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable
 
     import torch
 
@@ -81,9 +81,17 @@ class LanePool:
         self._close = weakref.finalize(self, self._lanes.close)
         self._close.atexit = kind.ends_at_exit
 
-    def open(self, needs: Iterable[Need]) -> dict[Need, Any]:
-        """Return the backends for one plan's lanes."""
-        return self._lanes.open(tuple(dict.fromkeys(needs)))
+    def open(
+        self, needs: Iterable[Need], algorithms: Container[str] = ()
+    ) -> dict[Need, Any]:
+        """Return the backends for one plan's lanes.
+
+        ``algorithms`` are those that its slices name, if they name any.
+        """
+        wanted = tuple(dict.fromkeys(needs))
+        if not algorithms:
+            return self._lanes.open(wanted)
+        return self._lanes.open_for(wanted, algorithms)
 
     def lane(self, number: int, resource: int | None = None) -> Any:
         """Return the backend of a single lane."""

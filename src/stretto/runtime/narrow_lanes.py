@@ -45,6 +45,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from stretto.runtime.bucket_schedule import lane_of
 from stretto.runtime.launch import Launched, Pending, then, value_or_raise
 
 if TYPE_CHECKING:
@@ -236,8 +237,8 @@ class NarrowLanes:
 
     def reduce(self, schedule: BucketSchedule, part: Slice) -> Any:
         """Return a lane's ``allreduce`` for a slice, including conversion."""
-        lane = self._lanes[part.lane, part.resource]
-        thread = self._threads.get(_key(lane))
+        thread = self._threads.get(_key(self._lanes[part.lane, part.resource]))
+        lane = lane_of(self._lanes, part)
         if thread is None:
             return lane.allreduce
         if schedule.wire is None:
@@ -265,11 +266,11 @@ class NarrowLanes:
         key = (schedule.index, part.start)
         if key not in self._reduces:
             assert schedule.wire is not None  # noqa: S101
-            lane = self._lanes[part.lane, part.resource]
+            own = _key(self._lanes[part.lane, part.resource])
             self._reduces[key] = NarrowReduce(
-                lane=lane,
+                lane=lane_of(self._lanes, part),
                 wire=getattr(torch, schedule.wire),
-                scratch=self._scratches[_key(lane)],
+                scratch=self._scratches[own],
                 error_feedback=self._error_feedback,
             )
         return self._reduces[key]

@@ -100,6 +100,7 @@ def schedules_of(
             [index_of[n] for n in bucket.tensors],
             sparse,
             kind.collectives_per_slice(bucket.resource),
+            bucket.algorithm if names_algorithms(plan) else "",
         )
         for i, bucket in enumerate(plan.buckets)
     ]
@@ -183,15 +184,54 @@ def check_features(plan: Plan) -> None:
             "'forward' or 'none'."
         )
     for i, bucket in enumerate(plan.buckets):
-        if bucket.algorithm != "ring":
+        if bucket.algorithm not in (_USUAL_ALGORITHM, *_BACKEND_OF):
             raise PlanMismatch(
                 f"this runtime does not support algorithm {bucket.algorithm!r} of "
-                f"bucket {i} yet: plan with 'ring'."
+                f"bucket {i} yet: plan with {' or '.join(map(repr, _SUPPORTED))}."
+            )
+
+
+_USUAL_ALGORITHM = "ring"
+"""What a bucket names if its plan chooses no algorithms."""
+
+_BACKEND_OF = {"hierarchical": "hierarchical"}
+"""The backend of lanes that an algorithm needs, by algorithm."""
+
+_SUPPORTED = (_USUAL_ALGORITHM, *_BACKEND_OF)
+
+
+def names_algorithms(plan: Plan) -> bool:
+    """Return whether a plan chooses each bucket's algorithm.
+
+    Otherwise all its buckets use their lanes' own: rings on Gloo and NCCL, two levels
+    on hierarchical lanes.
+    """
+    return any(bucket.algorithm != _USUAL_ALGORITHM for bucket in plan.buckets)
+
+
+def lane_backend_for(plan: Plan) -> str | None:
+    """Return the backend of lanes that a plan's algorithms need, if they need one."""
+    for bucket in plan.buckets:
+        if bucket.algorithm in _BACKEND_OF:
+            return _BACKEND_OF[bucket.algorithm]
+    return None
+
+
+def _check_algorithms(plan: Plan, kind: AbstractBackend) -> None:
+    for i, bucket in enumerate(plan.buckets):
+        if names_algorithms(plan) and bucket.algorithm not in kind.algorithms:
+            wanted = _BACKEND_OF.get(bucket.algorithm)
+            fits = wanted and backends.get(wanted).device_type == kind.device_type
+            remedy = f"pass lane_backend={wanted!r}, or " if fits else ""
+            raise PlanMismatch(
+                f"{kind.name} lanes do not support algorithm {bucket.algorithm!r} of "
+                f"bucket {i}: {remedy}plan with {' or '.join(kind.algorithms)}."
             )
 
 
 def _check_supported(plan: Plan, kind: AbstractBackend, device: torch.device) -> None:
     check_features(plan)
+    _check_algorithms(plan, kind)
     for i, bucket in enumerate(plan.buckets):
         pieces = bucket.slices * kind.collectives_per_slice(bucket.resource)
         if pieces > 1 and device.type != kind.device_type:
@@ -229,6 +269,7 @@ def _schedule_of(
     positions: Sequence[int],
     sparse: set[int],
     pieces: int,
+    algorithm: str,
 ) -> BucketSchedule:
     dtypes = sorted({row.dtype for row, _ in rows})
     devices = sorted({str(parameter.device) for _, parameter in rows})
@@ -261,6 +302,7 @@ def _schedule_of(
             Slice(
                 lane=(bucket.lane + i) % plan.lanes,
                 resource=bucket.resource,
+                algorithm=algorithm,
                 start=reals * (start + first),
                 end=reals * (start + last),
             )

@@ -184,7 +184,8 @@ class PlannedGroup(dist.ProcessGroup):
         }
         self.needs = tuple(needs)
         """The lanes in use, including those of communication hooks."""
-        self._lanes = pool.open(needs) if self.size() > 1 else {}
+        algorithms = {p.algorithm for schedule in schedules for p in schedule.slices}
+        self._lanes = pool.open(needs, algorithms - {""}) if self.size() > 1 else {}
         narrow = NarrowLanes(
             schedules,
             self._lanes,

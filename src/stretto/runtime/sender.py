@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 from torch.futures import Future
 
+from stretto.runtime.bucket_schedule import lane_of
 from stretto.runtime.launch import Launched, then
 
 if TYPE_CHECKING:
@@ -108,9 +109,8 @@ class BucketSender:
 
     def reduce(self, schedule: BucketSchedule, part: Slice) -> Reduce:
         """Return what starts the collective of one slice."""
-        lane = self._lanes[part.lane, part.resource]
         reduce: Reduce = (
-            lane.allreduce
+            lane_of(self._lanes, part).allreduce
             if self._narrow is None
             else self._narrow.reduce(schedule, part)
         )
@@ -227,7 +227,7 @@ class BucketSender:
 
     def lane(self, part: Slice) -> Any:
         """Return the open lane of a slice."""
-        return self._lanes[part.lane, part.resource]
+        return lane_of(self._lanes, part)
 
     def start_first_half(
         self,

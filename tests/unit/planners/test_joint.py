@@ -13,6 +13,7 @@ from stretto.errors import SpecError
 from stretto.planners._joint.search import Search
 from stretto.planners._joint.space import DIMS
 from stretto.planners.joint import NEAR_RATIO
+from stretto.schema import Link
 from stretto.sim.step import simulate_step
 
 OTHERS = [name for name in planners.NAMES if name not in ("joint", "dear")]
@@ -121,6 +122,46 @@ def test_joint_takes_few_steps_where_there_are_many_ranks(make_workload, make_cl
     cluster = make_cluster(hosts=2048, latency_s=1e-5)
     plan = planners.get("joint", dims="all").plan(workload, cluster)
     assert {bucket.algorithm for bucket in plan.buckets} == {"halving_doubling"}
+
+
+def test_algorithms_are_those_that_are_given(make_workload, make_cluster) -> None:
+    """Two levels win for large buckets, rings where latency within hosts decides."""
+    sizes, times_s = [4_000, 8_000_000] * 3, [0.02 * (i + 1) for i in range(6)]
+    workload = make_workload(sizes, times_s)
+    links = {
+        "inter_host": Link(latency_s=1e-5, bandwidth_bytes_per_s=1e8),
+        "intra_host": Link(latency_s=2e-3, bandwidth_bytes_per_s=1e9),
+    }
+    cluster = replace(make_cluster(hosts=2), ranks_per_host=2, **links)
+    plans = {
+        name: planners.get("joint", robust=False, algorithms=given).plan(
+            workload, cluster
+        )
+        for name, given in {"both": "ring,hierarchical", "rings": "ring"}.items()
+    }
+    used = {name: {b.algorithm for b in plan.buckets} for name, plan in plans.items()}
+    assert used["both"] <= {"ring", "hierarchical"}
+    assert "hierarchical" in used["both"]
+    assert used["rings"] == {"ring"}
+    seconds = {name: plan.predicted.iteration_s for name, plan in plans.items()}
+    assert seconds["both"] < 0.9 * seconds["rings"]
+    options = {"max_lanes": 1, "algorithms": ("ring", "hierarchical")}
+    best = planners.get("exhaustive", **options).plan(workload, cluster)
+    joint = planners.get("joint", robust=False, **options).plan(workload, cluster)
+    ratio = joint.predicted.iteration_s / best.predicted.iteration_s
+    assert ratio == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("ring,rail", "algorithms must be some of ring, .*, got 'rail'"),
+        ("hierarchical", "algorithms must include ring, got hierarchical"),
+    ],
+)
+def test_unknown_algorithms_are_refused(given: str, text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        planners.get("joint", algorithms=given)
 
 
 def test_unknown_dimensions_are_refused() -> None:

@@ -22,7 +22,7 @@ DIMS = ("fusion", "lanes", "slices", "resource", "algorithm", "forward")
 RUNNABLE_DIMS = ("fusion", "lanes", "slices")
 """Dimensions searched by default: the runtime applies them to every script.
 
-Gloo has one algorithm and no resources. The runtime executes ``forward`` too.
+The runtime executes ``forward`` too, and of ``algorithm`` rings and two levels.
 """
 
 ALGORITHMS = ("ring", "halving_doubling", "tree", "hierarchical")
@@ -66,43 +66,54 @@ class Space:
 
 
 def space_of(
-    dims: Sequence[str], max_lanes: int, workload: Workload, cluster: Cluster
+    dims: Sequence[str],
+    max_lanes: int,
+    workload: Workload,
+    cluster: Cluster,
+    algorithms: Sequence[str] = ALGORITHMS,
 ) -> Space:
     """Return the space of some dimensions on a cluster, without useless choices.
+
+    ``algorithms`` are the choices of the dimension ``algorithm``.
 
     Left out: algorithms that another one beats in start-up and in bytes, and levels of
     resource that send no faster than a lower one.
     """
     resources: tuple[int | None, ...] = (None,)
-    algorithms: tuple[str, ...] = ("ring",)
+    useful: tuple[str, ...] = ("ring",)
     if "resource" in dims and cluster.contention is not None:
         resources = _useful_resources(workload, cluster)
     if "algorithm" in dims and cluster.ranks > 1:
-        algorithms = _useful_algorithms(cluster)
+        useful = _useful_algorithms(cluster, algorithms)
     return Space(
         fusion="fusion" in dims,
         max_lanes=max_lanes if "lanes" in dims else 1,
         slices="slices" in dims,
         resources=resources,
-        algorithms=algorithms,
+        algorithms=useful,
         forward="forward" in dims and cluster.ranks > 1,
     )
 
 
-def open_scope(dims: Sequence[str], max_lanes: int, cluster: Cluster) -> BoundScope:
+def open_scope(
+    dims: Sequence[str],
+    max_lanes: int,
+    cluster: Cluster,
+    algorithms: Sequence[str] = ALGORITHMS,
+) -> BoundScope:
     """Return the plans of some dimensions on a cluster that a bound has to cover.
 
     Choices that `space_of` leaves out as useless count as open.
     """
-    algorithms: tuple[str, ...] = ("ring",)
+    open_ones: tuple[str, ...] = ("ring",)
     if "algorithm" in dims and cluster.ranks > 1:
-        algorithms = _open_algorithms(cluster)
+        open_ones = _open_algorithms(cluster, algorithms)
     contention = cluster.contention
     levels = contention.resources if contention is not None else None
     if levels is not None and "resource" not in dims:
         levels = levels[:1]
     return BoundScope(
-        algorithms=algorithms,
+        algorithms=open_ones,
         forward="forward" in dims and cluster.ranks > 1,
         max_lanes=max_lanes if "lanes" in dims else 1,
         resources=levels,
@@ -127,14 +138,45 @@ def checked_dims(planner: str, dims: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in DIMS if name in names)
 
 
-def _open_algorithms(cluster: Cluster) -> tuple[str, ...]:
+def checked_algorithms(
+    planner: str, algorithms: str | Sequence[str] | None
+) -> tuple[str, ...]:
+    """Return algorithms from their names, in the order of `ALGORITHMS`; all of `None`.
+
+    Raises:
+        SpecError: a name is unknown, or ``ring`` is missing.
+    """
+    if algorithms is None:
+        return ALGORITHMS
+    names = algorithms.split(",") if isinstance(algorithms, str) else tuple(algorithms)
+    for name in names:
+        if name not in ALGORITHMS:
+            raise SpecError(
+                f"planner {planner}: algorithms must be some of "
+                f"{', '.join(ALGORITHMS)}, got {name!r}"
+            )
+    if "ring" not in names:
+        raise SpecError(
+            f"planner {planner}: algorithms must include ring, got {', '.join(names)}"
+        )
+    return tuple(name for name in ALGORITHMS if name in names)
+
+
+def with_algorithm(dims: tuple[str, ...], algorithms: object) -> tuple[str, ...]:
+    """Return ``dims`` with ``algorithm``, which is open where algorithms are given."""
+    if algorithms is None:
+        return dims
+    return tuple(name for name in DIMS if name in dims or name == "algorithm")
+
+
+def _open_algorithms(cluster: Cluster, algorithms: Sequence[str]) -> tuple[str, ...]:
     two_levels = cluster.ranks_per_host > 1 and cluster.hosts > 1
-    return tuple(name for name in ALGORITHMS if name != "hierarchical" or two_levels)
+    return tuple(name for name in algorithms if name != "hierarchical" or two_levels)
 
 
-def _useful_algorithms(cluster: Cluster) -> tuple[str, ...]:
+def _useful_algorithms(cluster: Cluster, algorithms: Sequence[str]) -> tuple[str, ...]:
     costs = {}
-    for name in _open_algorithms(cluster):
+    for name in _open_algorithms(cluster, algorithms):
         cost = collective_cost(cluster, name)
         costs[name] = (cost.startup_s, cost.startup_s_per_byte, cost.wire_factor)
     return _undominated(costs) or ("ring",)

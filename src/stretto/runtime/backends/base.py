@@ -90,6 +90,19 @@ class AbstractLanes(abc.ABC):
             PlanMismatch: a rank can't open a lane; the same on every rank.
         """
 
+    def open_for(
+        self, needs: Sequence[Need], algorithms: Container[str]
+    ) -> dict[Need, Any]:
+        """Return `open`'s lanes, each with ``using(algorithm)`` for these algorithms.
+
+        That method returns the lane as one whose collectives use an algorithm; all
+        collectives of a lane still run in the order of their calls. Called only with
+        what the backend's ``algorithms`` lists; with no algorithm to choose, a lane
+        needs no such method.
+        """
+        del algorithms
+        return self.open(needs)
+
     @abc.abstractmethod
     def retain(self, lanes: Container[int]) -> None:
         """Release the other lanes."""
@@ -132,6 +145,9 @@ class AbstractBackend(abc.ABC):
     completes_on_host: ClassVar[bool]
     """Whether waiting for a work blocks the host until its result is there, so that
     failures and ends can be observed on the host."""
+
+    algorithms: ClassVar[tuple[str, ...]] = ("ring",)
+    """The algorithms that the buckets of a plan may name."""
 
     pairs_by_order: ClassVar[bool] = False
     """Whether sends and receives are paired by their order alone, without tags, and

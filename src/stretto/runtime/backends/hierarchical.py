@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from stretto.runtime.backends.base import Need
     from stretto.runtime.ranks import Ranks
 
-_LEVELS = ("within the host", "across hosts")
+_LEVELS = ("within the host", "across hosts", "over all ranks")
 
 _LOSS = "lost: "
 """Begins what a rank reports about a lost one."""
@@ -84,6 +84,7 @@ class HierarchicalBackend(AbstractBackend):
     """Shared memory within hosts, Gloo across: completion is seen on the host."""
 
     name = NAME
+    algorithms = ("hierarchical", "ring")
     device_type = "cpu"
     completes_on_host = True
     # A thread that waits for a peer must not wake in a finalizing interpreter.
@@ -143,6 +144,9 @@ class HierarchicalLanes(AbstractLanes):
         self._layout: Layout | None = None
         self._local: LocalLanes | None = None
         self._across: GlooLanes | None = None
+        self._flat: GlooLanes | None = None
+        """Lanes over all ranks, for buckets whose plan names rings."""
+
         self._lanes: dict[tuple[int, int], HierarchicalLane] = {}
         self._numbers: dict[tuple[int, int], int] = {}
         """Of lanes within the host, by lane and connections."""
@@ -162,6 +166,37 @@ class HierarchicalLanes(AbstractLanes):
         if new:
             self._open_new(layout, new)
         return {need: self._lanes[need[0], connections[need[0]]] for need in needs}
+
+    def open_for(
+        self, needs: Sequence[Need], algorithms: Container[str]
+    ) -> dict[Need, Any]:
+        """Return the lanes for a plan that chooses each bucket's algorithm; collective.
+
+        With one level, each algorithm is the same.
+        """
+        found = self.open(needs)
+        connections = connections_of(needs)
+        bare = [
+            key
+            for key in connections.items()
+            if key in self._lanes and not self._lanes[key].has_ring
+        ]
+        if "ring" in algorithms and bare:
+            flat = self._flat or self._flat_lanes()
+            self._flat = flat
+            self._opened += 1
+            rings = self._both(lambda: flat.open(bare), level=2)
+            for key in bare:
+                self._lanes[key].add_ring(rings[key])
+        return found
+
+    def _flat_lanes(self) -> GlooLanes:
+        return GlooLanes(
+            ranks=self._ranks,
+            store_for=self._stores("all"),
+            end_requests=self._end_requests,
+            notes=PrefixStore("all", self._notes),
+        )
 
     def _open_new(self, layout: Layout, keys: list[tuple[int, int]]) -> None:
         assert self._local is not None  # noqa: S101
@@ -270,8 +305,8 @@ class HierarchicalLanes(AbstractLanes):
         """Release the other lanes; each ends with its last user."""
         for key in [key for key in self._lanes if key[0] not in lanes]:
             del self._lanes[key]
-        if self._across is not None:
-            self._across.retain(lanes)
+        for level in self._gloo_levels():
+            level.retain(lanes)
         if self._local is not None:
             alone = self._layout is not None and len(self._layout.hosts) == 1
             kept = lanes if alone else {self._numbers[key] for key in self._lanes}
@@ -279,8 +314,8 @@ class HierarchicalLanes(AbstractLanes):
 
     def abort(self) -> None:
         """End every connection, and make every collective on shared memory fail."""
-        if self._across is not None:
-            self._across.abort()
+        for level in self._gloo_levels():
+            level.abort()
         if self._local is not None:
             self._local.abort()
 
@@ -291,8 +326,11 @@ class HierarchicalLanes(AbstractLanes):
         if not self._lanes and self._local is not None:
             self._local.close()
         self._lanes.clear()
-        if self._across is not None:
-            self._across.close()
+        for level in self._gloo_levels():
+            level.close()
+
+    def _gloo_levels(self) -> list[GlooLanes]:
+        return [level for level in (self._across, self._flat) if level is not None]
 
 
 def _own_number(key: tuple[int, int], taken: Container[int]) -> int:

@@ -18,6 +18,7 @@ all ranks, as those of two rings of different length do.
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -126,12 +127,34 @@ class HierarchicalLane:
         """
         self._number = number
         self._layout = layout
-        self._levels = _Levels(layout, local, across)
+        self._levels: _Levels | _Ring = _Levels(layout, local, across)
         self._abort = abort
         self._process = os.getpid()
         self._threads: HostThreads | None = HostThreads(
             f"stretto-lane{number}", local.close
         )
+        self._ring: HierarchicalLane | None = None
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether `using` knows rings."""
+        return self._ring is not None
+
+    def add_ring(self, flat: Any) -> None:
+        """Let `using` return rings; ``flat`` is a lane to all ranks.
+
+        They run on this lane's thread, in the order of all its calls.
+        """
+        self._ring = copy.copy(self)
+        self._ring._levels = _Ring(flat)  # noqa: SLF001
+
+    def using(self, algorithm: str) -> HierarchicalLane:
+        """Return this lane with ``"hierarchical"`` or, after `add_ring`, ``"ring"``."""
+        if algorithm == NAME:
+            return self
+        assert algorithm == "ring"  # noqa: S101
+        assert self._ring is not None  # noqa: S101
+        return self._ring
 
     def rank(self) -> int:
         """Return this process's rank in the lane."""
@@ -206,6 +229,8 @@ class HierarchicalLane:
     def close(self) -> None:
         """End the lane after its collectives; what it uses is freed then."""
         threads, self._threads = self._threads, None
+        if self._ring is not None:
+            self._ring._threads = None  # noqa: SLF001
         if threads is not None and os.getpid() == self._process:
             threads.close()
 
@@ -365,6 +390,45 @@ class _Levels:
         self._local.barrier().wait()
         self._across.barrier(opts=dist.BarrierOptions()).wait()
         self._local.barrier().wait()
+
+
+@final
+class _Ring:
+    """The same collectives on one lane over all ranks."""
+
+    def __init__(self, flat: Any) -> None:
+        self._flat = flat
+
+    def allreduce(self, op: str, tensor: torch.Tensor, opts: Any) -> None:
+        del op
+        self._flat.allreduce([tensor], opts or dist.AllreduceOptions()).wait()
+
+    def allreduce_sparse(self, tensor: torch.Tensor, opts: Any) -> None:
+        self.allreduce("SUM", tensor, opts)
+
+    def broadcast(self, root: int, tensor: torch.Tensor) -> None:
+        options: Any = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        self._flat.broadcast([tensor], options).wait()
+
+    def gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._flat._allgather_base(output, tensor).wait()  # noqa: SLF001
+
+    def exchange(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        self.exchange_unequal([], [], output, tensor)
+
+    def exchange_unequal(
+        self,
+        received: list[int],
+        sent: list[int],
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+    ) -> None:
+        options = dist.AllToAllOptions()
+        self._flat.alltoall_base(output, tensor, received, sent, options).wait()
+
+    def barrier(self) -> None:
+        self._flat.barrier(opts=dist.BarrierOptions()).wait()
 
 
 def _bytes(values: torch.Tensor) -> Array:
