@@ -18,6 +18,7 @@ from stretto.elastic.batches import BatchSize, ShareSampler, Stamp, order_of, st
 from stretto.elastic.digests import ParameterDigests, gathered, minority
 from stretto.elastic.draining import STATUS, Drain
 from stretto.elastic.hanging import StepProgress
+from stretto.elastic.undo import StepUndo
 from stretto.errors import CommTimeout, SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.members.client import MemberClient
@@ -144,7 +145,7 @@ class Elastic:
         self._snapshots = snapshots
         self._division = 0
         self._failures = 0
-        self._has_stepped = self._has_ended_epoch = False
+        self._has_ended_epoch = False
         self._progress = StepProgress()
         ignored = model.parameters_to_ignore
         self._digests = ParameterDigests(
@@ -158,7 +159,7 @@ class Elastic:
         self._drain, self._leavers = Drain(), list[int]()
         self._stamp: Stamp | None = None
         self._sampler: ShareSampler | None = None
-        self._buffers: list[torch.Tensor] = []
+        self._buffers: dict[str, torch.Tensor] = {}
         self.history: list[Membership] = []
         """The memberships since the job began, with the first step of each."""
 
@@ -198,7 +199,12 @@ class Elastic:
                 )
         if self._steps and self.rank == 0:
             _log.warning("training resumes from step %d", self._steps)
-        optimizer.register_step_post_hook(self._note_step)
+        optimizers = {
+            id(kept): kept
+            for kept in self._kept.values()
+            if isinstance(kept, torch.optim.Optimizer)
+        }
+        self._undo = StepUndo([*optimizers.values()], self._state)
 
     # What a program reads.
 
@@ -270,6 +276,15 @@ class Elastic:
         if epoch < self._epoch:  # trained before this rank joined or the job resumed
             self._has_skipped = True
             return
+        if epoch > self._epoch:
+            raise StrettoError(
+                f"the loop over `batches` was left after {self._done} of "
+                f"{self._samples} samples of epoch {self._epoch}, so the next epoch "
+                "can't begin: ranks that join or resume begin within an epoch, and "
+                "would leave it after another step. For a shorter epoch pass a part "
+                "of the data set (torch.utils.data.Subset); leave the loop only at the "
+                "end of training."
+            )
         if self._has_skipped and self._received is not None:
             # What the program does after each epoch has run for those skipped, too.
             self._load(self._received)
@@ -362,10 +377,13 @@ class Elastic:
             self._snapshots.take_if_due(
                 self._steps, self._manifest, self._state, rank=self.rank
             )
-        self._has_stepped = False
-        self.optimizer.zero_grad(set_to_none=True)
+        self._undo.zero_grad()
         if self._client is not None:
-            self._buffers = [b.detach().clone() for b in self.model.module.buffers()]
+            self._undo.begin_block()
+            self._buffers = {
+                name: buffer.detach().clone()
+                for name, buffer in self.model.module.named_buffers()
+            }
         self._progress.begin_step()
         torch.manual_seed(step_seed(self._seed, step=self._steps, rank=self.rank))
 
@@ -374,14 +392,19 @@ class Elastic:
         if error is None:
             self._commit()
             return False
+        undo = self._undo
         if self._client is None or not _is_loss(error):
             return False
-        if self._has_stepped:
+        if undo.began and undo.before is None:
+            where = "after" if undo.ended else "within"
             raise StrettoError(
-                "a collective failed after optimizer.step() in the same "
+                f"a collective failed {where} optimizer.step() in the same "
                 "`with run.step():` block, so that the block can't run again: move it "
                 "behind the block"
             ) from error
+        if undo.before is not None:
+            self._load(undo.before)
+        undo.end_block()
         self._discard()
         self._recover(error)
         return True
@@ -394,7 +417,8 @@ class Elastic:
             if self._done >= self._samples:
                 self._epoch, self._done = self._epoch + 1, 0
                 self._has_ended_epoch = True
-        self._buffers = []
+        self._buffers = {}
+        self._undo.end_block()
         self._progress.end_step()
         if self._compares():
             self._compare()
@@ -442,15 +466,8 @@ class Elastic:
 
     def _discard(self) -> None:
         """Undo what a failed block has changed."""
-        self.optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for now, before in zip(
-                self.model.module.buffers(), self._buffers, strict=True
-            ):
-                now.copy_(before)
-
-    def _note_step(self, *_: Any) -> None:
-        self._has_stepped = True
+        self._undo.zero_grad()
+        self._set_buffers(self._buffers)
 
     # Ranks.
 
@@ -757,9 +774,7 @@ class Elastic:
 
     def _load(self, state: dict[str, Any]) -> None:
         self.model.module.load_state_dict(state["model"])
-        with torch.no_grad():
-            for name, buffer in self.model.module.named_buffers():
-                buffer.copy_(state["buffers"][name])
+        self._set_buffers(state["buffers"])
         for name, value in self._kept.items():
             value.load_state_dict(state["kept"][name])
         (
@@ -769,6 +784,16 @@ class Elastic:
             self._samples,
             self._run,
         ) = state["cursor"]
+
+    @torch.no_grad()
+    def _set_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Set buffers to values by name; a forward may have made others since."""
+        for name, buffer in self.model.module.named_buffers():
+            if (value := values.get(name)) is None:
+                continue
+            if buffer.shape != value.shape:
+                buffer.resize_(value.shape)
+            buffer.copy_(value)
 
 
 @final

@@ -1,0 +1,178 @@
+"""A block that is lost within or between steps of optimizers runs again unchanged."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stretto.elastic import training
+from stretto.errors import CommTimeout, StrettoError
+from stretto.members.view import Member, View
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class KeeperOfOneRank:
+    """A client whose rank is alone in each view."""
+
+    member, joins, drains = 0, False, False
+    newest: View | None = None
+
+    def start(self, address: str, **_: Any) -> None:
+        self._address = address
+
+    def next_view(self, after: int, *, timeout_s: float) -> View:
+        del timeout_s
+        member = Member(id=0, keeper=0, address=self._address)
+        return View(generation=after + 1, members=(member,))
+
+    def entered(self, generation: int) -> None:
+        del generation
+
+    def failed(self, generation: int) -> None:
+        del generation
+
+
+@pytest.fixture(autouse=True)
+def _keeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    client = KeeperOfOneRank()
+    monkeypatch.setattr(training.MemberClient, "of_environment", lambda: client)
+    before = signal.getsignal(signal.SIGTERM)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    signal.signal(signal.SIGTERM, before)
+
+
+DATA = [torch.full((3,), float(i)) for i in range(12)]
+
+
+class Losses:
+    """Raises as a lost rank does, at one of the calls."""
+
+    def __init__(self, at: int | None) -> None:
+        self._at, self.calls = at, 0
+
+    def __call__(self, model: Any, batch: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self._at:
+            raise CommTimeout("a rank is lost")
+        loss: torch.Tensor = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+        return loss
+
+
+def parameters(net: torch.nn.Module) -> list[Any]:
+    return [parameter.tolist() for parameter in net.parameters()]
+
+
+def trained_with_a_closure(lost_at: int | None) -> tuple[list[Any], int]:
+    torch.manual_seed(0)
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=4)
+    run, loss_of = training.Elastic(net, optimizer, batch="global:4"), Losses(lost_at)
+    for batch in run.batches(DATA):
+        with run.step():
+
+            def closure(batch: torch.Tensor = batch) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(run.model, batch)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    return parameters(net), len(run.history)
+
+
+def test_a_step_with_a_closure() -> None:
+    expected, _ = trained_with_a_closure(None)
+    assert trained_with_a_closure(7) == (expected, 2)
+
+
+def trained_with_two_optimizers(lost_at: int | None) -> tuple[list[Any], int]:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    first = torch.optim.Adam(net[0].parameters())
+    second = torch.optim.Adam(net[1].parameters())
+    run = training.Elastic(net, first, batch="global:4", extra={"second": second})
+    loss_of = Losses(lost_at)
+    for batch in run.batches(DATA):
+        with run.step():
+            loss_of(run.model, batch).backward()
+            second.step()
+            loss_of(run.model, batch).backward()
+            first.step()
+    return parameters(net), len(run.history)
+
+
+def test_two_optimizers() -> None:
+    expected, _ = trained_with_two_optimizers(None)
+    assert trained_with_two_optimizers(4) == (expected, 2)
+
+
+def test_one_step_and_a_collective_that_fails_after_it() -> None:
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    run, loss_of = training.Elastic(net, optimizer, batch="global:4"), Losses(2)
+
+    def train() -> None:
+        for batch in run.batches(DATA):
+            with run.step():
+                loss_of(run.model, batch).backward()
+                optimizer.step()
+                loss_of(run.model, batch)
+
+    with pytest.raises(StrettoError, match="failed after optimizer"):
+        train()
+
+
+class Growing(torch.nn.Module):
+    """Replaces a buffer with a larger one, and makes another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 1)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.cat([self.seen, inputs.sum().reshape(1)])
+        if not hasattr(self, "last"):
+            self.register_buffer("last", inputs.clone(), persistent=False)
+        result: torch.Tensor = self.linear(inputs)
+        return result
+
+
+def test_buffers_that_forward_replaces() -> None:
+    net = Growing()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    run, seen = training.Elastic(net, optimizer, batch="global:4"), []
+    lose = True
+    for batch in run.batches(DATA):
+        with run.step():
+            loss = run.model(batch).mean()
+            if lose:
+                lose = False
+                raise CommTimeout("a rank is lost")
+            loss.backward()
+            optimizer.step()
+            seen.append(batch.sum().item())
+    assert net.seen.tolist() == [0.0, *seen]
+
+
+def test_an_epoch_that_is_left_early() -> None:
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    run = training.Elastic(net, optimizer, batch="global:4")
+    for batch in run.batches(DATA):
+        with run.step():
+            run.model(batch).mean().backward()
+            optimizer.step()
+        break
+    with pytest.raises(StrettoError, match="left after 4 of 12 samples of epoch 0"):
+        next(run.batches(DATA))
