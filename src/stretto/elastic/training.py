@@ -238,6 +238,20 @@ class Elastic:
 
     # Samples.
 
+    def epochs(self, number: int) -> Iterator[int]:
+        """Yield the epochs that are not trained yet, of this many from 0 on.
+
+        A rank that joins or resumes begins with the present one. With
+        ``range(number)`` it would execute the program's own work of earlier epochs,
+        too: collectives, which other ranks do not make then, or a count of epochs
+        without progress. Call `batches` once in each.
+        """
+        epoch = self._epoch
+        while epoch < number:
+            self._calls = epoch
+            yield epoch
+            epoch = max(epoch + 1, self._epoch)
+
     def batches(
         self,
         dataset: Any,

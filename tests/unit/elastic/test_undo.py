@@ -135,6 +135,8 @@ def test_one_step_and_a_collective_that_fails_after_it() -> None:
 class Growing(torch.nn.Module):
     """Replaces a buffer with a larger one, and makes another."""
 
+    seen: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(3, 1)
