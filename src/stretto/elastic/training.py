@@ -204,7 +204,7 @@ class Elastic:
             for kept in self._kept.values()
             if isinstance(kept, torch.optim.Optimizer)
         }
-        self._undo = StepUndo([*optimizers.values()], self._state)
+        self._undo = StepUndo(model.module, [*optimizers.values()], self._state)
 
     # What a program reads.
 
@@ -288,6 +288,13 @@ class Elastic:
     ) -> Iterator[Any]:
         epoch, self._calls = self._calls, self._calls + 1
         if epoch < self._epoch:  # trained before this rank joined or the job resumed
+            if self._client is not None and self._client.joins and not epoch:
+                _log.warning(
+                    "this rank joins in epoch %d. If the program's own collectives "
+                    "follow an epoch, it would wait in those of earlier ones: "
+                    "use `for epoch in run.epochs(...)`",
+                    self._epoch,
+                )
             self._has_skipped = True
             return
         if epoch > self._epoch:
@@ -418,7 +425,12 @@ class Elastic:
             ) from error
         if undo.before is not None:
             self._load(undo.before)
-        undo.end_block()
+        if not undo.undo():
+            raise StrettoError(
+                "a rank was lost in a `with run.step():` block that has changed "
+                "parameters before optimizer.step(), as earlier blocks had not, so "
+                "that the block can't run again: change them behind the block"
+            ) from error
         self._discard()
         self._recover(error)
         return True

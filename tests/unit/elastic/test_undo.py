@@ -132,6 +132,71 @@ def test_one_step_and_a_collective_that_fails_after_it() -> None:
         train()
 
 
+class ChangedInForward(torch.nn.Module):
+    """Has a momentum encoder without gradients, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+        self.key.requires_grad_(requires_grad=False)
+        self.calls = 0
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        key, query = self.key.weight, self.query.weight
+        key.data = 0.9 * key.data + 0.1 * query.data
+        result: torch.Tensor = self.query(inputs) + self.calls * self.key(inputs)
+        return result
+
+
+def trained_with_changed_parameters(lost_at: int | None) -> tuple[list[Any], int, int]:
+    torch.manual_seed(0)
+    net = ChangedInForward()
+    optimizer = torch.optim.SGD(net.query.parameters(), lr=0.001)
+    run, loss_of = training.Elastic(net, optimizer, batch="global:3"), Losses(lost_at)
+    for batch in run.batches(DATA):
+        with run.step():
+            loss_of(run.model, batch).backward()
+            with torch.no_grad():  # as sharpness-aware minimization
+                net.query.bias.add_(0.1)
+            optimizer.zero_grad()
+            loss_of(run.model, batch).backward()
+            with torch.no_grad():
+                net.query.bias.sub_(0.1)
+            optimizer.step()
+    return parameters(net), net.calls, len(run.history)
+
+
+@pytest.mark.parametrize("lost_at", [2, 8])
+def test_parameters_that_the_program_changes_itself(lost_at: int) -> None:
+    *expected, _ = trained_with_changed_parameters(None)
+    assert trained_with_changed_parameters(lost_at) == (*expected, 2)
+
+
+def test_a_parameter_that_earlier_blocks_had_not_changed() -> None:
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
+    run, loss_of = training.Elastic(net, optimizer, batch="global:3"), Losses(4)
+
+    def train() -> None:
+        for batch in run.batches(DATA):
+            with run.step():
+                if run.steps == 3:
+                    net.weight.data.mul_(1.0)
+                    torch.nn.init.zeros_(net.bias)
+                loss_of(run.model, batch).backward()
+                optimizer.step()
+
+    with pytest.raises(StrettoError, match="as earlier blocks had not"):
+        train()
+
+
 class Growing(torch.nn.Module):
     """Replaces a buffer with a larger one, and makes another."""
 
