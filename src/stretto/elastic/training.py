@@ -44,6 +44,9 @@ _PATIENCE_S = 1800.0
 _MAX_FAILURES = 5
 """Regroupings without a step between them; more are a fault of the program."""
 
+_FRESH = [-1, -1]
+"""The note of a rank that has no state yet."""
+
 _OURS = ("batch_sampler", "batch_size", "drop_last", "sampler", "shuffle")
 
 
@@ -142,7 +145,7 @@ class Elastic:
         self._run = 1
         self._has_begun = self._has_skipped = False
         self._received: dict[str, Any] | None = None
-        self._snapshots = snapshots
+        self._snapshots, self._wants_resume = snapshots, resume
         self._division = 0
         self._failures = 0
         self._has_ended_epoch = False
@@ -676,7 +679,11 @@ class Elastic:
         group.enter(view.generation, rank, size, view.members[0].address)
         self._digests.forget()
         self._leavers = []
-        self._level([json.loads(row) for row in group.join(self._note())])
+        notes = [json.loads(row) for row in group.join(self._note())]
+        if max(notes) == _FRESH:
+            self._begin_again()
+        else:
+            self._level(notes)
         self._is_fresh = False
         self._view = view
         client.entered(view.generation)
@@ -747,7 +754,21 @@ class Elastic:
     def _note(self) -> str:
         """Return how far this rank's state is, for the others."""
         is_fresh = self._client is not None and self._is_fresh
-        return json.dumps([-1, -1] if is_fresh else [self._run, self._steps])
+        return json.dumps(_FRESH if is_fresh else [self._run, self._steps])
+
+    def _begin_again(self) -> None:
+        """Begin as a job that is started again: all ranks that trained are lost."""
+        if self.rank == 0:
+            if self._snapshots is not None:
+                self._resume(self._snapshots, wanted=self._wants_resume)
+            _log.warning(
+                "all ranks that had trained were lost: training begins again from "
+                "step %d, %s",
+                self._steps,
+                "its newest snapshot" if self._steps else "as there is no snapshot",
+            )
+        if self.size > 1:
+            self._share_state(0, behind=self.rank != 0)
 
     def _level(self, notes: list[list[int]]) -> None:
         """Give all ranks the state of one that is furthest; ``notes`` are by rank."""
