@@ -168,10 +168,10 @@ class RankedDDP(TorchDDP):
         self._lane_backend = backends.for_lanes(
             self._backend, self._chosen_lane_backend
         )
-        self._ranks = ranks_of(group, timeout_s=timeout_s)
+        is_over = self._is_over or (lambda: False)
+        self._ranks = ranks_of(group, timeout_s=timeout_s, is_over=is_over)
         self._agreement = Agreement(self._ranks)
-        if self._is_over is not None:
-            self._agreement.is_over = self._is_over
+        self._agreement.is_over = is_over
         # Weak: a dropped model must be freed at once, as with DDP.
         self._failures = FailureReporter(
             self._ranks,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,6 +42,10 @@ class Ranks:
     timeout_s: float
 
     presence: Presence | None = None
+
+    is_over: Callable[[], bool] = field(default=lambda: False, compare=False)
+    """Whether these ranks train no longer together, so that no wait for them ends."""
+
     """Tracks the ranks' processes; ``None`` if unknown."""
 
     def name(self, rank: int) -> str:

@@ -38,11 +38,20 @@ MIN_ANSWER_S = 1.0
 """Shortest time that a store has for an answer, however short the timeout is."""
 
 
-def ranks_of(group: dist.ProcessGroup, *, timeout_s: float | None) -> Ranks:
+def ranks_of(
+    group: dist.ProcessGroup,
+    *,
+    timeout_s: float | None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Ranks:
     """Return this process's place in a group.
 
     ``timeout_s=None`` uses the group's own timeout. A group that a program has made by
     itself, without `torch.distributed.new_group`, has no store: its ranks can't meet.
+    Once ``is_over`` returns True, nothing waits for a connection to the store.
+
+    Raises:
+        CommTimeout: the store does not answer, or it is over.
     """
     if group not in dist.distributed_c10d._world.pg_map:  # noqa: SLF001
         return Ranks(
@@ -54,7 +63,7 @@ def ranks_of(group: dist.ProcessGroup, *, timeout_s: float | None) -> Ranks:
         )
     if timeout_s is None:
         timeout_s = _group_timeout_s(group)
-    store = PrefixStore("stretto", _store_of(group))
+    store = PrefixStore("stretto", _store_of(group, is_over))
     rank, names = dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
     presence = _presences.get(group)
     if presence is None and len(names) > 1:
@@ -68,6 +77,7 @@ def ranks_of(group: dist.ProcessGroup, *, timeout_s: float | None) -> Ranks:
         store=store,
         timeout_s=timeout_s,
         presence=presence,
+        is_over=is_over,
     )
 
 
@@ -88,7 +98,7 @@ _presences: weakref.WeakKeyDictionary[dist.ProcessGroup, Presence] = (
 )
 
 
-def _store_of(group: dist.ProcessGroup) -> Store:
+def _store_of(group: dist.ProcessGroup, is_over: Callable[[], bool]) -> Store:
     """Return stretto's connection to a group's store."""
     found = _connections.get(group)
     if found is None:
@@ -97,16 +107,18 @@ def _store_of(group: dist.ProcessGroup) -> Store:
         else:
             theirs = dist.distributed_c10d._world.pg_map[group][1]  # noqa: SLF001
         # MPI has no store; the features that need one run on Gloo and NCCL.
-        found = dist.HashStore() if theirs is None else _connect(theirs, group)
+        found = dist.HashStore() if theirs is None else _connect(theirs, group, is_over)
         _connections[group] = found
     return found
 
 
-def _connect(theirs: Store, group: dist.ProcessGroup) -> Store:
+def _connect(
+    theirs: Store, group: dist.ProcessGroup, is_over: Callable[[], bool]
+) -> Store:
     """Return stretto's own connection to the store of a group.
 
     Raises:
-        CommTimeout: the store does not answer.
+        CommTimeout: the store does not answer, or the group's ranks have parted.
     """
     limit_s = max(MIN_ANSWER_S, _group_timeout_s(group))
     deadline = time.perf_counter() + limit_s
@@ -115,8 +127,14 @@ def _connect(theirs: Store, group: dist.ProcessGroup) -> Store:
     ended, found = call_aside(
         partial(_clone, theirs, limit_s),
         name="stretto-connecting",
-        look=lambda: time.perf_counter() > deadline,
+        # What ends a group shuts each new connection, which is then tried again.
+        look=lambda: is_over() or time.perf_counter() > deadline,
     )
+    if not ended and is_over():
+        raise CommTimeout(
+            f"rank {dist.get_rank()}: the ranks of this group have parted while it "
+            "connected to their store"
+        )
     if not ended:
         raise CommTimeout(
             f"rank {dist.get_rank()}: the store, held by rank 0 or the launcher, "
@@ -139,7 +157,8 @@ def own_connection(ranks: Ranks, *, limit_s: float | None = None) -> Store:
     deadline = time.perf_counter() + max(limit_s, ranks.timeout_s)
 
     def is_hopeless() -> bool:
-        return bool(watch.lost(ranks.names[:1])) or time.perf_counter() > deadline
+        lost = ranks.is_over() or watch.lost(ranks.names[:1])
+        return bool(lost) or time.perf_counter() > deadline
 
     # If no process listens anymore, connecting is retried for many minutes.
     ended, found = call_aside(

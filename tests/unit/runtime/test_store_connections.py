@@ -7,13 +7,14 @@ import socket
 import threading
 from datetime import timedelta
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
+from stretto.errors import CommTimeout
 from stretto.runtime.ranks import Ranks
-from stretto.runtime.store import missing_after, own_connection
+from stretto.runtime.store import _connect, missing_after, own_connection
 
 
 def ranks_over(store: Any) -> Ranks:
@@ -60,3 +61,22 @@ def test_a_store_that_is_gone_is_not_connected_to_again() -> None:
     assert own_connection(ranks_over(client)) is client
     # A clone would retry for longer than the store's timeout.
     assert perf_counter() - began < 15
+
+
+class NeverAnswering:
+    """A store of which each connection is shut while it is opened."""
+
+    def check(self, _keys: list[str]) -> bool:
+        threading.Event().wait(30.0)
+        raise RuntimeError("shut")
+
+
+def test_ranks_that_have_parted_wait_for_no_connection() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    group = dist.distributed_c10d._get_default_group()
+    try:
+        with pytest.raises(CommTimeout, match="have parted"):
+            _connect(cast("Any", NeverAnswering()), group, lambda: True)
+    finally:
+        dist.destroy_process_group()
