@@ -244,7 +244,9 @@ def kept_group(rank: int, size: int) -> list[Any]:
     else:
         with pytest.raises(ValueError, match="not one of these"):
             hvd.init(comm=[0, 1])
-    for wrong in ({"comm": "world"}, {"process_sets": "static"}):
+    wrongs: list[Any] = [{"comm": [rank, rank]}, {"comm": [rank, size]}]
+    wrongs += [{"comm": "world"}, {"process_sets": "static"}]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match="init"):
             hvd.init(**wrong)
     assert not hvd.is_initialized()
@@ -298,3 +300,38 @@ def test_torchrun_makes_a_job(tmp_path: Path) -> None:
     for rank in range(2):
         text = (tmp_path / str(rank)).read_text()
         assert text == str(((rank, 2, 2, 1), [0, 1]))
+
+
+@pytest.mark.parametrize("server", ["agent", "rank 0"])
+def test_a_part_of_a_job_waits_for_no_other_rank(tmp_path: Path, server: str) -> None:
+    own = {"TORCHELASTIC_USE_AGENT_STORE": "", "MASTER_PORT": str(free_port())}
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time, torch, stretto.horovod.torch as hvd\n"
+        f"os.environ.update({own if server == 'rank 0' else {}})\n"
+        "mine = int(os.environ['RANK'])\n"
+        f"path = r'{tmp_path}/'\n"
+        "if mine == 1:\n"
+        "    while not os.path.exists(path + '2'):\n"
+        "        time.sleep(0.05)\n"
+        "    sys.exit()\n"
+        "for _ in range(2):\n"
+        "    hvd.init(comm=[2, 0])\n"
+        "    found = hvd.allgather(torch.tensor([mine])).tolist()\n"
+        "    place = (hvd.rank(), hvd.size())\n"
+        "    hvd.shutdown()\n"
+        "open(path + str(mine), 'w').write(str((place, found)))\n"
+    )
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*run, "--nproc-per-node=3", str(script)],
+        env=environment,
+        timeout=90,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "0").read_text() == str(((1, 2), [2, 0]))
+    assert (tmp_path / "2").read_text() == str(((0, 2), [2, 0]))

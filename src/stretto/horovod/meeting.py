@@ -9,6 +9,7 @@ has its own keys in it, numbered as `attempts` says.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from datetime import timedelta
@@ -25,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from stretto.errors import StrettoError
 from stretto.horovod.attempts import begin_attempt
 from stretto.runtime import backends
+from stretto.runtime.presence import Presence
 from stretto.runtime.ranks import Ranks
 from stretto.runtime.store import ranks_of, store_lost
 
@@ -46,10 +48,11 @@ def meet(
 
     An existing process group is used; otherwise one is made over the store at the
     launcher's address; a process without a launcher is a single rank. ``members`` are
-    the participating ranks of the job; the others must not call this.
+    the participating ranks of the job; the others must not call this, and nothing waits
+    for them.
 
     Raises:
-        ValueError: this rank is not one of ``members``.
+        ValueError: this rank is not one of ``members``, or they are not ranks.
         CommTimeout: a rank did not arrive in time, or the store is lost.
         RuntimeError: rank 0 was not found at its address.
     """
@@ -66,10 +69,11 @@ def meet(
             timeout_s=timeout_s or default_pg_timeout.total_seconds(),
         )
     else:
-        made, ranks = _make_group(place, timeout_s)
-    if members is not None:
-        ranks = _part(ranks, members)
+        made, ranks = _make_group(place, members, timeout_s)
+        members = None  # the group is theirs
     try:
+        if members is not None:
+            ranks = _part(ranks, members)
         return _numbered(ranks), made
     except BaseException:
         part(made)
@@ -96,6 +100,17 @@ def _numbered(ranks: Ranks) -> Ranks:
 
 
 def _part(ranks: Ranks, members: Sequence[int]) -> Ranks:
+    """Return the place of this rank among the members.
+
+    Raises:
+        ValueError: this rank is not one of them, or they are not ranks of the job.
+    """
+    known = range(ranks.size)
+    if len(set(members)) < len(members) or any(r not in known for r in members):
+        raise ValueError(
+            f"init(comm={list(members)}): these must be distinct ranks of the job, "
+            f"from 0 to {ranks.size - 1}"
+        )
     if ranks.rank not in members:
         raise ValueError(
             f"init(comm={list(members)}) was called on {ranks.name(ranks.rank)}, which "
@@ -110,22 +125,30 @@ def _part(ranks: Ranks, members: Sequence[int]) -> Ranks:
     )
 
 
-def _make_group(place: Place, timeout_s: float | None) -> tuple[Any, Ranks]:
-    key = (place.address, place.port, place.rank, place.size)
-    if key not in _stores:
-        found = rendezvous(
-            f"tcp://{place.address}:{place.port}", place.rank, place.size
-        )
-        _stores[key] = next(iter(found))[0]
-    store = PrefixStore("horovod", _stores[key])
+def _make_group(
+    place: Place, members: Sequence[int] | None, timeout_s: float | None
+) -> tuple[Any, Ranks]:
     limit_s = timeout_s or default_pg_timeout.total_seconds()
     ranks = Ranks(
         rank=place.rank,
         size=place.size,
         names=tuple(range(place.size)),
-        store=store,
+        store=_HashStore(),
         timeout_s=limit_s,
     )
+    if members is not None:
+        ranks = _part(ranks, members)
+    key = (place.address, place.port, place.rank, place.size)
+    if key not in _stores:
+        # The job's rank 0 serves the store, and waits for as many as will come.
+        found = rendezvous(
+            f"tcp://{place.address}:{place.port}", place.rank, ranks.size
+        )
+        _stores[key] = next(iter(found))[0]
+    store = PrefixStore("horovod", _stores[key])
+    if members is not None:
+        store = PrefixStore(",".join(map(str, members)), store)
+    ranks = dataclasses.replace(ranks, store=store)
     hook = sys.excepthook
     try:
         number = begin_attempt(ranks, PrefixStore("attempts", store), _PURPOSE)
@@ -135,8 +158,8 @@ def _make_group(place: Place, timeout_s: float | None) -> tuple[Any, Ranks]:
             # On a GPU, the tensors' device selects the backend.
             backends.process_group_backend(),
             store=PrefixStore(f"{number}", store),
-            rank=place.rank,
-            world_size=place.size,
+            rank=ranks.rank,
+            world_size=ranks.size,
             timeout=timedelta(seconds=limit_s),
         )
     except RuntimeError as exc:
@@ -145,7 +168,17 @@ def _make_group(place: Place, timeout_s: float | None) -> tuple[Any, Ranks]:
         raise store_lost(ranks, _PURPOSE, exc) from exc
     group = dist.distributed_c10d._get_default_group()  # noqa: SLF001
     _hooks[group] = (hook, sys.excepthook)
-    return group, ranks_of(group, timeout_s=timeout_s)
+    return group, _named(ranks_of(group, timeout_s=timeout_s), ranks.names)
+
+
+def _named(ranks: Ranks, names: tuple[int, ...]) -> Ranks:
+    """Return the ranks of a group under their numbers in the job."""
+    if names == ranks.names:
+        return ranks
+    presence = Presence(PrefixStore("job", ranks.store), rank=names[ranks.rank])
+    with contextlib.suppress(RuntimeError):  # the first meeting reports it
+        presence.publish()
+    return dataclasses.replace(ranks, names=names, presence=presence)
 
 
 def part(group: Any) -> None:
