@@ -484,28 +484,36 @@ def operations(rank: int, size: int) -> Any:
     return found, sj.broadcast_object({"rank": rank}, root=1), (sj.rank(), sj.size())
 
 
-def accumulated(rank: int, size: int) -> list[float]:
-    """With every=2 the mean of two steps is applied once."""
+MEANS_OF_TWO = [[0.0, 0.0], *[[-5.5, -0.5]] * 2, *[[-13.0, -3.0]] * 2, [-22.5, -7.5]]
+
+
+def accumulated(rank: int, size: int) -> tuple[list[Any], int]:
+    """With every=2 the mean of two steps is sent and applied once."""
     import jax
     import jax.numpy as jnp
     import optax
 
     import stretto.jax as sj
+    from stretto.jax import ranks
 
     tx = sj.distributed(optax.sgd(1.0), every=2)
-    params = jnp.zeros((3,))
+    params = jnp.zeros((3,)), jnp.zeros((), jnp.complex64)
     state = tx.init(params)
 
-    @jax.jit
     def step(params: Any, state: Any, grads: Any) -> Any:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
+    compiled = jax.jit(step)
+    rounds = ranks.joined().rounds
+    before = rounds._last
     found = []
-    for k in range(4):
-        params, state = step(params, state, jnp.full((3,), k + 10.0 * rank))
-        found.append(float(params[0]))
-    return found
+    for k in range(6):
+        run = compiled if k < 4 else step
+        grads = jnp.full((3,), k + 10.0 * rank), jnp.complex64(k * 1j)
+        params, state = run(params, state, grads)
+        found.append([float(params[0][0]), float(params[1].imag)])
+    return found, rounds._last - before
 
 
 def refused(rank: int, size: int) -> dict[str, str]:
@@ -739,7 +747,7 @@ def programs(request: pytest.FixtureRequest, on_ranks: Any) -> list[dict[str, An
         ("used_on_one_rank", [[1.0, 0.5]] * 2),
         ("result_unused", [[3.0] * 4, [16.0]]),
         ("an_error_between", [("", "has no results", 3.0), ("no more disk", "", 3.0)]),
-        ("accumulated", [[0.0, -5.5, -5.5, -13.0]] * 2),
+        ("accumulated", [(MEANS_OF_TWO, 3)] * 2),
         ("after_refusals", [0.5, 0.5]),
         ("orders", [True, True]),
         ("used_outside_of_the_scan", ["scan's body only"] * 2),

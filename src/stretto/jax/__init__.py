@@ -5,6 +5,7 @@ backward, over the negotiated engine, while XLA computes.
 
 - `gradients`: `value_and_grad`, `grad`, `allreduce_gradients`, `distributed`, with the
   `tags` of parameters and `in_backward`.
+- `accumulation`: the mean gradient of several steps.
 - `operations`: other collectives, in and outside of `jit`; `ranks`: init, rank, size.
 - `refusals`: what a reduction can't be within.
 - `xla_options`: `compile_options`, for programs that use none of these.

@@ -13,6 +13,7 @@ import numpy as np
 from stretto.errors import SpecError
 from stretto.horovod.reduce_ops import ENGINE_OPS, Average, ReduceOp, Sum
 from stretto.jax import callbacks, ranks
+from stretto.jax.accumulation import applied_every
 from stretto.jax.refusals import (
     is_float0,
     no_other,
@@ -228,8 +229,8 @@ def distributed(
             other steps update nothing and send nothing.
 
     Raises:
-        SpecError: ``every`` is below 1; in an update, ``optax.apply_if_finite`` is
-            around it.
+        SpecError: ``every`` is below 1; in an update, ``optax.apply_if_finite``, or
+            ``optax.MultiSteps`` with a function that skips steps, is around it.
     """
     import optax
 
@@ -244,6 +245,4 @@ def distributed(
         return inner.update(reduced, state, params, **extra)
 
     found = optax.GradientTransformationExtraArgs(inner.init, update)
-    if every == 1:
-        return found
-    return optax.MultiSteps(found, every).gradient_transformation()
+    return found if every == 1 else applied_every(found, every)

@@ -75,17 +75,32 @@ def refuse_skipped() -> None:
     """Raise if an optimizer may skip, on this rank alone, what is being traced.
 
     Raises:
-        SpecError: optax's apply_if_finite is around it.
+        SpecError: optax's apply_if_finite is around it, or MultiSteps that skips.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
     while frame is not None:
-        if frame.f_code.co_qualname.startswith("apply_if_finite.<locals>"):
+        name = frame.f_code.co_qualname
+        if name.startswith("apply_if_finite.<locals>"):
             raise SpecError(
                 "distributed within optax.apply_if_finite waits for ranks whose "
                 "gradients were not finite, which skip the step. Put it outside: "
                 "stretto.jax.distributed(optax.apply_if_finite(tx, n))"
             )
+        if name == "MultiSteps.update" and _skips(frame.f_locals.get("self")):
+            raise SpecError(
+                "distributed within optax.MultiSteps with should_skip_update_fn waits "
+                "for ranks that skip the step by their own gradients. Put it outside: "
+                "stretto.jax.distributed(optax.MultiSteps(tx, n, "
+                "should_skip_update_fn=...).gradient_transformation())"
+            )
         frame = frame.f_back
+
+
+def _skips(steps: Any) -> bool:
+    """Return whether a `MultiSteps` was given a function that skips steps."""
+    function = getattr(steps, "_should_skip_update_fn", None)
+    name = getattr(function, "__qualname__", "MultiSteps.")
+    return not name.startswith("MultiSteps.")
 
 
 def refuse_nested(what: str) -> None:

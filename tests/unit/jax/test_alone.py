@@ -76,6 +76,14 @@ def test_a_reduction_that_one_rank_may_skip_is_refused(one_rank):
         around.update(w, around.init(w), w)
     within = sj.distributed(optax.apply_if_finite(optax.sgd(0.5), 5))
     assert within.update(w, within.init(w), w)[0].tolist() == [-0.5] * 3
+    for skip in (optax.skip_not_finite, lambda *_: (jnp.zeros((), bool), ())):
+        steps = optax.MultiSteps(
+            sj.distributed(optax.sgd(0.1)), 2, should_skip_update_fn=skip
+        )
+        with pytest.raises(SpecError, match="Put it outside"):
+            steps.update(w, steps.init(w), w)
+    steps = optax.MultiSteps(sj.distributed(optax.sgd(0.1)), 2)
+    steps.update(w, steps.init(w), w)
 
 
 def test_scanned_parameters_need_a_linear_reduction():
