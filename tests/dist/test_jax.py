@@ -465,6 +465,9 @@ def dtypes(rank: int, size: int) -> dict[str, Any]:
     return {k: (str(v.dtype), v.shape, np.asarray(v).sum()) for k, v in found.items()}
 
 
+SENT = [[2, 2], [1, 1, 2, 2], [2, 2], [3, 3]]
+
+
 def operations(rank: int, size: int) -> Any:
     import jax
     import jax.numpy as jnp
@@ -480,7 +483,12 @@ def operations(rank: int, size: int) -> Any:
         )
 
     x = jnp.full((2,), 1.0 + rank)
-    found = [np.asarray(v).tolist() for v in (*inside(x), sj.allreduce(x, op=sj.Sum))]
+    outside = (
+        sj.allreduce(x, op=sj.Sum),
+        sj.broadcast(jax.random.PRNGKey(2**32 - 2 + rank), root=1),
+        sj.allgather(jnp.array([2**16 - 1 - rank], jnp.uint16)),
+    )
+    found = [np.asarray(v).tolist() for v in (*inside(x), *outside)]
     return found, sj.broadcast_object({"rank": rank}, root=1), (sj.rank(), sj.size())
 
 
@@ -757,7 +765,7 @@ def programs(request: pytest.FixtureRequest, on_ranks: Any) -> list[dict[str, An
             "operations",
             [
                 (
-                    [[2, 2], [1, 1, 2, 2], [2, 2], [3, 3]],
+                    [*SENT, [0, 2**32 - 1], [2**16 - 1, 2**16 - 2]],
                     {"rank": 1},
                     (rank, 2),
                 )

@@ -25,8 +25,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+_MOVED_AS = {"uint16": "int16", "uint32": "int32", "uint64": "int64"}
+"""Types that the engine lacks, which it moves as others of their size."""
+
+
 def _one_by_one(_number: float = 0.0) -> float:
     return 0.0
+
+
+def _moved(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return an array's memory in a type that the engine has."""
+    return array.view(_MOVED_AS.get(array.dtype.name, array.dtype))
 
 
 def _run(
@@ -34,6 +43,8 @@ def _run(
     tree: Any,
     shape_of: Callable[[tuple[int, ...]], tuple[int, ...]],
     send: Callable[[list[np.ndarray[Any, Any]], list[str]], list[np.ndarray[Any, Any]]],
+    *,
+    reduces: bool = False,
 ) -> Any:
     found, structure = jax.tree_util.tree_flatten_with_path(tree)
     refuse_transformed(what, [leaf for _, leaf in found])
@@ -42,10 +53,13 @@ def _run(
     if not leaves:
         return tree
     for name, leaf in zip(names, leaves, strict=True):
-        ArrayRow(name=name, shape=leaf.shape, dtype=leaf.dtype)
+        dtype = leaf.dtype
+        if not reduces and dtype.name in _MOVED_AS:
+            dtype = np.dtype(_MOVED_AS[dtype.name])
+        ArrayRow(name=name, shape=leaf.shape, dtype=dtype)
 
     def run(outputs: Any, _gate: Any, *arrays: Any) -> None:
-        copies = [np.array(array, order="C") for array in arrays]
+        copies = [_moved(np.array(array, order="C")) for array in arrays]
         results = send(copies, names)
         for output, result in zip(outputs[:-1], results, strict=True):
             if output.shape != result.shape:
@@ -53,7 +67,7 @@ def _run(
                     f"{what} needs arrays of one shape on all ranks: the result has "
                     f"shape {list(result.shape)}, expected {list(output.shape)}"
                 )
-            output[...] = result
+            output[...] = result.view(output.dtype)
         outputs[-1][...] = 0
 
     gate = callbacks.ordered(_one_by_one)
@@ -97,7 +111,7 @@ def allreduce(tree: Any, *, op: ReduceOp = Average) -> Any:
     def send(arrays: Any, names: Any) -> Any:
         return _send(_requests(names, arrays, op=ENGINE_OPS[op]), arrays)
 
-    return _run("allreduce", tree, lambda shape: shape, send)
+    return _run("allreduce", tree, lambda shape: shape, send, reduces=True)
 
 
 def _requests(
@@ -118,7 +132,8 @@ def _requests(
 def broadcast(tree: Any, root: int = 0) -> Any:
     """Return rank ``root``'s tree on all ranks, for instance initial parameters.
 
-    All ranks must call it with equal paths, shapes and dtypes.
+    All ranks must call it with equal paths, shapes and dtypes. Send a new-style random
+    key as ``jax.random.key_data`` of it.
 
     Raises:
         SpecError: ``root`` isn't a rank, or as `allreduce`.
