@@ -42,6 +42,22 @@ def test_one_rank_has_tensorflows_own_gradients(hvd):
     assert hvd.allreduce(v, op=hvd.Sum).numpy().tolist() == [1.0, 2.0]
 
 
+def test_operations_in_a_function_that_xla_compiles_are_refused(hvd):
+    import tensorflow as tf
+
+    for operation in (
+        hvd.allreduce,
+        hvd.allgather,
+        hvd.alltoall,
+        hvd.reducescatter,
+        lambda value: hvd.broadcast(value, 0),
+        lambda value: value * tf.cast(hvd.rank_op(), value.dtype),
+    ):
+        compiled = tf.function(operation, jit_compile=True)
+        with pytest.raises(Exception, match="jit_compile=False"):
+            compiled(tf.ones([2]))
+
+
 def test_a_call_before_init_says_what_to_call():
     import tensorflow as tf
 

@@ -42,7 +42,11 @@ def host_call(
         function: Returns one array for each of ``results``.
         arguments: Tensors.
         results: What it returns, as ``tf.TensorSpec``; dimensions may be None.
+
+    Raises:
+        SpecError: XLA compiles the function that is being traced.
     """
+    require_no_xla()
     tensors = [tf.convert_to_tensor(argument) for argument in arguments]
     if tf.executing_eagerly():
         found = function(*(np.asarray(tensor.numpy()) for tensor in tensors))
@@ -100,9 +104,10 @@ def require_no_xla() -> None:
         # The function that TensorFlow traces is known to its own frames only.
         if getattr(frame.f_locals.get("self"), "_jit_compile", None) is True:
             raise SpecError(
-                "gradients can't be reduced in a function that XLA compiles: XLA for "
-                "TensorFlow can't call back. Pass jit_compile=False to tf.function or "
-                "to model.compile(), or the callback BroadcastInitialState to fit()."
+                "nothing can be sent, and no gradients reduced, in a function that XLA "
+                "compiles: XLA for TensorFlow can't call back. Pass jit_compile=False "
+                "to tf.function or to model.compile(), or the callback "
+                "BroadcastInitialState to fit()."
             )
         frame = frame.f_back
 
