@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from stretto.convert import Target
 from support.conversions import convert, open_notes
 
 HEAD = """\
@@ -91,3 +92,101 @@ def test_a_decision_that_ends_training_on_one_rank_is_listed(
 )
 def test_other_decisions_are_not_listed(source: str) -> None:
     assert decisions(source) == []
+
+
+EVALUATION = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from other import evaluate
+
+model = torch.nn.Sequential(torch.nn.{layer}, torch.nn.Linear(2, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+val = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4, shuffle=True)
+for epoch in range(9):
+    model.train()
+    for (x,) in loader:
+        loss = model(x).mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    {evaluation}
+    out = []
+    {context}
+        for (x,) in val:
+            out.append(model(x).mean())
+    if sum(out) > 3:
+        break
+"""
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "after"),
+    [
+        ("model.eval()", "buffers_of_rank0(model).eval()"),
+        ("model.train(False)", "buffers_of_rank0(model).train(False)"),
+        ("model.train(epoch > 9)", "buffers_of_rank0(model).train(epoch > 9)"),
+        ("model.train(True)", "model.train(True)"),
+        ("r = evaluate(model)", "r = evaluate(unwrap(buffers_of_rank0(model)))"),
+    ],
+)
+@pytest.mark.parametrize("context", ["with torch.no_grad():", "if epoch > 1:"])
+def test_ranks_evaluate_with_buffers_and_random_numbers_of_rank_0(
+    evaluation, after, context
+):
+    source = EVALUATION.format(
+        evaluation=evaluation, context=context, layer="BatchNorm1d(2)"
+    )
+    converted = convert(source).after
+    assert f"\n    {after}\n" in converted
+    assert "\n        for (x,) in as_on_rank0(val):\n" in converted
+    compile(converted, "train.py", "exec")
+
+
+def test_a_model_without_buffers_evaluates_as_it_is():
+    source = EVALUATION.format(
+        evaluation="model.eval()", context="if epoch > 1:", layer="Linear(2, 2)"
+    )
+    assert "buffers_of_rank0" not in convert(source).after
+
+
+def test_buffers_are_sent_through_horovod():
+    source = EVALUATION.format(
+        evaluation="model.eval()", context="if epoch > 1:", layer="BatchNorm1d(2)"
+    )
+    converted = convert(source, target=Target.HOROVOD).after
+    assert "hvd.broadcast_(buffer.detach(), root_rank=0)" in converted
+    assert "dist." not in converted
+
+
+IN_A_SHARE = """\
+def scores(of, x):
+    {first}
+    return of(x)
+for epoch in range(2):
+    for (x,) in loader:
+        loss = model(x).mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    total = 0
+    with torch.no_grad():
+        for (x,) in val:
+            {second}
+            total += scores(model, x).sum().item()
+    print(total)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("of.eval()", "pass"), ("pass", "model.eval()")]
+)
+def test_buffers_are_not_sent_in_a_loop_over_shares(first, second):
+    head = EVALUATION.format(evaluation="", context="", layer="BatchNorm1d(2)")
+    source = head.partition("for epoch")[0] + IN_A_SHARE
+    converted = convert(source.format(first=first, second=second)).after
+    assert "buffers_of_rank0(of)" not in converted
+    assert f"\n    {first}\n" in converted
+    assert f"\n            {second}\n" in converted
+    if second == "model.eval()":
+        assert "\n        buffers_of_rank0(model)\n        for (x,) in" in converted

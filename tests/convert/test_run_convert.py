@@ -76,6 +76,55 @@ def test_a_plain_script_trains_on_two_ranks_and_errors_name_its_lines(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["train.py"]
 
 
+EVALUATED = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from kept import keep
+
+torch.manual_seed(0)
+x = torch.randn(24, 2)
+model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(x), batch_size=4, shuffle=True)
+held_out = DataLoader(TensorDataset(x), batch_size=5, shuffle=True)
+for epoch in range(2):
+    model.train()
+    for (x,) in loader:
+        loss = model(x).mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    model.eval()
+    outputs = []
+    with torch.no_grad():
+        for (x,) in held_out:
+            outputs.append(model(x + torch.randn(x.shape)).mean().item())
+    keep(outputs, torch.initial_seed())
+"""
+
+KEEP = """\
+import os
+import torch
+
+def keep(outputs, seed):
+    drawn = torch.rand(1).item()  # each rank's own random numbers go on
+    with open(f"kept{os.environ['RANK']}", "a") as file:
+        file.write(f"{outputs}\\n{seed, drawn}\\n")
+"""
+
+
+def test_ranks_evaluate_equally_so_that_they_decide_equally(tmp_path):
+    (tmp_path / "train.py").write_text(EVALUATED)
+    (tmp_path / "kept.py").write_text(KEEP)
+    done = stretto_run("--convert", tmp_path / "train.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    of_ranks = [(tmp_path / f"kept{rank}").read_text().split("\n") for rank in (0, 1)]
+    assert of_ranks[0][0::2] == of_ranks[1][0::2]
+    assert of_ranks[0][0] != of_ranks[0][2]
+    assert of_ranks[0][1] != of_ranks[1][1]
+    assert of_ranks[0][3] != of_ranks[1][3]
+
+
 def test_a_notebook_trains_on_two_ranks(tmp_path):
     notebook = Path(__file__).parent / "scripts/notebook.ipynb"
     options = ("--convert", "--plan", "ddp", "--nproc-per-node", "2")

@@ -624,6 +624,71 @@ class Models:
 
     # Uses
 
+    def _evaluated(self) -> None:
+        """Give all ranks rank 0's buffers where a model begins to evaluate.
+
+        In training each rank computes them from its own samples, so without it ranks
+        would evaluate differently, and decide differently on the result.
+        """
+        for call in self._tree.calls:
+            on = self._tree.method_called(call, "eval", "train")
+            if (
+                on is None
+                or not isinstance(self._tree.parent(call), cst.Expr | cst.Assign)
+                or self._work.is_guarded(call)
+                or not self.is_model(on, self._tree.function(call))
+                or not self.has_buffers(on)
+            ):
+                continue
+            mode = argument(call, 0, "mode")
+            trains = mode is None or self._tree.text(mode) == "True"
+            if self._tree.method_called(call, "train") is not None and trains:
+                continue
+            loop = self.loop_of_a_share(call)
+            if loop is None:
+                self._work.call_around(on, "buffers_of_rank0")
+            elif self._tree.function(loop) is self._tree.function(call):
+                self._work.before(loop, f"buffers_of_rank0({self._tree.text(on)})")
+            else:
+                continue
+            self._work.done(
+                call,
+                f"buffers of `{self._tree.text(on)}` (as of batch norm) become rank "
+                "0's, so that all ranks evaluate the same model",
+            )
+
+    def loop_of_a_share(self, node: cst.CSTNode) -> cst.For | cst.While | None:
+        """Return the outermost loop around a node whose batches ranks may share.
+
+        In it, also through calls, ranks may take different numbers of batches.
+        """
+        out: cst.For | cst.While | None = None
+        waiting, seen = [node], set[int]()
+        while waiting:
+            for above in self._tree.ancestors(waiting.pop()):
+                if isinstance(above, cst.FunctionDef) and id(above) not in seen:
+                    seen.add(id(above))
+                    waiting += self._work.flow.calls_of(above)
+                elif (
+                    isinstance(above, cst.For | cst.While)
+                    and self._work.job.batches.loop(above) is not None
+                    and not any(
+                        self._tree.within(inner.node, above)
+                        for inner in self._work.job.training
+                    )
+                ):
+                    out = above
+        return out
+
+    def has_buffers(self, node: cst.BaseExpression) -> bool:
+        """Return whether what an expression is, a model, may have buffers."""
+        scope = self._tree.function(node)
+        return any(
+            may_have_buffers(self._work, model)
+            for model, _ in self._sites
+            if self._is(node, scope, model)
+        )
+
     def _uses(self) -> None:
         for node in found(self._tree.module, cst.Attribute):
             scope = self._tree.function(node)
@@ -634,6 +699,7 @@ class Models:
             self._check_method(node)
             if not self._work.horovod:
                 self._work.call_around(node.value, "unwrap")
+        self._evaluated()
         if self._work.horovod:
             return
         self._saved_whole()

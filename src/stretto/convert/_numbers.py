@@ -36,7 +36,7 @@ class Numbers:
         self, work: Work, models: Models, loaders: Loaders, shares: AbstractShares
     ) -> None:
         self._work, self._loaders = work, loaders
-        self._tree, self._shares = work.tree, shares
+        self._tree, self._shares, self._models = work.tree, shares, models
         self._classify = Classifier(work, shares)
         self._losses = self._classify.loss_names()
         self._graph = work.graph_names
@@ -77,11 +77,31 @@ class Numbers:
                 loop.node, cst.For
             ):
                 self._evaluation(loop)
+            elif self._calls_model(loop):
+                self._whole_on_all(loop)
         self._comprehensions()
         for call in self._work.job.backwards:
             scope = self._tree.function(call)
             if scope is not None:
                 self._at_source(scope.body, scope)
+
+    def _calls_model(self, loop: Loop) -> bool:
+        """Return whether a loop that no rank trains in calls a model."""
+        calls = list(found(loop.node.body, cst.Call))
+        return not any(call in self._work.job.backwards for call in calls) and any(
+            self._models.is_model(call.func, self._tree.function(call))
+            for call in calls
+        )
+
+    def _whole_on_all(self, loop: Loop) -> None:
+        """Let all ranks go through a loader in rank 0's order, with its random numbers.
+
+        Ranks that compute different results would decide differently on them.
+        """
+        above = self._tree.parent(loop.node)
+        if above is None or self._models.loop_of_a_share(above) is None:
+            for source, _ in loop.loaders:
+                self._work.call_around(source, "as_on_rank0")
 
     def _scale_sums(self) -> None:
         """Multiply losses that are sums, and list those that are not known to be one.
@@ -472,8 +492,10 @@ class Numbers:
             work.know(
                 node,
                 f"every rank runs all of this evaluation, which is not divided "
-                f"({reason}), so its results are those of one process",
+                f"({reason}), so its results are those of one process; random numbers "
+                "and the order of samples are rank 0's",
             )
+            self._whole_on_all(loop)
             return
         names = list(dict.fromkeys(a.name for a in added_in(node.body)))
         whole = work.choices.evaluation is Evaluation.RANK0

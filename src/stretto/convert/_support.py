@@ -190,6 +190,28 @@ def whole_on_rank0(loader):
     """Return the whole loader on rank 0; its results are summed over ranks."""
     return loader if RANK == 0 else ()
 ''',
+    "as_on_rank0": '''
+def as_on_rank0(loader):
+    """Yield the batches of a loader on all ranks as on rank 0, also if it shuffles."""
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
+    states = of_rank0(lambda: states)
+    with torch.random.fork_rng(gpus, enabled=RANK > 0):
+        if RANK > 0:
+            torch.set_rng_state(states[0])
+            for gpu, state in zip(gpus, states[1:]):
+                torch.cuda.set_rng_state(state, gpu)
+        yield from loader
+''',
+    "buffers_of_rank0": '''
+def buffers_of_rank0(model):
+    """Return a model with rank 0's buffers (of batch norm); every rank must call it."""
+    if IS_TRAINED and WORLD_SIZE > 1:
+        for buffer in model.buffers():
+            if buffer.is_contiguous():
+                SEND_BUFFER
+    return model
+''',
     "rank0_first": '''
 @contextlib.contextmanager
 def rank0_first():
@@ -240,6 +262,8 @@ NEEDS = {
     "sum_over_ranks": {"_reduced"},
     "with_epoch": {"itertools"},
     "share_of": {"SequentialSampler", "itertools"},
+    "as_on_rank0": {"of_rank0", "torch"},
+    "buffers_of_rank0": {"DistributedDataParallel", "dist"},
     "rank0_first": {"contextlib", "dist"},
     "of_rank0": {"dist"},
     "folder_of_rank0": {"of_rank0", "contextlib", "dist"},
@@ -272,6 +296,8 @@ def text_of(
             "ALL_REDUCE": "total = hvd.allreduce(total, op=hvd.Sum)",
             "BROADCAST": "seed = hvd.broadcast(seed, root_rank=0)",
             "BARRIER": "hvd.barrier()",
+            "IS_TRAINED": "hvd.is_initialized()",
+            "SEND_BUFFER": "hvd.broadcast_(buffer.detach(), root_rank=0)",
             "SEND_OBJECTS": "held = hvd.broadcast_object(held, root_rank=0)",
         }
     else:
@@ -279,6 +305,8 @@ def text_of(
             "ALL_REDUCE": "dist.all_reduce(total)",
             "BROADCAST": "dist.broadcast(seed, 0)",
             "BARRIER": "dist.barrier()",
+            "IS_TRAINED": "isinstance(model, DistributedDataParallel)",
+            "SEND_BUFFER": "dist.broadcast(buffer.detach(), 0)",
             "SEND_OBJECTS": "dist.broadcast_object_list(held, src=0)",
         }
     words["BATCH_OF_LOADER"] = (

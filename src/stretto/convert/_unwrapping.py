@@ -76,6 +76,9 @@ _EVALUATING = (
 )
 """How words begin in the names of functions that do not train."""
 
+_MEASURING = ("eval", "valid", "test", "infer", "predict", "score", "metric", "acc")
+"""Of these, words of functions that compute with the model."""
+
 _TRAINING = ("train", "fit", "optim", "step", "loss", "criterion", "backward")
 
 
@@ -157,6 +160,8 @@ class _Handed:
         evaluates = any(w.startswith(_EVALUATING) or w in ("val", "log") for w in words)
         trains = any(w.startswith(_TRAINING) for w in words) or self._may_train(call)
         if self._tree.without_gradient(call) or (evaluates and not trains):
+            if any(w.startswith(_MEASURING) or w == "val" for w in words):
+                self._evaluated(call, model)
             self._work.call_around(model, "unwrap")
             self._work.done(
                 call,
@@ -170,6 +175,17 @@ class _Handed:
             f"the wrapper, which training needs, but which lacks the model's own "
             f"attributes and methods. If it does not train, give it unwrap({name})",
         )
+
+    def _evaluated(self, call: cst.Call, model: cst.BaseExpression) -> None:
+        """Give all ranks rank 0's buffers where another file evaluates a model."""
+        above = self._tree.parent(call)
+        if (
+            isinstance(above, cst.Expr | cst.Assign | cst.Return)
+            and not self._work.is_guarded(call)
+            and self._models.has_buffers(model)
+            and self._models.loop_of_a_share(call) is None
+        ):
+            self._work.call_around(model, "buffers_of_rank0")
 
     def _last(self, call: cst.Call) -> str:
         """Return the last part of what is called, also of a call's result."""
