@@ -1343,3 +1343,19 @@ def test_only_buffers_that_a_model_may_have_are_listed(layer, listed):
     source = "import zoo\n" + source.replace("torch.nn.Linear(2, 1)", layer)
     notes = [n for n in convert(source).notes if "so its buffers are not" in n.text]
     assert bool(notes) is listed
+
+
+@pytest.mark.parametrize(
+    ("line", "after"),
+    [
+        ("tqdm.write('end')", "(tqdm if RANK == 0 else OnRank0()).write('end')"),
+        ("bar.write('end')", "(bar if RANK == 0 else OnRank0()).write('end')"),
+    ],
+)
+def test_only_rank_0_prints_past_a_bar(line, after):
+    source = "from tqdm import tqdm\n" + TRAINING.replace(
+        "    for (x,) in loader:", "    bar = tqdm(loader)\n    for (x,) in bar:"
+    )
+    conversion = convert(source + f"    {line}\n")
+    assert f"\n    {after}\n" in conversion.after
+    assert "only rank 0 writes to " in conversion.listed()

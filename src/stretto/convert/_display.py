@@ -221,7 +221,9 @@ class Display:
                 if not self._work.is_guarded(call):
                     self._work.replace(call.func, "print0")
                     count += 1
-            elif full in _STREAMS and isinstance(call.func, cst.Attribute):
+            elif isinstance(call.func, cst.Attribute) and (
+                full in _STREAMS or self._is_of_bar(call.func)
+            ):
                 if not self._work.is_guarded(call):
                     self._stream(call, call.func)
             elif full in _BARS and "disable" not in arguments_of(call)[1]:
@@ -241,6 +243,16 @@ class Display:
             self._work.done(
                 None, f"{count} print calls became print0, which prints on rank 0"
             )
+
+    def _is_of_bar(self, func: cst.Attribute) -> bool:
+        """Return whether a method prints past a bar, also one that is not shown."""
+        if func.attr.value != "write":
+            return False
+        made = self._work.flow.origins(func.value, self._tree.function(func))
+        return self._tree.full(func.value) in _BARS or any(
+            isinstance(o.value, cst.Call) and self._tree.called(o.value) in _BARS
+            for o in made
+        )
 
     def _printers(self) -> list[cst.Name]:
         """Return where `print` itself is a value, as in ``trace_func=print``."""
@@ -278,7 +290,8 @@ class Display:
     def _stream(self, call: cst.Call, func: cst.Attribute) -> None:
         own = theirs(self._tree.text(func.value))
         self._work.replace(func.value, f"({own} if RANK == 0 else OnRank0())")
-        self._work.done(call, f"only rank 0 writes to {self._tree.full(func.value)}")
+        name = self._tree.full(func.value) or self._tree.text(func.value)
+        self._work.done(call, f"only rank 0 writes to {name}")
 
     def _writer(self, call: cst.Call) -> None:
         here, instead = (
