@@ -141,3 +141,34 @@ def test_a_write_that_layers_would_not_repeat_is_refused_with_its_line(function)
     first = inspect.getsourcelines(function)[1]
     with pytest.raises(SpecError, match=f"{__file__}:{first + 2}|{first + 3}: "):
         capture(Model(function), (torch.randn(6, 4),))
+
+
+def after_tanh(h):
+    made = torch.tanh(h)
+    made[:, 0].mul_(2.0)
+    return made
+
+
+def into_an_argument_of_a_product(h):
+    made = torch.relu_(h.clone())
+    product = made * h
+    made.unflatten(1, (3, 4))[:, 1].add_(1.0)
+    return product
+
+
+@pytest.mark.parametrize("function", [after_tanh, into_an_argument_of_a_product])
+def test_a_write_that_breaks_backward_is_refused_with_its_line(function):
+    lines, first = inspect.getsourcelines(function)
+    line = first + len(lines) - 2
+    with pytest.raises(SpecError, match=f"{__file__}:{line}: backward fails"):
+        capture(Model(function), (torch.randn(6, 4),))
+
+
+def without_backward(h):
+    return torch.special.gammainc(h.abs() + 1.0, torch.ones_like(h))
+
+
+def test_an_operation_without_a_backward_is_refused_with_its_line():
+    line = inspect.getsourcelines(without_backward)[1] + 1
+    with pytest.raises(SpecError, match=f"{__file__}:{line}: backward fails"):
+        capture(Model(without_backward), (torch.randn(6, 4),))

@@ -34,6 +34,7 @@ from stretto.burst.tracing.around import around_now
 from stretto.burst.tracing.backward_reads import BackwardReads
 from stretto.burst.tracing.caches import keep_attributes
 from stretto.burst.tracing.custom_backward import has_own_backward
+from stretto.burst.tracing.failing_backward import line_in_backward
 from stretto.burst.tracing.fakes import swapped
 from stretto.burst.tracing.layer_runs import (
     Twins,
@@ -233,8 +234,21 @@ def _checked(
     if isinstance(first, OtherRows):
         raise first
     text = (str(first).splitlines() or [""])[0]
+    line = source_line_in(first, "")
+    if not line:  # in backward, unless the user's code is in the trace
+        line = line_in_backward(partial(run_module, graph, module, examples))
+        if line:
+            text = text.partition(" Hint: ")[0]
+            raise SpecError(
+                f"{line}: backward fails for random rows like the example's "
+                f"({type(first).__name__}: {text}), so the layers of {graph.name} "
+                "can't be checked. Don't change a tensor in place whose value an "
+                "operation before needs in backward (write h = h.clone() before it), "
+                "and use operations that have a backward"
+            ) from first
+    where = f"{line}: " if line else line_of_forward(module) or f"{graph.name}: "
     raise SpecError(
-        f"{source_line_in(first, graph.name)}: computing with random rows like the "
+        f"{where}computing with random rows like the "
         f"example's fails ({type(first).__name__}: {text}), so the layers of "
         f"{graph.name} can't be checked. Forward must take 1 to {_ROWS} samples of "
         "values like the example's: give an example of several different rows, as in "
