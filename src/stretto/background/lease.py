@@ -333,6 +333,8 @@ class Background:
         """Start to follow another foreground."""
         self._foreground = board.foreground_pid
         self._foregrounds += 1
+        if self.isolation is not None:
+            self.isolation.meet(self._foreground)
         self._view.forget(board.last_number)
         self._predict(board)
         for _ in range(self._device.outstanding):

@@ -5,7 +5,9 @@ The scheduler first divides a processor between task groups, then within one. Wi
 autogroups each session is a group, and so is each cgroup. nice and SCHED_IDLE act
 within a group only: a background in a session of its own takes half of a core, whatever
 they are. So this process moves to a cgroup with ``cpu.idle``, as near to the root as is
-permitted. If it may not, it lowers its session's autogroup and itself.
+permitted. If it may not, it lowers its session's autogroup and itself. The autogroup
+outlives this process, whose parents are in it: a guard restores it if this process is
+killed.
 
 Whether that works depends on groups that this process may not even see. So `lower` ends
 with a test: two busy loops on one core, one started before and one after the change.
@@ -72,6 +74,23 @@ _LIMITS = {
 }
 """Limits of a cgroup, of both versions, and how the missing limit is written."""
 
+_AGAIN_S, _AGAIN_PAUSE_S = 5.0, 0.05
+"""How long, and how often, to try a write that the kernel permits once in 0.1 s."""
+
+_GUARD = """exec 3<&0
+(
+    trap '' HUP INT QUIT TERM
+    read line <&3 && exit  # it is restored
+    left=100
+    until echo "$1" > /proc/self/autogroup || [ $left -eq 0 ]; do
+        left=$((left - 1))
+        sleep 0.1
+    done
+) 2>/dev/null &
+"""
+"""For a shell: set the session's autogroup to $1 once a pipe ends without a line. The
+guard is no child of the process that it watches, which may wait for its children."""
+
 _LOOP = "read line || exit; echo ready; while kill -0 $PPID; do :; done 2>/dev/null"
 """For a shell, which starts in a millisecond; a background may have to wait long for
 more processor time. It ends once the process that started it has ended."""
@@ -96,6 +115,9 @@ class Isolation:
 
     undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
+    raise_session: Callable[[], None] | None = field(default=None, repr=False)
+    """Restores the autogroup of this session, if it was lowered."""
+
     @property
     def works(self) -> bool:
         """Whether the test showed that a foreground comes first."""
@@ -109,9 +131,22 @@ class Isolation:
         if self.method != SESSION:
             return
         for pid in pids:
+            file = _PROC / f"{pid}/autogroup"
             with contextlib.suppress(OSError):
-                if os.getsid(pid) != os.getsid(0):
-                    _write(_PROC / f"{pid}/autogroup", str(_NICE))
+                if os.getsid(pid) == os.getsid(0) or _nice_of(file) == str(_NICE):
+                    continue
+                file.write_text(str(_NICE))  # or at the next look, see `_write`
+
+    def meet(self, foreground_pid: int) -> None:
+        """Restore the session if a foreground that began later is in it.
+
+        Within a session SCHED_IDLE is enough.
+        """
+        if self.raise_session is not None and _shares_session(foreground_pid):
+            with contextlib.suppress(OSError):
+                self.raise_session()
+                self.raise_session = None
+                self.detail = "SCHED_IDLE within the foreground's session"
 
     def __str__(self) -> str:
         """Return one line for logs and `stretto doctor`."""
@@ -318,21 +353,81 @@ def _lower_session(*, shares: bool) -> Isolation:
         OSError: there are no autogroups, or others of the session would be lowered too.
     """
     file = _PROC / "self/autogroup"
-    before = file.read_text().rpartition(" ")[2].strip()
+    before = _nice_of(file)
     if (_PROC / "sys/kernel/sched_autogroup_enabled").read_text().strip() != "1":
         raise OSError("autogroups are switched off")
     if shares or _others_in_session():
         raise OSError("other processes are in this session; start it with setsid")
-    file.write_text(str(_NICE))
-    found = _lower_threads()
+    guard = _Guard(before)
+    try:
+        _write(file, str(_NICE))
+        found = _lower_threads()
+    except BaseException:
+        guard.restore()
+        raise
     found.method = SESSION
     found.detail = f"autogroup of the session at nice {_NICE}, and {found.detail}"
-    found.undo.insert(0, lambda: _write(file, before))
+    found.undo.insert(0, guard.restore)
+    found.raise_session = guard.restore
     return found
 
 
+def _nice_of(autogroup: Path) -> str:
+    return autogroup.read_text().rpartition(" ")[2].strip()
+
+
+@final
+class _Guard:
+    """Restores the autogroup of this session, also if this process is killed."""
+
+    def __init__(self, nice: str) -> None:
+        self._nice, self._owner = nice, os.getpid()
+        read, self._write = os.pipe()
+        try:
+            subprocess.run(
+                ["/bin/sh", "-c", _GUARD, "sh", nice],
+                stdin=read,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                check=True,
+            )
+        except subprocess.CalledProcessError as exc:
+            os.close(self._write)
+            raise OSError("no guard of the session starts") from exc
+        except BaseException:
+            os.close(self._write)
+            raise
+        finally:
+            os.close(read)
+
+    def restore(self) -> None:
+        """Restore it, once."""
+        if self._write < 0 or os.getpid() != self._owner:
+            return
+        # If this fails, the guard tries again when the pipe ends.
+        _write(_PROC / "self/autogroup", self._nice)
+        with contextlib.suppress(OSError):
+            os.write(self._write, b"\n")
+        os.close(self._write)
+        self._write = -1
+
+
 def _write(file: Path, text: str) -> None:
-    file.write_text(text)
+    """Write an autogroup's nice value.
+
+    Without privileges this is permitted once in 0.1 s, to all processes together.
+    """
+    deadline_s = time.perf_counter() + _AGAIN_S
+    while True:
+        try:
+            file.write_text(text)
+        except BlockingIOError:
+            if time.perf_counter() > deadline_s:
+                raise
+            time.sleep(_AGAIN_PAUSE_S)
+        else:
+            return
 
 
 def _others_in_session() -> bool:

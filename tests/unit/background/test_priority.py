@@ -179,6 +179,65 @@ def test_without_cgroups_the_session_keeps_the_foreground_first():
     assert ratio <= MAX_RATIO
 
 
+IN_SESSION = """
+"$@" <&- &
+wait
+for i in 1 2 3 4 5 6 7 8 9; do
+    case "$(cat /proc/self/autogroup)" in *' nice 0') break ;; esac
+    sleep 1
+done
+cat /proc/self/autogroup
+"""
+
+
+@autogroups
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_session_gets_its_share_back_after_a_background_in_it_is_killed(how):
+    code = LOWER.replace("print(json", "print(os.getpid()); print(json")
+    code = code.replace("foreground_pid=foreground", "test=False")
+    row = [sys.executable, "-c", code, json.dumps([[SESSION], 0]), "stay"]
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", IN_SESSION, "sh", *row],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    pid = int(process.stdout.readline())
+    assert json.loads(process.stdout.readline())[0] == SESSION
+    assert priority._nice_of(Path(f"/proc/{process.pid}/autogroup")) == "19"
+    os.kill(pid, how)
+    out, _ = process.communicate(timeout=_PATIENCE_S)
+    assert out.endswith(" nice 0\n")
+
+
+def test_a_foreground_that_begins_later_gets_the_session_back():
+    calls = []
+    found = Isolation(method=SESSION, detail="", raise_session=lambda: calls.append(1))
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        found.meet(process.pid)
+        assert not calls
+        found.meet(os.getpid())
+        found.meet(os.getpid())
+    finally:
+        process.kill()
+        process.wait()
+    assert calls == [1]
+
+
+def test_what_the_kernel_permits_later_is_tried_again(tmp_path, monkeypatch):
+    texts = []
+
+    def write_text(_, text):
+        texts.append(text)
+        if len(texts) < 3:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    priority._write(tmp_path / "autogroup", "19")
+    assert texts == ["19"] * 3
+
+
 @autogroups
 def test_sched_idle_alone_does_nothing_across_sessions_and_that_is_found():
     method, _, ratio, *_ = measured([SCHEDULER], lambda ratio: not is_low(ratio))
