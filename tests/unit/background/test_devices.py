@@ -143,6 +143,47 @@ def test_a_full_queue_never_stops_the_foreground(queues, monkeypatch):
     assert foreground.take()
 
 
+@pytest.mark.parametrize(
+    ("served", "upcoming"), [(0, 2**40), (7, 3), (2**64 - 1, 2**64 - 1), (0, 251)]
+)
+@pytest.mark.timeout(60)
+def test_numbers_that_no_queue_has_are_those_of_an_empty_one(queues, served, upcoming):
+    foreground, background = queues(), queues()
+    background.start_task("a", waits=True, depth=2)
+    words = foreground._words
+    words[exclusive_module._SERVED] = served
+    words[exclusive_module._NEXT] = upcoming
+    assert foreground.take(patience_s=20.0)
+    assert not background.start_task("a", waits=False, depth=1)
+    background.end_task()
+    foreground.release()
+    assert background.start_task("a", waits=True, depth=2)
+
+
+@pytest.mark.timeout(60)
+def test_a_launch_that_something_else_removed_from_the_queue_is_made_again(queues):
+    foreground, background = queues(), queues()
+    assert foreground.take()
+    found = []
+    waits = threading.Thread(
+        target=lambda: found.append(background.start_task("a", waits=True, depth=2))
+    )
+    waits.start()
+    while len(background.tickets) < 2:
+        time.sleep(0.001)
+    foreground._words[exclusive_module._SERVED] = 2**63
+    assert not waits.join(30.0)
+    assert found == [True]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_queue_that_cannot_be_opened_says_both_ways_out(queues):
+    path = file_of("exclusive:a", "queue")
+    path.touch(mode=0o400)
+    with pytest.raises(BackgroundError, match=r"remove it, or set STRETTO_RUNTIME_DIR"):
+        queues()
+
+
 @pytest.fixture
 def stopped():
     """Lock a file as a process does that is stopped while it changes it."""

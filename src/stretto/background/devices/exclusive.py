@@ -30,6 +30,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar, final
 
 from stretto.background.board import (
+    FOLDER_VARIABLE,
     as_background_error,
     file_of,
     is_running,
@@ -50,6 +51,8 @@ _MAGIC = int.from_bytes(b"strqueue", "big")
 _NEXT, _SERVED = 1, 2
 _TICKETS_AT, _TICKETS = 8, 250
 """Words of the file; each ticket has a process id (0: withdrawn) and a start time."""
+
+_MAX_NUMBER = 2**63
 
 _POLL_S = 5e-5
 _LOOK_EVERY_S = 0.1
@@ -79,8 +82,8 @@ class ExclusiveDevice(AbstractDevice):
             )
         except OSError as exc:
             raise BackgroundError(
-                f"the queue {self._path} cannot be opened ({exc.strerror}): remove "
-                "that file"
+                f"the queue {self._path} cannot be opened ({exc.strerror}): remove it, "
+                f"or set {FOLDER_VARIABLE} to another folder"
             ) from exc
         self._lock = threading.RLock()  # see Note [Interrupts]
         self._pid, self._started = os.getpid(), own_start()
@@ -198,16 +201,22 @@ class ExclusiveDevice(AbstractDevice):
 
     def _skip_withdrawn(self) -> None:
         words = self._words
+        last = min(words[_SERVED] + _TICKETS, _MAX_NUMBER)
+        if not words[_SERVED] <= words[_NEXT] <= last:
+            # Something else has written to the file: all launches are lost. No ticket
+            # has had these numbers.
+            words[_SERVED] = words[_NEXT] = time.perf_counter_ns()
         while words[_SERVED] < words[_NEXT]:
             if words[_TICKETS_AT + 2 * (words[_SERVED] % _TICKETS)]:
                 return
             words[_SERVED] += 1
 
     def _await(self, number: int, patience_s: float = float("inf")) -> bool:
-        """Wait until a ticket is served; ``False`` if patience has ended."""
+        """Wait until a ticket is served; ``False`` if it is lost or patience ends."""
         begin_s = perf_counter()
-        while self._words[_SERVED] != number:
-            if perf_counter() - begin_s > patience_s:
+        while (served := self._words[_SERVED]) != number:
+            is_lost = not served < number < self._words[_NEXT]
+            if is_lost or perf_counter() - begin_s > patience_s:
                 return False
             self._look()
             time.sleep(_POLL_S)
@@ -251,14 +260,19 @@ class ExclusiveDevice(AbstractDevice):
                 return False
         else:
             try:
-                while len(self._tickets) < depth:
-                    self._reserve()
-                self._await(self._tickets[0])
+                while not self._reaches(depth):
+                    self._own_first()  # forgets those that are lost
             except BaseException:  # an interrupt, which the program may catch
                 self.withdraw()
                 raise
         self._running = label, perf_counter()
         return True
+
+    def _reaches(self, depth: int) -> bool:
+        """Have as many tickets as the depth; return whether the first one is served."""
+        while len(self._tickets) < depth:
+            self._reserve()
+        return self._await(self._tickets[0])
 
     def end_task(self) -> None:
         """Serve the next ticket."""
