@@ -765,7 +765,7 @@ class Elastic:
                 "all ranks that had trained were lost: training begins again from "
                 "step %d, %s",
                 self._steps,
-                "its newest snapshot" if self._steps else "as there is no snapshot",
+                "its newest snapshot" if self._steps else "because no snapshot is left",
             )
         if self.size > 1:
             self._share_state(0, behind=self.rank != 0)

@@ -95,17 +95,17 @@ class _Writes(TorchFunctionMode):
         return result
 
     def line_of(self, text: str) -> str:
-        """Return the line of the write that an error tells about, if it does."""
-        told = _CHANGED.search(text)
-        if told is None:
+        """Return the line of the write that an error reports, if it reports one."""
+        reported = _CHANGED.search(text)
+        if reported is None:
             return ""
-        shape = [int(size) for size in told["shape"].split(",") if size.strip()]
+        shape = [int(size) for size in reported["shape"].split(",") if size.strip()]
         last = [
             one
             for one in self._found
-            if one.version == int(told["version"]) and shape in one.shapes
+            if one.version == int(reported["version"]) and shape in one.shapes
         ]
-        made_by = told["made_by"] or ""
+        made_by = reported["made_by"] or ""
         same = [one for one in last if one.made_by.startswith(made_by)] or last
         return same[-1].line if same else ""
 
@@ -116,7 +116,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _version_of(tensor: Tensor) -> int:
-    return tensor._version  # noqa: SLF001 - PyTorch's error tells it
+    return tensor._version  # noqa: SLF001 - PyTorch's error shows it
 
 
 def _maker_of(tensor: Tensor) -> str:
