@@ -86,4 +86,4 @@ def test_without_snapshots_it_says_so(
     client = KeeperOfANewcomer()
     monkeypatch.setattr(training.MemberClient, "of_environment", lambda: client)
     assert trained(None, 2)[0] == 0
-    assert "begins again from step 0, as there is no snapshot" in caplog.text
+    assert "begins again from step 0, because no snapshot is left" in caplog.text
