@@ -97,7 +97,7 @@ def refuse_skipped() -> None:
 
 
 def _skips(steps: Any) -> bool:
-    """Return whether a `MultiSteps` was given a function that skips steps."""
+    """Return whether a ``MultiSteps`` was given a function that skips steps."""
     function = getattr(steps, "_should_skip_update_fn", None)
     name = getattr(function, "__qualname__", "MultiSteps.")
     return not name.startswith("MultiSteps.")

@@ -14,7 +14,7 @@ from stretto.errors import CommTimeout
 from stretto.runtime.regroup import connect_store
 from stretto.runtime.sockets import connections_to, open_sockets, shut
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 HALF_AN_HOUR = timedelta(minutes=30)
 
@@ -103,6 +103,6 @@ def test_ranks_meet_under_one_name_whichever_of_them_have_failed_before() -> Non
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=50,
+        timeout=150,
     )
     assert done.stdout.split() == ["0"]
