@@ -28,8 +28,8 @@ def applied_every(
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transformation whose steps update nothing, but once in ``every``.
 
-    The other steps don't run ``tx``, which may communicate: ``optax.MultiSteps`` runs it
-    in each step and drops what it returns.
+    The other steps don't run ``tx``, which may communicate: ``optax.MultiSteps`` runs
+    it in each step and drops what it returns.
     """
     import optax
 
