@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import from_numpy, nn
+from torch.autograd import Variable
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -286,6 +287,58 @@ def test_numbers_of_numpy_may_follow_the_batch(function):
 def test_numbers_of_numpy_that_mix_samples_are_refused(function):
     with pytest.raises(SpecError, match="number of samples"):
         capture(Between(function), (torch.randn(2, 4),))
+
+
+def a_table():
+    return torch.from_numpy(np.arange(4.0)).float()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: h + Variable(a_table()).view(1, 4).repeat(h.shape[0], 1),
+        lambda h: h + Variable(torch.zeros_like(h), requires_grad=True),
+        lambda h: h + Variable(h),
+    ],
+)
+def test_variables_of_early_versions_are_captured(function):
+    graph = capture(Between(function), (torch.randn(2, 4),))
+    names = [node.name for node in graph.nodes]
+    assert (names[0], names[-1]) == ("before", "after")
+    assert isinstance(Variable(torch.ones(2)), torch.Tensor)
+
+
+class Converting(nn.Module):
+    def __init__(self, convert):
+        super().__init__()
+        self.rows = nn.GRU(4, 4, batch_first=True)
+        self.after = nn.Linear(4, 4)
+        self.convert = convert
+
+    def forward(self, x):
+        self.convert(self, x)
+        return self.after(self.rows(x[:, None])[0][:, 0])
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m, x: m.to(x.device),
+        lambda m, x: m.rows.to(x),
+        lambda m, _: (m.float(), m.rows.cpu(), m.after.type(torch.float32)),
+    ],
+)
+def test_conversions_that_change_nothing_are_captured(convert):
+    model = Converting(convert)
+    graph = capture(model, (torch.randn(2, 4),))
+    assert [node.name for node in graph.nodes] == ["rows", "after"]
+    model(torch.randn(2, 4))  # with its own parameters again
+
+
+def test_a_conversion_in_forward_is_refused_with_its_line():
+    model = Converting(lambda m, _: m.after.double())
+    with pytest.raises(SpecError, match=r"test_capture.py:\d+: converts 'weight' of a"):
+        capture(model, (torch.randn(2, 4),))
 
 
 def late_half(h):

@@ -1,5 +1,10 @@
 """Route calls of modules, functions and autocast through the running recorder.
 
+# Note [Calls that change nothing]
+A forward may call ``module.to(device)`` where the module already is. On parameters
+without values torch would exchange them even then, so the conversion is tried on each
+tensor, and nothing else is done if every result is the tensor itself.
+
 # Note [Function.apply in Python and in C++]
 Where ``torch.autograd.Function.apply`` is written in Python, its code is exchanged, so
 that methods which a program bound earlier (``scale = Scale.apply``) are routed, too.
@@ -18,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionMeta
+from torch.autograd.variable import Variable, VariableMeta
 from torch.utils import _pytree as pytree
 
 from stretto.burst.tracing.source_lines import source_line
@@ -44,6 +50,9 @@ class CallRecorder(Protocol):
         self, call: Callable[..., Any], kind: Any, args: Any, kwargs: Any
     ) -> Any:
         """Run an ``autograd.Function``."""
+
+    def within(self) -> contextlib.AbstractContextManager[None]:
+        """Leave what runs in the context out of the recording."""
 
     def autocast_entered(self, entry: tuple[str, torch.dtype, bool, bool]) -> None:
         """Record that the module begins an autocast region."""
@@ -111,13 +120,74 @@ def patched(recorder: CallRecorder) -> Iterator[None]:
         nn.Module.__call__ = call  # type: ignore[method-assign]
         torch.autocast.__enter__ = entered  # type: ignore[method-assign]
         torch.autocast.__exit__ = left  # type: ignore[method-assign]
-        with _functions_routed(recorder):
+        with (
+            _functions_routed(recorder),
+            _conversions_tried(recorder),
+            _variables_routed(),
+        ):
             yield
     finally:
         nn.Module.__call__ = module_call  # type: ignore[method-assign]
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
         torch.autocast.__exit__ = leave  # type: ignore[method-assign]
         _active.pop()
+
+
+@contextlib.contextmanager
+def _conversions_tried(recorder: CallRecorder) -> Iterator[None]:
+    """Allow conversions of modules that change nothing.
+
+    See Note [Calls that change nothing].
+    """
+    kinds: tuple[Any, ...] = (nn.Module, nn.RNNBase)
+    own = [kind._apply for kind in kinds]  # noqa: SLF001
+
+    def convert(module: nn.Module, call: Callable[..., Any], *_: Any, **__: Any) -> Any:
+        for part in module.modules():
+            for held in (part._parameters, part._buffers):  # noqa: SLF001
+                for name, tensor in held.items():
+                    if tensor is None:
+                        continue
+                    with recorder.within():
+                        is_same = call(tensor) is tensor
+                    if not is_same:
+                        raise SpecError(
+                            f"{source_line()}: converts {name!r} of a "
+                            f"{type(part).__name__} in forward, which layers on other "
+                            "ranks would not: convert the model before it is captured"
+                        )
+        return module
+
+    try:
+        for kind in kinds:
+            kind._apply = convert  # noqa: SLF001
+        yield
+    finally:
+        for kind, method in zip(kinds, own, strict=True):
+            kind._apply = method  # noqa: SLF001
+
+
+@contextlib.contextmanager
+def _variables_routed() -> Iterator[None]:
+    """Call ``detach``, which is recorded, where a program calls ``Variable(tensor)``.
+
+    It is what this class of early versions does, unseen by function modes.
+    """
+
+    def call(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(("data", "requires_grad"), args, strict=False)) | kwargs
+        data, needs = given.pop("data", None), given.pop("requires_grad", False)
+        if kind is not Variable or args[2:] or given or not isinstance(data, Tensor):
+            return type.__call__(kind, *args, **kwargs)
+        found = data.detach()
+        return found.requires_grad_() if needs else found
+
+    meta: Any = VariableMeta
+    meta.__call__ = call
+    try:
+        yield
+    finally:
+        del meta.__call__
 
 
 def _functions_routed(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from stretto.burst.boundary import in_checkpoint
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from stretto.burst.tracing.fakes import Fakes
+    from stretto.burst.tracing.fakes import Fakes, Mode
     from stretto.burst.tracing.reads import Reads
     from stretto.burst.tracing.views import Steps
 
@@ -115,7 +115,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
     def __init__(
         self,
         root: nn.Module,
-        mode: FakeTensorMode,
+        mode: Mode,
         trained: dict[int, str],
         batch: int,
         check: Callable[[int, Record], None] | None,
@@ -888,6 +888,16 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             f"{source_line()}: writes into the parameter {name!r} in forward: ranks "
             f"would differ in it, as each runs other layers and samples. {way}"
         )
+
+    @contextlib.contextmanager
+    def within(self) -> Iterator[None]:
+        """Leave what runs in the context out of the recording."""
+        recorder, self._mode.recorder = self._mode.recorder, None
+        try:
+            with torch._C.DisableTorchFunction():  # noqa: SLF001
+                yield
+        finally:
+            self._mode.recorder = recorder
 
     def autocast_entered(self, entry: tuple[str, torch.dtype, bool, bool]) -> None:
         """Record that the module begins an autocast region."""
