@@ -341,6 +341,23 @@ def test_a_conversion_in_forward_is_refused_with_its_line():
         capture(model, (torch.randn(2, 4),))
 
 
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 4, 0.0, batch_first=True)
+        self.parts = nn.TransformerEncoder(layer, 1)
+        self.after = nn.Linear(4, 4)
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.after(self.parts(x, mask=mask))
+
+
+def test_masks_that_torch_compares_with_the_causal_one_are_captured():
+    graph = capture(Masked(), (torch.randn(2, 3, 4),))
+    assert [node.name for node in graph.nodes] == ["parts", "after"]
+
+
 def late_half(h):
     return h.masked_fill((torch.arange(h.shape[0]) >= 6)[:, None], 0.0)
 

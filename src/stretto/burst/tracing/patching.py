@@ -5,6 +5,11 @@ A forward may call ``module.to(device)`` where the module already is. On paramet
 without values torch would exchange them even then, so the conversion is tried on each
 tensor, and nothing else is done if every result is the tensor itself.
 
+# Note [Masks that are compared with the causal one]
+``nn.Transformer`` reads the values of a mask to decide whether attention may compute
+without it, with the same results. While a forward is recorded it computes with the
+mask; layers decide by its values as usual.
+
 # Note [Function.apply in Python and in C++]
 Where ``torch.autograd.Function.apply`` is written in Python, its code is exchanged, so
 that methods which a program bound earlier (``scale = Scale.apply``) are routed, too.
@@ -124,6 +129,7 @@ def patched(recorder: CallRecorder) -> Iterator[None]:
             _functions_routed(recorder),
             _conversions_tried(recorder),
             _variables_routed(),
+            _masks_used(),
         ):
             yield
     finally:
@@ -188,6 +194,25 @@ def _variables_routed() -> Iterator[None]:
         yield
     finally:
         del meta.__call__
+
+
+@contextlib.contextmanager
+def _masks_used() -> Iterator[None]:
+    """Let torch's transformers use their masks.
+
+    See Note [Masks that are compared with the causal one].
+    """
+    module: Any = nn.modules.transformer
+    own = module._detect_is_causal_mask  # noqa: SLF001
+
+    def detect(_mask: Any, is_causal: Any = None, _size: Any = None) -> bool:
+        return bool(is_causal)
+
+    try:
+        module._detect_is_causal_mask = detect  # noqa: SLF001
+        yield
+    finally:
+        module._detect_is_causal_mask = own  # noqa: SLF001
 
 
 def _functions_routed(
