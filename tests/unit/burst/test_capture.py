@@ -358,6 +358,12 @@ def test_masks_that_torch_compares_with_the_causal_one_are_captured():
     assert [node.name for node in graph.nodes] == ["parts", "after"]
 
 
+def test_the_refusal_of_a_functional_batch_norm_names_a_module():
+    model = Between(lambda h: functional.batch_norm(h, None, None, training=True))
+    with pytest.raises(SpecError, match=r"test_capture.py:\d+: .*a torch.nn module"):
+        capture(model, (torch.randn(2, 4),))
+
+
 def late_half(h):
     return h.masked_fill((torch.arange(h.shape[0]) >= 6)[:, None], 0.0)
 

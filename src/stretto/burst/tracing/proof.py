@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL, code_of, place_of
@@ -690,7 +691,9 @@ class _Check:
         op = self._first_other(full, some, _SOME)
         op = op or self._first_other(full, trace_layer(node, values, many), many)
         op = op or self._first_mixing_others(node, values, full, some)
-        return None if op is None else _mixing(f"{source_line_of(op)}: {op.name!r}")
+        if op is None:
+            return None
+        return _mixing(f"{source_line_of(op)}: {op.name!r}", way=_way_of(op))
 
     def _first_mixing_others(
         self,
@@ -908,15 +911,16 @@ class _Check:
         backward: bool = False,
         rows: Sequence[int] = (),
     ) -> SpecError:
-        place = f"layer {node.name!r}"
+        place, way = f"layer {node.name!r}", _LOSS
         if not backward:
             place = self._line(node, values, rows)
+            way = _way_of(self._first_mixing(node, values, _compared(rows)))
         else:
             op = next((n for n in graph_of(node).nodes if n.meta.get("place")), None)
             place = place if op is None else f"{source_line_of(op)}: {place}"
             if (hook := _hook_in(node)) is not None:
                 place = f"{place_of(hook)}layer {node.name!r} with its hooks"
-        return _mixing(place, backward=backward)
+        return _mixing(place, backward=backward, way=way)
 
     def _fails(
         self, node: LayerNode, values: dict[str, Tensor], error: Exception
@@ -933,7 +937,7 @@ class _Check:
         self, node: LayerNode, values: dict[str, Tensor], rows: Sequence[int] = ()
     ) -> str:
         """Return the first operation of a layer that gives other rows for some."""
-        op = self._first_mixing(node, values, (rows,) if rows else (_SOME, _REST))
+        op = self._first_mixing(node, values, _compared(rows))
         if op is not None:
             return f"{source_line_of(op)}: {op.name!r}"
         for op in reversed(graph_of(node).nodes):
@@ -951,7 +955,26 @@ def _hook_in(node: LayerNode) -> Any:
     return None
 
 
-def _mixing(place: str, *, backward: bool = False) -> SpecError:
+_LOSS = (
+    "Keep the batch as the first dimension, and compute what depends on other samples "
+    "in the loss"
+)
+_NORM = (
+    "Call a torch.nn module, whose statistics ranks compute together, such as "
+    "BatchNorm2d(channels, affine=False, track_running_stats=False)"
+)
+
+
+def _way_of(op: fx.Node | None) -> str:
+    """Return what to do about an operation that mixes samples."""
+    return _NORM if op is not None and op.target is functional.batch_norm else _LOSS
+
+
+def _compared(rows: Sequence[int]) -> tuple[Sequence[int], ...]:
+    return (rows,) if rows else (_SOME, _REST)
+
+
+def _mixing(place: str, *, backward: bool = False, way: str = _LOSS) -> SpecError:
     if backward:
         return SpecError(
             f"{place}: it mixes samples in backward: a gradient for one sample depends "
@@ -961,8 +984,7 @@ def _mixing(place: str, *, backward: bool = False) -> SpecError:
         )
     return SpecError(
         f"{place}: it mixes samples: its output for one sample depends on "
-        "others, which may be on other ranks. Keep the batch as the first "
-        "dimension, and compute what depends on other samples in the loss"
+        f"others, which may be on other ranks. {way}"
     )
 
 
