@@ -46,6 +46,23 @@ def test_a_repeated_forward_is_a_norm_and_what_it_adds():
     assert held.weight is norm.weight
 
 
+class Added(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), Copied()
+
+    def forward(self, x):
+        h = self.norm(self.first(x)) * 2
+        h += x
+        h += torch.ones(())
+        return h
+
+
+def test_tensors_may_be_added_in_place_beside_a_repeated_forward():
+    graph = capture(Added(), (torch.randn(6, 4),))
+    assert sum(node.num_batch_norms for node in graph.nodes) == 1
+
+
 def test_capture_leaves_the_norm_as_it_was():
     norm = Copied()
     capture(model_with(norm), (torch.randn(6, 4),))

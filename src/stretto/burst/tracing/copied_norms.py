@@ -60,7 +60,9 @@ class CopiedNorms:
         self, name: str, args: tuple[Any, ...], place: Callable[[], str]
     ) -> bool:
         """Return whether a call counts a batch of a norm in training."""
-        if not self._norms or name not in ("add_", "__iadd__") or args[1:] != (1,):
+        if not self._norms or name not in ("add_", "__iadd__") or len(args) != 2:
+            return False
+        if isinstance(args[1], Tensor) or args[1] != 1:
             return False
         for norm in self._norms:
             if norm.num_batches_tracked is args[0] and norm.training:
