@@ -190,3 +190,61 @@ def test_buffers_are_not_sent_in_a_loop_over_shares(first, second):
     assert f"\n            {second}\n" in converted
     if second == "model.eval()":
         assert "\n        buffers_of_rank0(model)\n        for (x,) in" in converted
+
+
+@pytest.mark.parametrize(
+    ("lines", "after"),
+    [
+        (
+            "r = [model(x) for (x,) in val]",
+            "r = [model(x) for (x,) in as_on_rank0(val)]",
+        ),
+        (
+            "r = sum(x for (x,) in enumerate(val))",
+            "r = sum(x for (x,) in enumerate(val))",
+        ),
+        (
+            "keep(evaluate(model, val))",
+            "keep(evaluate(unwrap(buffers_of_rank0(model)), as_on_rank0(val)))",
+        ),
+        (
+            "evaluate(model, loader)",
+            "evaluate(unwrap(buffers_of_rank0(model)), undivided(loader))",
+        ),
+        ("r = model.eval()(x)", "r = buffers_of_rank0(model).eval()(x)"),
+        (
+            "torch.save(scores(), 'a')",
+            "(torch.save, OnRank0())[RANK > 0](scores(), 'a')",
+        ),
+        (
+            "with open('a', 'w') as file: file.write(scores())",
+            "with open(rank0_file('a'), 'w') as file: file.write(scores())",
+        ),
+    ],
+)
+def test_all_ranks_evaluate_in_other_forms(lines, after):
+    head = EVALUATION.format(evaluation=lines, context="if 1:", layer="BatchNorm1d(2)")
+    scores = "def scores():\n    return [model(x) for (x,) in val]\n"
+    source = head.partition("    out = []")[0].replace(
+        "for epoch", scores + "for epoch"
+    )
+    converted = convert(source).after
+    assert f"\n    {after}\n" in converted
+    compile(converted, "train.py", "exec")
+
+
+def test_batches_of_a_generator_are_those_of_rank_0_once():
+    source = EVALUATION.format(evaluation="", context="", layer="Linear(2, 2)")
+    source = source.partition("    out = []")[0].replace(
+        "for epoch",
+        "@torch.no_grad()\ndef outputs():\n    for (x,) in val:\n"
+        "        yield model(x)\nfor epoch",
+    )
+    source += (
+        "    total = 0\n    with torch.no_grad():\n        for y in outputs():\n"
+        "            total += y.sum().item()\n    print(total)\n"
+    )
+    converted = convert(source).after
+    assert "    for (x,) in as_on_rank0(val):\n" in converted
+    assert "share_of(" not in converted
+    assert "sum_over_ranks(total)" not in converted

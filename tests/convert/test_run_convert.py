@@ -77,7 +77,10 @@ def test_a_plain_script_trains_on_two_ranks_and_errors_name_its_lines(tmp_path):
 
 
 EVALUATED = """\
+import random
+import numpy as np
 import torch
+from tqdm import tqdm
 from torch.utils.data import DataLoader, TensorDataset
 from kept import keep
 
@@ -87,6 +90,10 @@ model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
 opt = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(x), batch_size=4, shuffle=True)
 held_out = DataLoader(TensorDataset(x), batch_size=5, shuffle=True)
+def accuracy():
+    model.eval()
+    with torch.no_grad():
+        return [(model(x) > 0).float().mean().item() for (x,) in held_out]
 for epoch in range(2):
     model.train()
     for (x,) in loader:
@@ -99,6 +106,19 @@ for epoch in range(2):
     with torch.no_grad():
         for (x,) in held_out:
             outputs.append(model(x + torch.randn(x.shape)).mean().item())
+        bar = tqdm(held_out)
+        for i, (x,) in enumerate(bar):
+            for (y,) in held_out:
+                outputs.append(model(y * torch.randn(1)).mean().item())
+            outputs.append(model(x * np.random.rand() * random.random()).mean().item())
+            if i + 1 == len(bar):
+                outputs.append(i)
+        outputs += [model(x).mean().item() for (x,) in held_out]
+        for (x,), (y,) in zip(held_out, held_out):
+            outputs.append(model(x * torch.randn(1)).mean().item())
+    with open("accuracy", "a") as file:
+        file.write(str(accuracy()) + "\\n")
+    torch.save([accuracy()], "accuracy.pt")
     keep(outputs, torch.initial_seed())
 """
 
@@ -123,6 +143,7 @@ def test_ranks_evaluate_equally_so_that_they_decide_equally(tmp_path):
     assert of_ranks[0][0] != of_ranks[0][2]
     assert of_ranks[0][1] != of_ranks[1][1]
     assert of_ranks[0][3] != of_ranks[1][3]
+    assert (tmp_path / "accuracy").read_text().count("\n") == 2
 
 
 def test_a_notebook_trains_on_two_ranks(tmp_path):

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _COUNTERS = ("range", "trange", "tqdm.trange", "tqdm.auto.trange", "itertools.count")
 
+_SEVERAL = ("zip", "itertools.zip_longest", "itertools.chain")
+"""Calls that pass on the batches of all their arguments."""
+
 WRAPPERS = (
     "enumerate",
     "iter",
@@ -32,8 +35,8 @@ WRAPPERS = (
     "rich.progress.track",
     "itertools.cycle",
     "alive_it",
-    "zip",
     "cycle",
+    *_SEVERAL,
 )
 """Calls that pass on the batches of their arguments."""
 
@@ -208,7 +211,7 @@ class BatchLoops:
             if self.is_loader(node):
                 return [(node, scope)]
             if full in WRAPPERS and node.args and self._local(node) is None:
-                several = node.args if full == "zip" else node.args[:1]
+                several = node.args if full in _SEVERAL else node.args[:1]
                 return [
                     s for a in several for s in self._sources(a.value, scope, depth - 1)
                 ]

@@ -113,6 +113,8 @@ class Display:
     def __init__(self, work: Work) -> None:
         self._work, self._tree = work, work.tree
         self.saves = False
+        self._nothing = work.expression("OnRank0()")
+        self._others = work.expression("RANK > 0")
 
     def guard_files(self) -> None:
         """Make only rank 0 execute calls that write files."""
@@ -173,10 +175,9 @@ class Display:
         return True
 
     def _guard_block(self, node: cst.With) -> None:
-        if any(self._tree.within(b, node) for b in self._work.job.backwards) or any(
-            self._work.job.batches.loop(loop) is not None
-            for loop in found(node, cst.For)
-        ):
+        if any(
+            self._tree.within(b, node) for b in self._work.job.backwards
+        ) or self._evaluates(node, set()):
             opened = [
                 item.item
                 for item in node.items
@@ -207,8 +208,39 @@ class Display:
                 "put it under `if RANK == 0:`",
             )
             return
-        self._work.on_rank_0(self._tree.statement(small))
+        if self._evaluates(call, set()):
+            self._work.change(call.func, self._or_nothing)
+        else:
+            self._work.on_rank_0(self._tree.statement(small))
         self._work.done(call, f"only rank 0 calls {what}")
+
+    def _or_nothing(self, func: cst.BaseExpression) -> cst.BaseExpression:
+        """Return a function on rank 0, and on others one that does nothing.
+
+        All ranks compute it and its arguments.
+        """
+        both = cst.Tuple([cst.Element(func), cst.Element(self._nothing)])
+        return cst.Subscript(both, [cst.SubscriptElement(cst.Index(self._others))])
+
+    def _evaluates(self, node: cst.CSTNode, seen: set[int]) -> bool:
+        """Return whether code goes through batches, which all ranks must do."""
+        batches = self._work.job.batches
+        for call in found(node, cst.Call):
+            if self._tree.method_called(call, "eval") is not None and not call.args:
+                return True
+            for function in self._work.flow.local(call):
+                if id(function) not in seen:
+                    seen.add(id(function))
+                    if self._evaluates(function.body, seen):
+                        return True
+        return any(
+            batches.loop(loop) is not None
+            for loop in found(node, cst.BaseCompoundStatement)
+            if isinstance(loop, cst.For | cst.While)
+        ) or any(
+            batches.sources(inner.iter, self._tree.function(inner))
+            for inner in found(node, cst.CompFor)
+        )
 
     def convert(self) -> None:
         """Make only rank 0 show output."""

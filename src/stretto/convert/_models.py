@@ -634,7 +634,6 @@ class Models:
             on = self._tree.method_called(call, "eval", "train")
             if (
                 on is None
-                or not isinstance(self._tree.parent(call), cst.Expr | cst.Assign)
                 or self._work.is_guarded(call)
                 or not self.is_model(on, self._tree.function(call))
                 or not self.has_buffers(on)
@@ -665,7 +664,10 @@ class Models:
         out: cst.For | cst.While | None = None
         waiting, seen = [node], set[int]()
         while waiting:
-            for above in self._tree.ancestors(waiting.pop()):
+            below = waiting.pop()
+            for above in self._tree.ancestors(below):
+                if isinstance(above, cst.For) and self._tree.within(below, above.iter):
+                    continue  # computed once, before the loop
                 if isinstance(above, cst.FunctionDef) and id(above) not in seen:
                     seen.add(id(above))
                     waiting += self._work.flow.calls_of(above)

@@ -43,6 +43,8 @@ class Numbers:
         self._sums = LoopSums(work, models)
         self._shown_names = Shown(work.tree)
         self._handled: set[int] = set()
+        self._given: set[int] = set()
+        """Loaders that give each rank its share, or all ranks what rank 0 has."""
         self.reduced_after: list[tuple[cst.CSTNode, list[str]]] = []
         """Loops, and the variables that are reduced after each."""
 
@@ -80,6 +82,9 @@ class Numbers:
             elif self._calls_model(loop):
                 self._whole_on_all(loop)
         self._comprehensions()
+        for call in self._work.measured:
+            for given in call.args:
+                self._whole_to(call, given)
         for call in self._work.job.backwards:
             scope = self._tree.function(call)
             if scope is not None:
@@ -98,9 +103,17 @@ class Numbers:
 
         Ranks that compute different results would decide differently on them.
         """
-        above = self._tree.parent(loop.node)
-        if above is None or self._models.loop_of_a_share(above) is None:
-            for source, _ in loop.loaders:
+        self._give_all_of(loop.node, [source for source, _ in loop.loaders])
+
+    def _give_all_of(self, at: cst.CSTNode, sources: list[cst.BaseExpression]) -> None:
+        above = self._tree.parent(at)
+        if self._work.is_guarded(at) or (
+            above is not None and self._models.loop_of_a_share(above) is not None
+        ):
+            return
+        for source in sources:
+            if id(source) not in self._given:
+                self._given.add(id(source))
                 self._work.call_around(source, "as_on_rank0")
 
     def _scale_sums(self) -> None:
@@ -135,9 +148,14 @@ class Numbers:
             )
 
     def _comprehensions(self) -> None:
-        """List comprehensions over a divided loader, whose result differs by rank."""
+        """List comprehensions over a divided loader, whose result differs by rank.
+
+        Comprehensions over others, in which all ranks evaluate, are equal on all ranks.
+        """
         for node in found(self._tree.module, cst.CompFor):
-            if self._loaders.divides(node):
+            if not self._loaders.divides(node):
+                self._whole_comprehension(node)
+            else:
                 self._work.undecided(
                     node,
                     f"`{self._tree.text(node).strip()[:60]}` goes through each rank's "
@@ -145,6 +163,27 @@ class Numbers:
                     "loop that adds up numbers, which is converted, or reduce the "
                     "result over ranks",
                 )
+
+    def _whole_to(self, call: cst.Call, given: cst.Arg) -> None:
+        """Let a function of another file go through a loader as on rank 0."""
+        batches, scope = self._work.job.batches, self._tree.function(call)
+        sources = batches.sources(given.value, scope)
+        if not given.star and not self._loaders.has_divided(
+            batches.taken(given.value, scope)
+        ):
+            self._give_all_of(call, [source for source, _ in sources])
+
+    def _whole_comprehension(self, node: cst.CompFor) -> None:
+        sources = self._work.job.batches.sources(node.iter, self._tree.function(node))
+        around = self._tree.parent(node)
+        if around is None or node in self._work.whole:
+            return
+        if self._tree.without_gradient(node) or any(
+            self._models.is_model(model, self._tree.function(call))
+            for call in found(around, cst.Call)
+            for model in (call.func, *(a.value for a in call.args))
+        ):
+            self._give_all_of(node, [source for source, _ in sources])
 
     # Loops over this rank's share
 
@@ -488,6 +527,8 @@ class Numbers:
             return
         work = self._work
         reason = self._sums.why_not_summable(node)
+        if any(id(source) in self._given for source, _ in loop.loaders):
+            reason = "its batches come through a generator"
         if reason is not None:
             work.know(
                 node,
@@ -500,6 +541,7 @@ class Numbers:
         names = list(dict.fromkeys(a.name for a in added_in(node.body)))
         whole = work.choices.evaluation is Evaluation.RANK0
         for source, _ in loop.loaders:
+            self._given.add(id(source))
             work.call_around(source, "whole_on_rank0" if whole else "share_of")
         self._reduce_after(loop, names, Amount.SUM)
         self._handled |= {id(n) for n in found(node, cst.BaseExpression)}

@@ -152,6 +152,9 @@ class OnRank0:
 
     def __exit__(self, *error):
         return None
+
+    def __format__(self, spec):
+        return ""
 ''',
     "_reduced": """
 def _reduced(values, divisor):
@@ -178,30 +181,83 @@ def sum_over_ranks(*values):
     return _reduced(values, 1)
 ''',
     "share_of": '''
-def share_of(loader):
-    """Return this rank's batches of a loader whose results are summed over ranks."""
-    if isinstance(getattr(loader, "sampler", None), SequentialSampler):
-        return itertools.islice(loader, RANK, None, WORLD_SIZE)
-    # Ranks may see it in different orders, so one rank takes it whole.
-    return loader if RANK == 0 else ()
+class share_of:
+    """Gives this rank's batches of a loader whose results are summed over ranks."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        if isinstance(getattr(self.loader, "sampler", None), SequentialSampler):
+            return itertools.islice(self.loader, RANK, None, WORLD_SIZE)
+        # Ranks may see it in different orders, so one rank takes it whole.
+        return iter(self.loader if RANK == 0 else ())
 ''',
     "whole_on_rank0": '''
-def whole_on_rank0(loader):
-    """Return the whole loader on rank 0; its results are summed over ranks."""
-    return loader if RANK == 0 else ()
+class whole_on_rank0:
+    """Gives rank 0 a whole loader whose results are summed over ranks."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        return iter(self.loader if RANK == 0 else ())
+''',
+    "_random_states": '''
+def _random_states(new=()):
+    """Return the states of torch's, Python's and NumPy's random numbers; set new."""
+    import random, sys  # here, as a script may have its own names
+
+    kinds = [(torch.get_rng_state, torch.set_rng_state)]
+    kinds.append((random.getstate, random.setstate))
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"].random
+        kinds.append((numpy.get_state, numpy.set_state))
+    if torch.cuda.is_available():
+        kinds.append((torch.cuda.get_rng_state, torch.cuda.set_rng_state))
+    states = [get() for get, _ in kinds]
+    for (_, change), state in zip(kinds, new):
+        change(state)
+    return states
 ''',
     "as_on_rank0": '''
-def as_on_rank0(loader):
-    """Yield the batches of a loader on all ranks as on rank 0, also if it shuffles."""
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
-    states = of_rank0(lambda: states)
-    with torch.random.fork_rng(gpus, enabled=RANK > 0):
-        if RANK > 0:
-            torch.set_rng_state(states[0])
-            for gpu, state in zip(gpus, states[1:]):
-                torch.cuda.set_rng_state(state, gpu)
-        yield from loader
+class as_on_rank0:
+    """Gives all ranks a loader's batches as on rank 0, with its random numbers."""
+
+    kept = []
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        own = _random_states()
+        _random_states(of_rank0(lambda: own))
+        # Within another such loop they are rank 0's already, until that one ends.
+        self.kept.append(self.kept[0] if self.kept else own)
+        try:
+            yield from self.loader
+        finally:
+            own = self.kept.pop()
+            if RANK > 0 and not self.kept:
+                _random_states(own)
 ''',
     "buffers_of_rank0": '''
 def buffers_of_rank0(model):
@@ -262,7 +318,8 @@ NEEDS = {
     "sum_over_ranks": {"_reduced"},
     "with_epoch": {"itertools"},
     "share_of": {"SequentialSampler", "itertools"},
-    "as_on_rank0": {"of_rank0", "torch"},
+    "as_on_rank0": {"of_rank0", "_random_states"},
+    "_random_states": {"torch"},
     "buffers_of_rank0": {"DistributedDataParallel", "dist"},
     "rank0_first": {"contextlib", "dist"},
     "of_rank0": {"dist"},

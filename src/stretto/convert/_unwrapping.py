@@ -178,14 +178,13 @@ class _Handed:
 
     def _evaluated(self, call: cst.Call, model: cst.BaseExpression) -> None:
         """Give all ranks rank 0's buffers where another file evaluates a model."""
-        above = self._tree.parent(call)
         if (
-            isinstance(above, cst.Expr | cst.Assign | cst.Return)
-            and not self._work.is_guarded(call)
-            and self._models.has_buffers(model)
+            not self._work.is_guarded(call)
             and self._models.loop_of_a_share(call) is None
         ):
-            self._work.call_around(model, "buffers_of_rank0")
+            self._work.measured.append(call)
+            if self._models.has_buffers(model):
+                self._work.call_around(model, "buffers_of_rank0")
 
     def _last(self, call: cst.Call) -> str:
         """Return the last part of what is called, also of a call's result."""
