@@ -1359,3 +1359,37 @@ def test_only_rank_0_prints_past_a_bar(line, after):
     conversion = convert(source + f"    {line}\n")
     assert f"\n    {after}\n" in conversion.after
     assert "only rank 0 writes to " in conversion.listed()
+
+
+@pytest.mark.parametrize(
+    ("line", "after"),
+    [
+        (
+            "progress_bar(epoch, loss.item())",
+            "(progress_bar, OnRank0())[RANK > 0](epoch, mean_over_ranks(loss.item()))",
+        ),
+        ("pprint.pprint(epoch)", "(pprint.pprint, OnRank0())[RANK > 0](epoch)"),
+        ("log = CSVLogger('a')", "log = CSVLogger('a') if RANK == 0 else OnRank0()"),
+        ("log = Logger('a').name", "log = Logger('a').name"),
+        ("net = ProgressiveGAN()", "net = ProgressiveGAN()"),
+        ("net.progress()", "net.progress()"),
+        ("log = csv.DictWriter(f, [])", "log = csv.DictWriter(f, [])"),
+        ("own_progress()", "own_progress()"),
+        ("a = progress_bar(epoch)", "a = progress_bar(epoch)"),
+    ],
+)
+def test_only_rank_0_shows_and_writes_through_another_file(line, after):
+    source = (
+        "import csv, pprint\nfrom other import progress_bar, CSVLogger, Logger\n"
+        "def own_progress():\n    print(1)\n" + TRAINING + f"    {line}\n"
+    )
+    converted = convert(source).after
+    assert f"\n    {after}\n" in converted
+    compile(converted, "train.py", "exec")
+
+
+def test_another_files_logger_whose_values_are_used_is_listed():
+    source = "from other import Logger\n" + TRAINING
+    notes = open_notes(convert(source + "log = Logger('a')\nif log.best:\n    pass\n"))
+    assert len(notes) == 1
+    assert "`Logger('a')` of another file may write or print on every rank" in notes[0]

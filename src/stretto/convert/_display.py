@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
 from stretto.convert._edit import theirs
-from stretto.convert._tree import argument, arguments_of, found
+from stretto.convert._tree import argument, arguments_of, dotted, found
 
 if TYPE_CHECKING:
     from stretto.convert._edit import Work
@@ -88,6 +89,13 @@ _BARS = (
     "tqdm.trange",
     "tqdm.auto.trange",
 )
+
+
+_LOGGER = re.compile(r"^([A-Z]\w*)?(Logger|Writer)$|^Progress([A-Z]|$)")
+"""Names of classes whose objects write files or print."""
+
+_NOT_SHOWING = ("logging.", "csv.", "codecs.", "io.", "torch.")
+"""Modules whose classes with such names are handled otherwise, or need no rank."""
 
 
 def opens_for_writing(tree: Tree, node: cst.BaseExpression) -> bool:
@@ -266,8 +274,13 @@ class Display:
                 self._work.done(call, "only rank 0 logs to wandb")
             elif last in WRITERS:
                 self._writer(call)
+            elif self._shows(call):
+                self._work.change(call.func, self._or_nothing)
+                self._work.done(call, f"only rank 0 calls {last}")
             elif full == "input":
                 self._work.undecided(call, "every rank waits for input here")
+            else:
+                self._logger(call)
         for name in self._printers():
             self._work.replace(name, "print0")
             self._work.done(name, "`print` became print0, which prints on rank 0")
@@ -275,6 +288,69 @@ class Display:
             self._work.done(
                 None, f"{count} print calls became print0, which prints on rank 0"
             )
+
+    def _of_another_file(self, call: cst.Call) -> bool:
+        """Return whether the script does not define what is called."""
+        full = self._tree.called(call)
+        return not (
+            self._work.is_guarded(call)
+            or self._work.flow.local(call)
+            or full in self._tree.classes
+            or full.startswith(_NOT_SHOWING)
+        )
+
+    def _logger(self, call: cst.Call) -> None:
+        """Make another file's object that writes or shows on rank 0 only."""
+        last = self._tree.called(call).rpartition(".")[2]
+        if not _LOGGER.search(last) or not self._of_another_file(call):
+            return
+        above = self._tree.parent(call)
+        path = dotted(above.targets[0].target) if isinstance(above, cst.Assign) else ""
+        if path and all(self._is_only_called(n) for n in self._named(path)):
+            self._writer(call)
+            return
+        self._work.undecided(
+            call,
+            f"`{self._tree.text(call)[:50]}` of another file may write or print on "
+            "every rank, and its value is used: make only rank 0 write there",
+        )
+
+    def _named(self, path: str) -> list[cst.Name | cst.Attribute]:
+        """Return where an object is named, except where it is assigned."""
+        return [
+            node
+            for node in found(self._tree.module, cst.BaseExpression)
+            if isinstance(node, cst.Name | cst.Attribute)
+            and dotted(node) == path
+            and not self._tree.is_label(node)
+            and not isinstance(self._tree.parent(node), cst.AssignTarget | cst.NameItem)
+        ]
+
+    def _is_only_called(self, node: cst.Name | cst.Attribute) -> bool:
+        """Return whether a statement calls an object's method, whose value is lost."""
+        func = self._tree.parent(node)
+        if isinstance(func, cst.Attribute) and func.attr is node:
+            return True  # the name of something else
+        call = self._tree.parent(func) if isinstance(func, cst.Attribute) else None
+        return (
+            isinstance(call, cst.Call)
+            and call.func is func
+            and isinstance(self._tree.parent(call), cst.Expr)
+        )
+
+    def _shows(self, call: cst.Call) -> bool:
+        """Return whether a statement calls another file's function that prints."""
+        if not isinstance(self._tree.parent(call), cst.Expr):
+            return False
+        last = (
+            call.func.attr.value
+            if isinstance(call.func, cst.Attribute)
+            else dotted(call.func) or ""
+        )
+        words = [w.lower() for w in re.split(r"_|(?<=[a-z])(?=[A-Z])", last) if w]
+        bar = "progressbar" in words or {"progress", "bar"} <= set(words)
+        named = bar or words[:1] in (["print"], ["pprint"])
+        return named and self._of_another_file(call)
 
     def _is_of_bar(self, func: cst.Attribute) -> bool:
         """Return whether a method prints past a bar, also one that is not shown."""
