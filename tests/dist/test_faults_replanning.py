@@ -127,8 +127,8 @@ def rank_that_can_not_open_a_lane(rank: int, size: int) -> dict[str, Any]:
     ]
     opened = LanePool.open
 
-    def refuse(pool: LanePool, needs: Any) -> Any:
-        lanes = opened(pool, needs)
+    def refuse(pool: LanePool, *needs: Any) -> Any:
+        lanes = opened(pool, *needs)
         if rank == 1:
             raise PlanMismatch("no descriptors are left here")
         return lanes

@@ -21,6 +21,7 @@ import stretto.testing
 from stretto.cli import run as run_command
 from stretto.cli._main import group
 from stretto.testing.instances import capped_cluster, small_workload
+from support.plans import plan_in_turn
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -123,8 +124,9 @@ def test_a_command_line_names_commands_and_options_that_exist(text):
 @pytest.mark.parametrize("text", blocks("bash"))
 def test_a_documented_run_is_one_that_torchrun_can_start(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("plan.json", "train.py", "other.py"):
+    for name in ("train.py", "other.py"):
         (tmp_path / name).touch()
+    plan_in_turn([["weight"]], ranks=2).save(tmp_path / "plan.json")
     started = []
 
     def record(arguments, **_options):
