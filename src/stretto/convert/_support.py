@@ -180,9 +180,9 @@ def sum_over_ranks(*values):
     """Return the sum over ranks; every rank must call it."""
     return _reduced(values, 1)
 ''',
-    "share_of": '''
-class share_of:
-    """Gives this rank's batches of a loader whose results are summed over ranks."""
+    "_other_batches": '''
+class _other_batches:
+    """A loader in all but the batches that it gives."""
 
     def __init__(self, loader):
         self.loader = loader
@@ -192,6 +192,10 @@ class share_of:
 
     def __len__(self):
         return len(self.loader)
+''',
+    "share_of": '''
+class share_of(_other_batches):
+    """Gives this rank's batches of a loader whose results are summed over ranks."""
 
     def __iter__(self):
         if isinstance(getattr(self.loader, "sampler", None), SequentialSampler):
@@ -200,17 +204,8 @@ class share_of:
         return iter(self.loader if RANK == 0 else ())
 ''',
     "whole_on_rank0": '''
-class whole_on_rank0:
+class whole_on_rank0(_other_batches):
     """Gives rank 0 a whole loader whose results are summed over ranks."""
-
-    def __init__(self, loader):
-        self.loader = loader
-
-    def __getattr__(self, name):
-        return getattr(self.loader, name)
-
-    def __len__(self):
-        return len(self.loader)
 
     def __iter__(self):
         return iter(self.loader if RANK == 0 else ())
@@ -233,19 +228,10 @@ def _random_states(new=()):
     return states
 ''',
     "as_on_rank0": '''
-class as_on_rank0:
+class as_on_rank0(_other_batches):
     """Gives all ranks a loader's batches as on rank 0, with its random numbers."""
 
     kept = []
-
-    def __init__(self, loader):
-        self.loader = loader
-
-    def __getattr__(self, name):
-        return getattr(self.loader, name)
-
-    def __len__(self):
-        return len(self.loader)
 
     def __iter__(self):
         own = _random_states()
@@ -317,8 +303,9 @@ NEEDS = {
     "mean_over_ranks": {"_reduced"},
     "sum_over_ranks": {"_reduced"},
     "with_epoch": {"itertools"},
-    "share_of": {"SequentialSampler", "itertools"},
-    "as_on_rank0": {"of_rank0", "_random_states"},
+    "share_of": {"_other_batches", "SequentialSampler", "itertools"},
+    "whole_on_rank0": {"_other_batches"},
+    "as_on_rank0": {"_other_batches", "of_rank0", "_random_states"},
     "_random_states": {"torch"},
     "buffers_of_rank0": {"DistributedDataParallel", "dist"},
     "rank0_first": {"contextlib", "dist"},
