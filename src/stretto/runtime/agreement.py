@@ -23,7 +23,7 @@ from stretto.runtime.store import ranks_of as ranks_of
 from stretto.schema import tensors_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from stretto.runtime.ranks import TensorRow
     from stretto.schema import Plan
@@ -43,7 +43,7 @@ class Agreement:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._meeting = 0
-        self.is_over: Callable[[], bool] = lambda: False
+        self.is_over = ranks.is_over
         """Returns whether a meeting should end without the missing ranks."""
         self._lost: RuntimeError | None = None
 

@@ -171,7 +171,6 @@ class RankedDDP(TorchDDP):
         is_over = self._is_over or (lambda: False)
         self._ranks = ranks_of(group, timeout_s=timeout_s, is_over=is_over)
         self._agreement = Agreement(self._ranks)
-        self._agreement.is_over = is_over
         # Weak: a dropped model must be freed at once, as with DDP.
         self._failures = FailureReporter(
             self._ranks,

@@ -90,7 +90,7 @@ def schedules_of(
     _check_digest(plan, [row for row, _ in table], index_of)
     kind = backends.get(backend)
     _check_supported(plan, kind, device)
-    sparse = sparse_parameters(module)
+    sparse, are_named = sparse_parameters(module), names_algorithms(plan)
     schedules = [
         _schedule_of(
             i,
@@ -100,7 +100,7 @@ def schedules_of(
             [index_of[n] for n in bucket.tensors],
             sparse,
             kind.collectives_per_slice(bucket.resource),
-            bucket.algorithm if names_algorithms(plan) else "",
+            bucket.algorithm if are_named else "",
         )
         for i, bucket in enumerate(plan.buckets)
     ]
@@ -184,7 +184,7 @@ def check_features(plan: Plan) -> None:
             "'forward' or 'none'."
         )
     for i, bucket in enumerate(plan.buckets):
-        if bucket.algorithm not in (_USUAL_ALGORITHM, *_BACKEND_OF):
+        if bucket.algorithm not in _SUPPORTED:
             raise PlanMismatch(
                 f"this runtime does not support algorithm {bucket.algorithm!r} of "
                 f"bucket {i} yet: plan with {' or '.join(map(repr, _SUPPORTED))}."
@@ -218,8 +218,10 @@ def lane_backend_for(plan: Plan) -> str | None:
 
 
 def _check_algorithms(plan: Plan, kind: AbstractBackend) -> None:
+    if not names_algorithms(plan):
+        return
     for i, bucket in enumerate(plan.buckets):
-        if names_algorithms(plan) and bucket.algorithm not in kind.algorithms:
+        if bucket.algorithm not in kind.algorithms:
             wanted = _BACKEND_OF.get(bucket.algorithm)
             fits = wanted and backends.get(wanted).device_type == kind.device_type
             remedy = f"pass lane_backend={wanted!r}, or " if fits else ""
