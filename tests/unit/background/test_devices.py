@@ -240,7 +240,8 @@ class StandIn:
 
     def __init__(self, *, initialized=False):
         self.now_ms = 0.0
-        self.current = [None]
+        self.current = ["default"]
+        self.capturing_now = False
         self.launched = []
         self.initialized = initialized
         outer = self
@@ -250,10 +251,12 @@ class StandIn:
                 assert enable_timing
 
             def record(self, stream):
-                assert stream is not None
+                assert not outer.capturing_now
+                assert stream == outer.current[-1]
                 self.at_ms = outer.now_ms + 2.0 * len(outer.launched)
 
             def query(self):
+                assert not outer.capturing_now
                 return outer.now_ms >= self.at_ms
 
             def elapsed_time(self, end):
@@ -270,6 +273,13 @@ class StandIn:
 
     def is_initialized(self):
         return self.initialized
+
+    def is_current_stream_capturing(self):
+        return self.capturing_now
+
+    def current_stream(self, device):
+        assert device in (0, 1)
+        return self.current[-1]
 
     def device_count(self):
         return 2
@@ -294,17 +304,16 @@ class StandIn:
         graph.segments, graph.stream = self.capturing, stream
 
 
-def test_cuda_tasks_run_on_a_stream_of_the_lowest_priority_until_their_event():
+def test_cuda_tasks_run_on_the_program_s_stream_until_their_event():
     cuda = StandIn()
     device = CudaDevice("cuda:1", cuda)
     assert device.stream == ("stream", 1, 0)
     assert device.foreground_stream() == ("stream", 1, -3)
     device.start_task("a", waits=False, depth=2)
-    assert cuda.current[-1] == device.stream
+    assert cuda.current == ["default"]
     assert device.outstanding == 1
     cuda.launched.append("kernel")
     device.end_task()
-    assert cuda.current[-1] is None
     assert device.outstanding == 1  # its event has not been reached
     assert device.ended() == []
     cuda.now_ms = 2.0
@@ -312,6 +321,27 @@ def test_cuda_tasks_run_on_a_stream_of_the_lowest_priority_until_their_event():
     assert (task.label, task.length_s) == ("a", pytest.approx(2e-3))
     assert device.outstanding == 0
     assert not device.preempts(Isolation(method="", detail="", ratio=0.0))
+
+
+@pytest.mark.parametrize("from_start", [True, False])
+def test_a_captured_cuda_task_is_not_timed_and_asks_no_event(from_start):
+    cuda = StandIn(initialized=True)
+    device = CudaDevice("cuda", cuda)
+    device.start_task("before", waits=False, depth=2)
+    cuda.launched.append("kernel")
+    device.end_task()
+    cuda.capturing_now = from_start
+    device.start_task("captured", waits=False, depth=2)
+    cuda.capturing_now = True
+    assert device.outstanding == 1
+    device.end_task()
+    assert device.outstanding == 0
+    assert device.ended() == []
+    cuda.capturing_now = False
+    assert device.outstanding == 1
+    cuda.now_ms = 2.0
+    (task,) = device.ended()
+    assert task.label == "before"
 
 
 def test_closing_waits_for_cuda_tasks():
@@ -332,6 +362,8 @@ def test_mps_makes_a_client_of_low_priority_before_cuda_is_initialized(tmp_path)
     assert device.isolate(0, environment).method == "mps"
     assert environment["CUDA_MPS_CLIENT_PRIORITY"] == "1"
     late = CudaDevice("cuda:0", StandIn(initialized=True))
+    assert late.isolate(0, environment).method == "mps"  # as the program was started
+    environment.pop("CUDA_MPS_CLIENT_PRIORITY")
     assert "CUDA was initialized before" in str(late.isolate(0, environment))
 
 
@@ -381,7 +413,7 @@ def test_a_graph_is_replayed_in_the_order_of_its_capture_a_lease_each():
         device.end_task()
 
     job.replay(lease)
-    assert cuda.launched == [(part, device.stream) for part in ([0, 1], [2, 3], [4])]
+    assert cuda.launched == [(part, "default") for part in ([0, 1], [2, 3], [4])]
     assert leases == ["piece 0", "piece 1", "piece 2"]
     with pytest.raises(SpecError, match="as many times"):
         GraphPieces(device, segments, [0.1], cuda=cuda)

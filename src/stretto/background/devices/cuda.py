@@ -1,4 +1,4 @@
-"""A CUDA device. Experimental: run on one GPU, in one process.
+"""A CUDA device. Experimental: run on single GPUs only.
 
 A stream's priority decides among kernels that have not begun; a running kernel is never
 interrupted. So tasks must be short: a job that is captured as CUDA graphs is cut into
@@ -6,9 +6,18 @@ pieces of about half a millisecond (`GraphPieces`), an event per task shows when
 ended, and few may be outstanding.
 
 # Note [Priorities of streams]
-Level 0 is the lowest, and that of the default stream. A background gets 0 and a
+Level 0 is the lowest, and that of the default stream. A background has it and a
 foreground should compute on a stream of `foreground_stream`. A graph's kernels have the
 priority of the stream on which it was captured, so each job captures on its own.
+
+# Note [Streams of tasks]
+A task runs on the program's own streams; events on the current one time it. A stream of
+the lease's would not be ordered with what the program launches between tasks, such as
+data that is copied to the device or a loss that is read. And a lease that a backward
+ends is ended by another thread, which can't restore this one's stream.
+
+While the program captures a graph nothing is recorded, and no event is asked for: the
+kernels do not run, and an event would be one of the graph's.
 
 # Note [Two processes on one GPU]
 Without MPS they take turns in time slices, so only windows of several milliseconds are
@@ -18,7 +27,6 @@ which the driver reads when CUDA is initialized.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import deque
 from pathlib import Path
@@ -56,7 +64,7 @@ def has_mps(environment: MutableMapping[str, str]) -> bool:
 
 @final
 class CudaDevice(AbstractDevice):
-    """Tasks are launched on a stream of low priority."""
+    """Tasks are timed on the streams on which the program launches them."""
 
     idles_in_communication: ClassVar[bool] = False
 
@@ -84,7 +92,7 @@ class CudaDevice(AbstractDevice):
         if self._index >= count:
             raise SpecError(f"there is no device {name}: PyTorch sees {count} GPUs")
         self._stream: Any = None
-        self._open: tuple[str, Any, contextlib.ExitStack] | None = None
+        self._open: tuple[str, Any] | None = None
         self._tasks: deque[tuple[str, Any, Any]] = deque()
         self._ended: list[EndedTask] = []
 
@@ -102,6 +110,8 @@ class CudaDevice(AbstractDevice):
                 method="",
                 detail="no MPS: two processes take turns in time slices on the GPU",
             )
+        if environment.get(_MPS_PRIORITY) == _MPS_BELOW_NORMAL:
+            return Isolation(method="mps", detail="MPS client of low priority")
         if self._cuda.is_initialized():
             return Isolation(
                 method="",
@@ -118,7 +128,7 @@ class CudaDevice(AbstractDevice):
 
     @property
     def stream(self) -> Any:
-        """The background's stream."""
+        """A stream of low priority, for a job that is captured."""
         if self._stream is None:
             self._stream = self._cuda.Stream(device=self._index, priority=_LOWEST)
         return self._stream
@@ -128,25 +138,30 @@ class CudaDevice(AbstractDevice):
         return self._cuda.Stream(device=self._index, priority=_HIGHEST)
 
     def start_task(self, label: str, *, waits: bool, depth: int) -> bool:
-        """Launch what follows on the background's stream."""
+        """Time what is launched from now on."""
         del waits, depth
-        stack = contextlib.ExitStack()
-        stack.enter_context(self._cuda.stream(self.stream))
-        self._open = label, self._recorded(), stack
+        self._open = label, self._recorded()
         return True
 
     def end_task(self) -> None:
         """Record an event behind the task's launches."""
         if self._open is not None:
-            label, begin, stack = self._open
-            self._open = None
-            with stack:
-                self._tasks.append((label, begin, self._recorded()))
+            (label, begin), self._open = self._open, None
+            end = self._recorded()
+            if begin is not None and end is not None:
+                self._tasks.append((label, begin, end))
 
     def _recorded(self) -> Any:
+        """Return an event on the current stream; ``None`` while that is captured."""
+        if self._is_capturing():
+            return None
         event = self._cuda.Event(enable_timing=True)
-        event.record(self.stream)
+        event.record(self._cuda.current_stream(self._index))
         return event
+
+    def _is_capturing(self) -> bool:
+        cuda = self._cuda
+        return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
     def ended(self) -> list[EndedTask]:
         """Return the tasks whose events have been reached since the last call."""
@@ -155,6 +170,8 @@ class CudaDevice(AbstractDevice):
         return found
 
     def _collect(self) -> None:
+        if self._tasks and self._is_capturing():
+            return
         while self._tasks and self._tasks[0][2].query():
             label, begin, end = self._tasks.popleft()
             length_s = begin.elapsed_time(end) / 1e3
@@ -164,7 +181,8 @@ class CudaDevice(AbstractDevice):
     def outstanding(self) -> int:
         """Tasks whose events have not been reached, and an open one."""
         self._collect()
-        return len(self._tasks) + int(self._open is not None)
+        waits = 0 if self._is_capturing() else len(self._tasks)
+        return waits + int(self._open is not None)
 
     def close(self) -> None:
         """Wait for what was launched."""
