@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stretto.measure.network import probe_network
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.store import ranks_of
 
@@ -124,3 +125,15 @@ def rank_aborts(rank: int, size: int) -> float:
 def test_an_abort_ends_a_kernel_that_waits_for_a_peer(gpu_ranks: Any) -> None:
     waited_s, _ = gpu_ranks(rank_aborts, 2)
     assert waited_s < 12
+
+
+def rank_probes(rank: int, size: int) -> list[int]:
+    samples = probe_network(lanes=(1, 4), budget_s=8.0)
+    return sorted({one.lanes for one in samples.contention})
+
+
+def test_contention_is_measured_beside_several_lanes(gpu_ranks: Any) -> None:
+    """Kernels that several threads launch may wait for each other forever."""
+    first, second = gpu_ranks(rank_probes, 2, timeout_s=60)
+    assert first == second
+    assert 1 in first

@@ -43,9 +43,12 @@ def process_group() -> Iterator[int]:
     from stretto.runtime import backends
 
     usual = backends.on_this_machine()
-    if "cuda" in usual:  # not yet run on a GPU
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(usual.get("cuda", usual["cpu"]).name)
+    device = None
+    if "cuda" in usual:
+        usual["cuda"].prepare_process()
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    dist.init_process_group(usual.get("cuda", usual["cpu"]).name, device_id=device)
     try:
         yield dist.get_rank()
         dist.barrier()

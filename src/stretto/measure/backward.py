@@ -23,7 +23,7 @@ from stretto.autograd_engine import (
 )
 from stretto.errors import SpecError
 from stretto.measure.clocks import clock_for
-from stretto.measure.network import device_of
+from stretto.measure.network import barrier, device_of
 from stretto.measure.steady import (
     DEFAULT_MAX_SPREAD_RATIO,
     quartile_distance,
@@ -243,7 +243,7 @@ class StepObserver:
         self._finish()
         self._reset()
         if self._group is not None:
-            dist.barrier(self._group)
+            barrier(self._group)
         self._started = self._mark()
 
     def end_step(self, step_s: float | None = None) -> None:
@@ -286,6 +286,9 @@ class StepObserver:
     ) -> None:
         if not torch.is_grad_enabled():
             return
+        if self._clock.is_captured():  # reading an event would end the capture
+            self.close()
+            return
         if self._begin is not None and not (self._ready_order or self._resumed):
             return  # a second forward before backward: the same step continues
         if not self._resumed:
@@ -297,7 +300,7 @@ class StepObserver:
                 self.batch_size = leaf.shape[0]
                 break
         if self._group is not None and started is None:
-            dist.barrier(self._group)
+            barrier(self._group)
         self._first_use[""] = self._mark()
         self._begin = started or self._first_use[""]
 

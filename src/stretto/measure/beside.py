@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.measure.contention import AbstractContentionBench
-from stretto.measure.network import backend_name, device_of
+from stretto.measure.network import backend_name, barrier, device_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -133,7 +133,7 @@ class CollectiveBench(AbstractContentionBench):
 
     def _meet(self) -> None:
         self._synchronize()
-        dist.barrier(self._group)
+        barrier(self._group)
         self._synchronize()
 
     def _synchronize(self) -> None:

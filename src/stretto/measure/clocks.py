@@ -23,6 +23,10 @@ class AbstractClock(abc.ABC):
     def seconds(self, start: Any, end: Any) -> float:
         """Return the seconds from one moment to another."""
 
+    def is_captured(self) -> bool:
+        """Return whether a CUDA graph captures what is issued now."""
+        return False
+
 
 @final
 class HostClock(AbstractClock):
@@ -46,6 +50,9 @@ class CudaClock(AbstractClock):
     def seconds(self, start: Any, end: Any) -> float:  # noqa: D102
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000.0
+
+    def is_captured(self) -> bool:  # noqa: D102
+        return torch.cuda.is_current_stream_capturing()
 
 
 def clock_for(device: torch.device) -> AbstractClock:

@@ -6,6 +6,7 @@ broadcasts it first, so all ranks issue the same collectives.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import platform
 import random
@@ -242,7 +243,7 @@ class _Probe:
         """Return the mean seconds of ``inner`` rounds of simultaneous all-reduces."""
         messages = [self._message(i, size_bytes) for i in range(lanes)]
         groups = self._groups[:lanes]
-        dist.barrier(self._agreement_group)
+        barrier(self._agreement_group)
         start = perf_counter()
         for _ in range(inner):
             works = [
@@ -408,7 +409,7 @@ class _Probe:
                     continue
                 # Alone right before beside, so that a machine that becomes slower in
                 # the meantime is not mistaken for contention.
-                dist.barrier(self._agreement_group)
+                barrier(self._agreement_group)
                 alone_s = self._compute(load, units)
                 beside = self._beside(load, units, size_bytes, lanes)
                 rows[lanes].append([alone_s, *beside])
@@ -440,7 +441,7 @@ class _Probe:
 
     def _calibrate(self, load: Callable[[], None]) -> int:
         """Return how many pieces of the load make up a measurement."""
-        dist.barrier(self._agreement_group)
+        barrier(self._agreement_group)
         three_s = self._compute(load, 3)
         left_s = self._budget_s - self._elapsed_s()
         want_s = min(_LOAD_S, left_s / (6 * len(self._lanes)))
@@ -450,7 +451,8 @@ class _Probe:
         start = perf_counter()
         for _ in range(units):
             load()
-        _synchronize(self.device)
+        # Not the device, on which collectives may run meanwhile.
+        _end_of_stream(self.device)
         return perf_counter() - start
 
     def _beside(
@@ -486,21 +488,36 @@ class _Probe:
         messages = [self._message(i, size_bytes) for i in range(lanes)]
         ends_s: list[list[float]] = [[] for _ in range(lanes)]
         failures: list[BaseException] = []
-        dist.barrier(self._agreement_group)
+        barrier(self._agreement_group)
         start = perf_counter()
 
-        def drive(lane: int) -> None:
+        def ended(lane: int) -> None:
+            ends_s[lane].append(perf_counter() - start)
+
+        def drive(drivers: Sequence[int]) -> None:
             try:
-                for _ in range(count):
-                    dist.all_reduce(messages[lane], group=self._groups[lane])
-                    _synchronize(self.device)
-                    ends_s[lane].append(perf_counter() - start)
+                with _own_stream(self.device):
+                    for _ in range(count):
+                        works = [
+                            dist.all_reduce(
+                                messages[lane], group=self._groups[lane], async_op=True
+                            )
+                            for lane in drivers
+                        ]
+                        for lane, work in zip(drivers, works, strict=True):
+                            work.wait()
+                            _end_of_stream(self.device)
+                            ended(lane)
             except BaseException as error:  # noqa: BLE001 - raised again below
                 failures.append(error)
 
+        # Where a device chooses the order in which it starts several lanes' kernels,
+        # ranks whose threads launch in different orders wait for each other forever.
+        rows = [[lane] for lane in range(lanes)]
+        if self.device.type == "cuda":
+            rows = [list(range(lanes))]
         threads = [
-            threading.Thread(target=drive, args=(lane,), daemon=True)
-            for lane in range(lanes)
+            threading.Thread(target=drive, args=(row,), daemon=True) for row in rows
         ]
         for thread in threads:
             thread.start()
@@ -548,6 +565,29 @@ def backend_name(group: Any, device: torch.device) -> str:
     # The contract of lanes does not ask for a name; torch's have one.
     name = getattr(lane, "name", None)
     return str(name()) if name is not None else type(lane).__name__
+
+
+def barrier(group: Any) -> None:
+    """Wait for all ranks of a process group, the default one for ``None``, or a lane.
+
+    Torch's function warns of a lane, which is a backend, where there is a GPU.
+    """
+    if group is None or isinstance(group, dist.ProcessGroup):
+        dist.barrier(group)
+    else:
+        group.barrier(opts=dist.BarrierOptions()).wait()
+
+
+def _own_stream(device: torch.device) -> Any:
+    """Return a context in which collectives are not ordered with computation."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))
+
+
+def _end_of_stream(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _synchronize(device: torch.device) -> None:
