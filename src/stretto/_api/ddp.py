@@ -226,6 +226,17 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             if self._auto is not None and self._auto.done:
                 self._auto = None
 
+    def _begin_captured(self) -> None:
+        """End tuning: a graph keeps the buckets and lanes it was captured with."""
+        if self._auto is not None:
+            self._stop_tuning("a step is captured as a CUDA graph")
+            if self._ranks.rank == 0:
+                _log.warning(
+                    "a step is captured as a CUDA graph: its buckets stay as they are, "
+                    "and automatic planning ends"
+                )
+        super()._begin_captured()
+
     def _settled(self, settled: TuningResult) -> None:
         if self._keeper is not None:
             self._keeper.settled(settled)

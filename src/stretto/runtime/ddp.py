@@ -49,6 +49,7 @@ from stretto.runtime.static_graph import unsupported
 from stretto.runtime.torch_compat import (
     arguments_of,
     backend_of,
+    is_captured,
     on_lanes,
     process_group_of,
     warn_of_whole_compile,
@@ -478,6 +479,9 @@ class DistributedDataParallel(ReplaceableReducerDDP):
     def _begin_step(self, *, compiled: bool) -> None:
         # TorchDynamo, which traces forward of a compiled model, can't look into a
         # process group.
+        captures = is_captured(self._device_used)
+        if captures:
+            self._begin_captured()
         if self._planned is not None and not self._asked_whether_compiled:
             self._asked_whether_compiled = True
             warn_of_whole_compile(self.module, self._ranks, around=compiled)
@@ -504,7 +508,8 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             self._micro_steps = not self.require_backward_grad_sync
             if self._gradient_counts is not None and not self._micro_steps:
                 self._gradient_counts.begin()
-            if self._waiting_plan and self.training and not self._micro_steps:
+            applies = self.training and not self._micro_steps and not captures
+            if self._waiting_plan and applies:
                 self._apply_waiting_plan(self._waiting_plan)
 
     # One rank.

@@ -21,7 +21,7 @@ from stretto.runtime.planned_group import PlannedGroup
 from stretto.runtime.read_only import shown_value
 from stretto.runtime.recording.step import StepWatch, require_observer
 from stretto.runtime.static_graph import GradientCounts
-from stretto.runtime.torch_compat import build_reducer
+from stretto.runtime.torch_compat import build_reducer, pass_logged_iterations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -431,6 +431,10 @@ class ReplaceableReducerDDP(RankedDDP):
         if logger is not None:
             data = logger._get_ddp_logging_data()  # noqa: SLF001
             self._iterations += data.ints_map.get("iteration", 0)
+
+    def _begin_captured(self) -> None:
+        """Prepare for a step that is captured as a CUDA graph."""
+        pass_logged_iterations(self)
 
     def _own_planned(self) -> None:
         """Release the plan's group when the model is freed or gets another one."""

@@ -230,6 +230,28 @@ def build_reducer(
     borrowed(model, *arguments)
 
 
+_LOGGED_ITERATIONS = 10
+"""First iterations of a Reducer whose times DDP logs; then every hundredth."""
+
+
+def pass_logged_iterations(model: TorchDDP) -> None:
+    """Count iterations on a new Reducer, so that the next ones read no events.
+
+    Reading one ends the capture of a CUDA graph. A program takes eleven steps before it
+    captures one, as PyTorch asks for, but a plan may have replaced the Reducer since.
+    """
+    logger: Any = model.logger
+    logged = logger._get_ddp_logging_data().ints_map  # noqa: SLF001
+    if logged.get("iteration", 0) < _LOGGED_ITERATIONS and not model.static_graph:
+        for _ in range(_LOGGED_ITERATIONS + 1):
+            model.reducer.prepare_for_forward()
+
+
+def is_captured(device: torch.device) -> bool:
+    """Return whether a CUDA graph captures what this thread launches."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def _unsupported(what: str) -> PlanMismatch:
     return PlanMismatch(
         f"plans are not supported with PyTorch {torch.__version__}: {what}, unlike "
