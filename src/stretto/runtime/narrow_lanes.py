@@ -124,7 +124,9 @@ class NarrowReduce:
         return residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _exchange(self, got: torch.Tensor, sent: torch.Tensor) -> None:
-        self._lane.alltoall_base(got, sent, [], [], self._opts).wait()
+        work = self._lane.alltoall_base(got, sent, [], [], self._opts)
+        if work is not None:  # NCCL gives none where the stream's order is enough
+            work.wait()
 
 
 @final
@@ -302,10 +304,10 @@ def _launch_on_streams(
     buffer: torch.Tensor,
     _opts: Any,
 ) -> dist.Work:
-    # Not yet run on a GPU. Each lane's stream waits for the computation that filled the
-    # bucket and runs conversion, collectives and sum in order. The first stream then
-    # waits for the others, and the future records it. Each stream has its own scratch
-    # buffers.
+    # Not yet run on a GPU to its end. Each lane's stream waits for the computation that
+    # filled the bucket and runs conversion, collectives and sum in order. The first
+    # stream then waits for the others, and the future records it. Each stream has its
+    # own scratch buffers.
     computing = torch.cuda.current_stream(buffer.device)
     first = rows[0][0]
     for stream, reduce, start, end in rows:
