@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -122,3 +123,30 @@ def test_too_many_ctas_and_variables_that_override_are_refused(gpu_ranks: Any) -
     for each in (found, other):
         assert "400 CTAs" in each["ctas"]
         assert each["override"] == "no error"
+
+
+def rank_asks_for_levels(rank: int, size: int) -> str:
+    bucket = Bucket(
+        tensors=tuple(name for name, _ in net().named_parameters())[::-1],
+        lane=0,
+        slices=1,
+        resource=None,
+        algorithm="hierarchical",
+        wire_dtype="float32",
+    )
+    try:
+        DistributedDataParallel(
+            net(), device_ids=[0], plan=plan_of_buckets([bucket], ranks=size)
+        )
+    except PlanMismatch as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("group", ["nccl", "cpu:gloo,cuda:nccl", "gloo"])
+def test_two_levels_are_refused_with_tensors_on_a_device(
+    gpu_ranks: Any, group: str
+) -> None:
+    for found in gpu_ranks(rank_asks_for_levels, 2, group=group):
+        print(found)
+        assert "do not support algorithm 'hierarchical' of bucket 0" in found

@@ -214,7 +214,9 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         self._error_feedback = error_feedback
         self._exact_clipping = bool(exact_clipping)
         self._nan = (nan, nan_patience)
-        self._chosen_lane_backend = lane_backend or _lane_backend_for(plan, group)
+        self._chosen_lane_backend = lane_backend or _lane_backend_for(
+            plan, group, module
+        )
         self._attach(group, module, timeout_s)
         compared = {
             **compared,
@@ -668,11 +670,16 @@ def _check_timeout(timeout_s: object) -> None:
         raise SpecError(f"timeout_s must be a positive number, got {timeout_s!r}")
 
 
-def _lane_backend_for(plan: Plan | None, group: dist.ProcessGroup) -> str | None:
+def _lane_backend_for(
+    plan: Plan | None, group: dist.ProcessGroup, module: nn.Module
+) -> str | None:
     """Return the backend that the algorithms of a plan need, unless one is set."""
     chosen = None if plan is None else lane_backend_for(plan)
     if chosen is None or os.environ.get(backends.LANE_BACKEND_VARIABLE):
         return None
+    wanted = backends.get(chosen).device_type
+    if any(p.device.type != wanted for p in module.parameters()):
+        return None  # the plan is refused
     if backend_of(group, torch.device("cpu")) != backends.ON_HOST:
         return None
     if dist.get_rank(group) == 0:

@@ -217,23 +217,24 @@ def lane_backend_for(plan: Plan) -> str | None:
     return None
 
 
-def _check_algorithms(plan: Plan, kind: AbstractBackend) -> None:
+def _check_algorithms(plan: Plan, kind: AbstractBackend, device: torch.device) -> None:
     if not names_algorithms(plan):
         return
     for i, bucket in enumerate(plan.buckets):
         if bucket.algorithm not in kind.algorithms:
             wanted = _BACKEND_OF.get(bucket.algorithm)
-            fits = wanted and backends.get(wanted).device_type == kind.device_type
+            fits = wanted and backends.get(wanted).device_type == device.type
             remedy = f"pass lane_backend={wanted!r}, or " if fits else ""
             raise PlanMismatch(
                 f"{kind.name} lanes do not support algorithm {bucket.algorithm!r} of "
-                f"bucket {i}: {remedy}plan with {' or '.join(kind.algorithms)}."
+                f"bucket {i} with tensors on {device.type}: {remedy}plan with "
+                f"{' or '.join(kind.algorithms)}."
             )
 
 
 def _check_supported(plan: Plan, kind: AbstractBackend, device: torch.device) -> None:
     check_features(plan)
-    _check_algorithms(plan, kind)
+    _check_algorithms(plan, kind, device)
     for i, bucket in enumerate(plan.buckets):
         pieces = bucket.slices * kind.collectives_per_slice(bucket.resource)
         if pieces > 1 and device.type != kind.device_type:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from stretto.errors import PlanMismatch
+from stretto.runtime import ddp
 from stretto.runtime.plan_binding import parameter_rows, schedules_of
 from support.plans import plan_in_turn
 
@@ -60,6 +61,24 @@ def test_a_type_that_is_not_narrower_is_refused(
 def test_sparse_gradients_are_not_converted() -> None:
     with pytest.raises(PlanMismatch, match="sparse float32"):
         schedules(nn.Embedding(4, 3, sparse=True), wire_dtype="float16")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_two_levels_are_refused_where_tensors_are_not_on_the_cpu(backend: str) -> None:
+    with torch.device("meta"):
+        module = nn.Linear(3, 5)
+    why = (
+        f"{backend} lanes do not support algorithm 'hierarchical' of bucket 0 with "
+        "tensors on meta: plan with ring."
+    )
+    with pytest.raises(PlanMismatch, match=why):
+        schedules(module, backend, algorithm="hierarchical")
+    plan = plan_in_turn([["weight", "bias"]], algorithm="hierarchical")
+    assert ddp._lane_backend_for(plan, NoGroup(), module) is None
+
+
+class NoGroup:
+    """Stands for a group that must not be asked for its backends."""
 
 
 def test_gloo_converts_on_the_cpu_only() -> None:

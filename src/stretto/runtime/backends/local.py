@@ -53,7 +53,7 @@ class LocalBackend(AbstractBackend):
         del needs, ranks
         if device.type != self.device_type:
             raise PlanMismatch(
-                f"local lanes send tensors on the CPU, but the model is on "
+                f"{self.name} lanes send tensors on the CPU, but the model is on "
                 f"{device.type}: leave lane_backend out."
             )
         if sys.platform != "linux" or not own_identity().kernel:
