@@ -59,6 +59,9 @@ STOPPED_S = 3.0
 _END_S = 10.0
 """Ranks have this long to end after SIGTERM."""
 
+_TOLD_S = 5.0
+"""Other hosts have this long to confirm that the job is over."""
+
 _DRAIN_S = 300.0
 """Ranks have this long to leave between two steps, and to write a snapshot."""
 
@@ -160,6 +163,8 @@ class RankKeeper:
         self._replacements = 0
         self._code = 0
         self._ends = self._waits = False
+        self._confirmed: set[int] | None = None
+        """Hosts that know that the job is over, once this one has announced it."""
         self._drained_s: float | None = None
         self._counter = _counter()
         self._steps = 0
@@ -264,9 +269,15 @@ class RankKeeper:
         match message:
             case {"end": int(generation)}:
                 self._tell({"end": generation})
-            case {"over": int(code)} if self._present_view() is None:
-                _log.error("the job ends, because a rank of host %d failed", sender)
-                self._end(code)
+            case {"over": int(code)}:
+                if self._network is not None:
+                    self._network.confirm(sender, {"confirmed": "over"})
+                if self._present_view() is None and not self._ends:
+                    _log.error("the job ends, because a rank of host %d failed", sender)
+                    self._end(code)
+            case {"confirmed": "over"} if self._confirmed is not None:
+                self._confirmed.add(sender)
+                self._stop_if_told()
             case _:
                 pass
 
@@ -386,8 +397,7 @@ class RankKeeper:
             trained = core.view.generation > 0
             self._execute(core.ended(rank.member, now_s()))
             if not trained:  # ranks may wait for it where nothing ends their wait
-                if self._network is not None:
-                    self._network.send_all({"over": _shell_code(code)})
+                self._announce_end(_shell_code(code))
                 self._end(_shell_code(code))
             else:
                 self._replace(rank)
@@ -413,7 +423,7 @@ class RankKeeper:
         if any(rank.code is None for rank in self._ranks.values()):
             return
         if core is None or network is None or self._ends:
-            self._loop.stop()
+            self._stop_if_told()
             return
         core.is_done = True
         mine = any(m.keeper == self._keeper for m in core.view.members)
@@ -482,6 +492,27 @@ class RankKeeper:
                 rank.signal(signal.SIGKILL if rank.drains else signal.SIGTERM)
         self._loop.call_in(_END_S, self._kill_all)
         if all(rank.code is not None for rank in self._ranks.values()):
+            self._stop_if_told()
+
+    def _announce_end(self, code: int) -> None:
+        """Tell all hosts that the job is over; a connection may still be to come."""
+        if self._network is not None and self._confirmed is None:
+            self._confirmed = set()
+            self._network.announce({"over": code})
+            self._loop.call_in(_TOLD_S, self._stop_untold)
+
+    def _stop_untold(self) -> None:
+        """Stop waiting for other hosts to confirm that the job is over."""
+        self._confirmed = None
+        if all(rank.code is not None for rank in self._ranks.values()):
+            self._loop.stop()
+
+    def _stop_if_told(self) -> None:
+        """End once this host's ranks have ended and the others know of an end."""
+        if any(rank.code is None for rank in self._ranks.values()):
+            return
+        told, network = self._confirmed, self._network
+        if told is None or network is None or told >= network.others:
             self._loop.stop()
 
     def _kill_all(self) -> None:

@@ -143,6 +143,7 @@ class KeeperNetwork:
         self._dialing: set[int] = set()
         self._waiting: list[_Link] = []
         self._channels: set[Channel] = set()
+        self._announced: dict[str, Any] | None = None
         self._warned: set[str] = set()
         if is_own(point.host):
             here = address_of(point.host)
@@ -512,6 +513,7 @@ class KeeperNetwork:
         link.keeper = keeper
         self._links[keeper] = link
         self._answer(link, places=msgspec.to_builtins(tuple(self._places.values())))
+        self._send_announced(link)
 
     def _on_answer(self, link: _Link, answer: dict[str, Any]) -> None:
         """The keeper that this one has dialed proved itself."""
@@ -525,6 +527,7 @@ class KeeperNetwork:
                     self._formed(msgspec.convert(row, Book))
                 case {"places": list(rows)} if link.keeper is not None:
                     self._links[link.keeper] = link
+                    self._send_announced(link)
                     for place in msgspec.convert(rows, tuple[Place, ...]):
                         self._meet(place)
                     return
@@ -548,6 +551,26 @@ class KeeperNetwork:
         for link in list(self._links.values()):
             if link.channel is not None:
                 link.channel.send(message)
+
+    def announce(self, message: dict[str, Any]) -> None:
+        """Send a message to all keepers, also to those not connected yet."""
+        self._announced = message
+        self.send_all(message)
+
+    def _send_announced(self, link: _Link) -> None:
+        if self._announced is not None and link.channel is not None:
+            link.channel.send(self._announced)
+
+    def confirm(self, keeper: int, message: dict[str, Any]) -> None:
+        """Answer a keeper's message that is not of `ballots`."""
+        link = self._links.get(keeper)
+        if link is not None and link.channel is not None:
+            link.channel.send(message)
+
+    @property
+    def others(self) -> frozenset[int]:
+        """All other keepers that are known."""
+        return frozenset(self._places)
 
     def _take(self, keeper: int, message: dict[str, Any]) -> None:
         found = keeper_message_of(message)

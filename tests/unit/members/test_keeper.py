@@ -201,6 +201,25 @@ def test_a_rank_lost_before_training_ends_the_job_on_all_hosts(hosts: Hosts) -> 
     assert (first.wait(30), second.wait(30)) == (7, 7)
 
 
+LATE_LINKS = """
+from stretto.members.peers import KeeperNetwork
+dial = KeeperNetwork._dial
+KeeperNetwork._dial = lambda self, *given: self._loop.call_in(
+    2.0, lambda: dial(self, *given)
+)
+"""
+
+
+def test_hosts_that_are_not_connected_yet_hear_of_a_rank_lost(hosts: Hosts) -> None:
+    (hosts.folder / "keeper.py").write_text(LATE_LINKS + HOST)
+    (hosts.folder / "rank.py").write_text(
+        "import os, sys, time\n"
+        "sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)"
+    )
+    first, second = hosts.start(0, 2), hosts.start(1, 2)
+    assert (first.wait(30), second.wait(30)) == (7, 7)
+
+
 DRAINING = """
 import sys, threading
 from stretto.members.client import MemberClient
