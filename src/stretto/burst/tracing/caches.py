@@ -457,7 +457,8 @@ def keep_attributes(module: nn.Module) -> Iterator[None]:
     contents: dict[int, tuple[Any, list[Any]]] = {}
     for _, attributes in kept:
         for value in attributes.values():
-            _keep_contents(value, contents)
+            if isinstance(value, _CONTAINERS):
+                _keep_contents(value, contents)
     try:
         yield
     finally:
@@ -474,7 +475,8 @@ def _keep_contents(value: Any, contents: dict[int, tuple[Any, list[Any]]]) -> No
         return
     contents[id(value)] = (value, _contents(value))
     for inner in list(value.values() if isinstance(value, dict) else value):
-        _keep_contents(inner, contents)
+        if isinstance(inner, _CONTAINERS):
+            _keep_contents(inner, contents)
 
 
 def _contents(container: Any) -> list[Any]:

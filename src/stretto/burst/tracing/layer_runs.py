@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,9 +41,35 @@ def trace_layer(
     return found
 
 
-class _Interpreter(fx.Interpreter):
-    def __init__(self, module: Any, trace: dict[fx.Node, Any]) -> None:
+class PlainInterpreter(fx.Interpreter):
+    """Runs a layer's operations without torch's progress bar and error texts.
+
+    These take more time than the operations of a small layer.
+
+    Args:
+        module: The layer.
+    """
+
+    def __init__(self, module: Any) -> None:
         super().__init__(module, garbage_collect_values=False)
+
+    def run(self, *args: Any, **_: Any) -> Any:
+        """Run all operations and return the layer's output."""
+        self.env = {}
+        self.args_iter = iter(args)
+        found = None
+        for node in self.graph.nodes:
+            found = self.env[node] = self.run_node(node)
+        return found
+
+    @contextlib.contextmanager
+    def _set_current_node(self, _node: fx.Node) -> Iterator[None]:
+        yield
+
+
+class _Interpreter(PlainInterpreter):
+    def __init__(self, module: Any, trace: dict[fx.Node, Any]) -> None:
+        super().__init__(module)
         self._trace = trace
 
     def run_node(self, n: fx.Node) -> Any:
@@ -146,6 +173,10 @@ def largest_of(tensor: Tensor | None) -> float:
     values = tensor.detach()
     if values.is_complex():
         values = as_real(values)
+    least, most = torch.aminmax(values)
+    found = max(-float(least), float(most))
+    if math.isfinite(found):  # NaN would be both
+        return found
     values = torch.where(torch.isfinite(values), values, 0)
     return float(values.abs().max())
 

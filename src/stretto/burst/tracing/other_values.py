@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, fx
 
-from stretto.burst.tracing.layer_runs import fresh_buffers, graph_of
+from stretto.burst.tracing.layer_runs import PlainInterpreter, fresh_buffers, graph_of
 from stretto.burst.tracing.own_rows import without_checks
 from stretto.burst.tracing.trial import ConstantDraws
 
@@ -116,11 +116,11 @@ class _Ended(Exception):
 
 
 @final
-class _Interpreter(fx.Interpreter):
+class _Interpreter(PlainInterpreter):
     def __init__(
         self, module: Any, usual: Trace, tables: dict[fx.Node, Tensor]
     ) -> None:
-        super().__init__(module, garbage_collect_values=False)
+        super().__init__(module)
         self.found: Trace = {}
         self._usual = usual
         self._tables = tables

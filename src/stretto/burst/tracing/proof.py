@@ -303,8 +303,10 @@ class _Check:
             return False
         if found.is_complex():
             found, wanted = as_real(found), as_real(wanted)
+        if torch.equal(found, wanted):
+            return True
         if not found.is_floating_point():
-            return bool(torch.equal(found, wanted))
+            return False
         scale = max(largest_of(wanted), 0.0 if largest is None else largest)
         limit = tolerance_of(self._graph.precision_of(found.dtype))
         limit = max(limit * scale, rounding) or 1e-30
@@ -734,6 +736,7 @@ class _Check:
         rows: Sequence[int],
     ) -> fx.Node | None:
         exact: set[fx.Node] = set()
+        index = torch.tensor(rows, device=self._examples[0].device)
         for op, want in full.items():
             if op.op == "placeholder":
                 exact.add(op)
@@ -746,7 +749,7 @@ class _Check:
             if not isinstance(want, Tensor) or not isinstance(value, Tensor):
                 continue
             is_input_exact = exact.issuperset(op.all_input_nodes)
-            for way in _rows_in(want, side, each, rows):
+            for way in _rows_in(want, side, each, index):
                 if torch.equal(value, way):
                     exact.add(op)
                 elif not self._near(value, way, largest_of(want)):
@@ -988,20 +991,18 @@ def _mixing(place: str, *, backward: bool = False, way: str = _LOSS) -> SpecErro
     )
 
 
-def _rows_in(
-    tensor: Tensor, side: int, each: int, rows: Sequence[int]
-) -> Iterator[Tensor]:
+def _rows_in(tensor: Tensor, side: int, each: int, index: Tensor) -> Iterator[Tensor]:
     """Yield the parts for some rows, in all ways in which a dimension may hold them.
 
     Args:
         tensor: The result for all rows.
         side: The dimension that follows the number of samples.
         each: How many of its elements one sample has.
-        rows: The numbers of the rows.
+        index: The numbers of the rows.
     """
     if tensor.shape[side] != each * _ROWS:
         return
-    index = torch.tensor(rows, device=tensor.device)
+    index = index.to(tensor.device)
     for outer in _divisors(each):
         parts = tensor.unflatten(side, (outer, _ROWS, each // outer))
         yield parts.index_select(side + 1, index).flatten(side, side + 2)

@@ -87,6 +87,22 @@ _FILLS = {
 }
 
 
+_DRAWING = {
+    *_DROPOUTS,
+    *_DROPOUTS_IN_PLACE,
+    *_CONSTANTS,
+    torch.native_dropout,
+    functional.multi_head_attention_forward,
+    functional.gumbel_softmax,
+    functional.rrelu,
+    torch.rrelu,
+    torch.rrelu_,
+    Tensor.new,
+}
+_DRAWING_NAMES = {*_FILLS, "scaled_dot_product_attention"}
+"""Functions that `ConstantDraws` replaces, and names of more; all others run as is."""
+
+
 @final
 class ConstantDraws(TorchFunctionMode):
     """Replaces random numbers by constants; dropout scales where it is active."""
@@ -95,8 +111,10 @@ class ConstantDraws(TorchFunctionMode):
         self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         refuse_address(func)  # of a backward, which is not recorded
-        kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if func not in _DRAWING and name not in _DRAWING_NAMES:
+            return func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
         if func in _DROPOUTS or func in _DROPOUTS_IN_PLACE:
             x, kept = _dropout(*args, **kwargs)
             return x * kept if func in _DROPOUTS else x.mul_(kept)
@@ -331,7 +349,8 @@ class RandomInputs:
     def order(self, kinds: int, number: int) -> list[int]:
         """Return ``number`` random numbers below ``kinds``."""
         found = torch.randint(kinds, (number,), generator=self._generator)
-        return [int(kind) for kind in found]
+        numbers: list[int] = found.tolist()
+        return numbers
 
     def noise_for(self, tensor: Tensor) -> Tensor:
         """Return a parameter's perturbation: a tenth of its usual value."""
