@@ -48,7 +48,7 @@ def begin_attempt(ranks: Ranks, store: Store, purpose: str) -> int:
     number = store.add(_NEWEST, 1)
     keys = [f"{number}/{rank}" for rank in range(ranks.size)]
     store.set(keys[0], "")
-    missing = missing_after(ranks, store, keys)
+    missing = missing_after(ranks, store, keys, ranks.is_over)
     store.set(f"{number}/end", "go" if missing is None else "stop")
     if missing is not None:
         raise CommTimeout(f"{ranks.name(0)} can't {purpose}: {missing.reason(ranks)}")
@@ -80,7 +80,7 @@ def _take_part(ranks: Ranks, store: Store, purpose: str) -> int:
             why = loss_message(ranks, [0], lost)
             raise CommTimeout(f"{ranks.name(ranks.rank)} can't {purpose}: {why}")
         waited_s = time.perf_counter() - began_s
-        if waited_s > ranks.timeout_s:
+        if waited_s > ranks.timeout_s or ranks.is_over():
             what = "wait for other ranks" if number > before else f"{purpose}, too"
             raise CommTimeout(
                 f"{ranks.name(ranks.rank)} can't {purpose}: {ranks.name(0)} did not "

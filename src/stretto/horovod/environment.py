@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from stretto.logs import get_logger
+from stretto.members.wire import JOINS_VARIABLE
 from stretto.rank_variables import (
     Place,
     decimal_number,
@@ -140,6 +141,15 @@ def settings(environment: Mapping[str, str]) -> HorovodSettings:
         timeline=environment.get("HOROVOD_TIMELINE") or None,
         mark_cycles=_flag(environment, "HOROVOD_TIMELINE_MARK_CYCLES"),
     )
+
+
+def present_ranks(environment: Mapping[str, str]) -> int | None:
+    """Return how many ranks train already, for a rank that joins them, else ``None``.
+
+    Raises:
+        SpecError: the value is not a number.
+    """
+    return whole_number(environment, JOINS_VARIABLE)
 
 
 def unknown(environment: Mapping[str, str]) -> list[str]:

@@ -31,7 +31,7 @@ from stretto.runtime.ranks import Ranks
 from stretto.runtime.store import ranks_of, store_lost
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from stretto.rank_variables import Place
 
@@ -42,14 +42,19 @@ _stores: dict[tuple[str, int, int, int], Store] = {}
 
 
 def meet(
-    place: Place | None, *, members: Sequence[int] | None, timeout_s: float | None
+    place: Place | None,
+    *,
+    members: Sequence[int] | None,
+    timeout_s: float | None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[Ranks, Any]:
     """Return the ranks, and the process group that was made for them, if any.
 
     An existing process group is used; otherwise one is made over the store at the
     launcher's address; a process without a launcher is a single rank. ``members`` are
     the participating ranks of the job; the others must not call this, and nothing waits
-    for them.
+    for them. Once ``is_over`` returns True, the ranks of an existing process group wait
+    for each other no longer.
 
     Raises:
         ValueError: this rank is not one of ``members``, or they are not ranks.
@@ -59,7 +64,7 @@ def meet(
     made = None
     if dist.is_initialized():
         group = dist.distributed_c10d._get_default_group()  # noqa: SLF001
-        ranks = ranks_of(group, timeout_s=timeout_s)
+        ranks = ranks_of(group, timeout_s=timeout_s, is_over=is_over)
     elif place is None or place.size == 1:
         ranks = Ranks(
             rank=0,

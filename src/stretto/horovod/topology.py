@@ -57,10 +57,23 @@ def arrange(hosts: Sequence[str], local_ranks: Sequence[int], rank: int) -> Topo
     )
 
 
-def exchange(ranks: Ranks, place: Place | None) -> Topology:
+def without_gaps(hosts: Sequence[str], local_ranks: Sequence[int]) -> list[int]:
+    """Return each rank's place among those of its host, in the order of old places."""
+    places = list(zip(hosts, local_ranks, range(len(hosts)), strict=True))
+    return [
+        sum(other[0] == place[0] and other[1:] < place[1:] for other in places)
+        for place in places
+    ]
+
+
+def exchange(
+    ranks: Ranks, place: Place | None, *, closes_gaps: bool = False
+) -> Topology:
     """Return the topology, from what every rank reports about itself.
 
     A launcher's numbers take precedence over host names, which several hosts may share.
+    With ``closes_gaps``, those of ranks that are lost are given to the next ones of the
+    host.
     """
     host, local_rank = host_name(), None
     if place is not None and place.local_rank is not None:
@@ -80,6 +93,8 @@ def exchange(ranks: Ranks, place: Place | None) -> Topology:
         hosts[:rank].count(host) if given is None else given
         for rank, (host, given) in enumerate(table)
     ]
+    if closes_gaps:
+        local_ranks = without_gaps(hosts, local_ranks)
     return arrange(hosts, local_ranks, ranks.rank)
 
 
@@ -88,7 +103,7 @@ def _places_of_all(ranks: Ranks, mine: list[Any]) -> list[list[Any]]:
     store = PrefixStore("hosts", ranks.store)
     store.set(str(ranks.rank), json.dumps(mine))
     keys = [str(rank) for rank in range(ranks.size)]
-    missing = missing_after(ranks, store, keys)
+    missing = missing_after(ranks, store, keys, ranks.is_over)
     if missing is not None:
         who = ranks.name_all(missing.ranks)
         gone = f" {missing.gone}" if missing.gone else ""

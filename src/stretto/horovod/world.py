@@ -8,6 +8,9 @@ import dataclasses
 import gc
 import os
 import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
@@ -18,6 +21,7 @@ from stretto.horovod import environment, meeting, timeline, topology
 from stretto.horovod.exceptions import HorovodInternalError
 from stretto.horovod.process_sets import ProcessSet, global_process_set
 from stretto.logs import get_logger
+from stretto.members.wire import SOCKET_VARIABLE
 from stretto.runtime.agreement import Agreement
 from stretto.runtime.negotiated import Engine, EngineOptions
 from stretto.runtime.rounds import Rounds
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 
     from stretto.horovod.environment import HorovodSettings
     from stretto.horovod.topology import Topology
+    from stretto.rank_variables import Place
     from stretto.runtime.ranks import Ranks
 
 _log = get_logger(__name__)
@@ -70,13 +75,36 @@ class JoinedSet:
         self.rounds = Rounds(self.engine)
 
 
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What a world needs of a job that continues when ranks are lost."""
+
+    is_over: Callable[[], bool]
+    """Whether these ranks train no longer together."""
+    on_loss: Callable[[], None]
+    """Called at a failure: the lost rank becomes known elsewhere."""
+    opening: Callable[[], AbstractContextManager[None]]
+    """A block in which connections are opened, which may have to end meanwhile."""
+
+
 @final
 class World:
     """The state between `init` and `shutdown`."""
 
-    def __init__(self, ranks: Ranks, group: Any, settings: HorovodSettings) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        group: Any,
+        settings: HorovodSettings,
+        membership: Membership | None = None,
+    ) -> None:
         self.ranks = ranks
         self.settings = settings
+        self._membership = membership
+        self.present: int | None = None
+        """How many ranks train, if this one has yet to join them."""
+        self.has_sent = False
+        """Whether the program has used any set."""
         self.dynamic = settings.dynamic_process_sets
         self._group = group
         self._agreement = Agreement(
@@ -95,7 +123,16 @@ class World:
 
         Raises:
             ValueError: the set is not added, or this rank is not in it.
+            HorovodInternalError: this rank has yet to join the others.
         """
+        if self.present is not None:
+            raise HorovodInternalError(
+                "this rank joins a job that trains already, so it can't take part in "
+                "collectives before the function of hvd.elastic.run is called. Move "
+                "the call into that function, or what it sends into the state, which "
+                "state.sync() sends to ranks that join."
+            )
+        self.has_sent = True
         number = process_set.process_set_id
         found = None if number is None else self._members.get(number)
         if found is not None:
@@ -192,10 +229,33 @@ class World:
         options = EngineOptions(
             **{name: value for name, value in given.items() if value is not None}
         )
-        engine = Engine(
-            place, options=options, observer=timeline.engine_observer(number)
-        )
+        observer, membership = timeline.engine_observer(number), self._membership
+        if membership is None:
+            engine = Engine(place, options=options, observer=observer)
+        else:
+            with membership.opening():
+                engine = Engine(
+                    place,
+                    options=options,
+                    observer=observer,
+                    on_loss=membership.on_loss,
+                )
         return JoinedSet(number, ranks, engine)
+
+    @property
+    def has_membership(self) -> bool:
+        """Whether the job continues when ranks are lost."""
+        return self._membership is not None
+
+    @property
+    def added(self) -> list[ProcessSet]:
+        """The process sets that a program has added, in this order."""
+        return [
+            process_set
+            for sets in self._sets.values()
+            for process_set in sets
+            if process_set is not global_process_set
+        ]
 
     # Shutdown.
 
@@ -203,23 +263,68 @@ class World:
         """End engines, and the process group that was made for them."""
         for number in sorted(self._members, reverse=True):
             _close(self._members[number].engine)
-        for sets in self._sets.values():
-            for process_set in sets:
-                if process_set is not global_process_set:
-                    process_set.left()
+        self._part()
+
+    def abort(self, error: StrettoError) -> None:
+        """Make everything fail that is under way or comes later; from any thread."""
+        for member in tuple(self._members.values()):
+            member.engine.abort(error)
+
+    def leave(self, error: StrettoError | None) -> None:
+        """Give up the ranks, after a failure if there is an ``error``.
+
+        Connections end in another thread: nothing waits for what may have failed.
+        """
+        engines = [member.engine for member in self._members.values()]
+        if error is None:
+            for engine in reversed(engines):
+                _await_others(engine)
+        else:
+            self.abort(error)
+        self._part()
+        closing = threading.Thread(
+            target=_close_all, args=(engines,), name="stretto-leaving", daemon=True
+        )
+        _closing.add(closing)
+        closing.start()
+
+    def _part(self) -> None:
+        for process_set in self.added:
+            process_set.left()
         self._members.clear()
         meeting.part(self._group)
 
 
 def _close(engine: Engine) -> None:
+    _await_others(engine)
+    engine.close()
+
+
+def _await_others(engine: Engine) -> None:
     # A rank that leaves first ends connections that others may still wait on, so all
     # leave together; the wait for a missing rank is short.
     with contextlib.suppress(StrettoError):
         engine.barrier("end of the process set").wait(_LEAVE_S)
-    engine.close()
+
+
+_closing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def _close_all(engines: list[Engine]) -> None:
+    for engine in reversed(engines):
+        engine.close()
+
+
+@atexit.register
+def _await_closing() -> None:
+    """Let engines end before the interpreter does."""
+    for thread in tuple(_closing):
+        thread.join(_LEAVE_S)
 
 
 _world: World | None = None
+_membership: Membership | None = None
+"""That of the default group, once this process has changed its ranks."""
 _lock = threading.RLock()
 _has_logged_unknown = False
 
@@ -277,28 +382,113 @@ def init(
         if isinstance(process_sets, str):
             settings = dataclasses.replace(settings, dynamic_process_sets=True)
             process_sets = None
-        try:
-            ranks, group = meeting.meet(
-                place,
-                members=list(comm) if comm else None,
-                timeout_s=settings.timeout_s,
-            )
-        except StrettoError as exc:
-            raise HorovodInternalError(str(exc)) from exc
-        world = World(ranks, group, settings)
-        try:
-            world.topology = topology.exchange(ranks, place)
-            _add_sets(world, list(process_sets or ()))
-        except StrettoError as exc:
-            world.close()
-            raise HorovodInternalError(str(exc)) from exc
-        except BaseException:
-            world.close()
-            raise
-        _world = world
+        world = _world = _joined(
+            place,
+            settings,
+            members=list(comm) if comm else None,
+            process_sets=list(process_sets or ()),
+            membership=_membership,
+        )
+        if _membership is None:
+            world.present = environment.present_ranks(os.environ)
     atexit.register(shutdown)
     if settings.timeline is not None:
         start_timeline(settings.timeline, settings.mark_cycles)
+
+
+def _joined(
+    place: Place | None,
+    settings: HorovodSettings,
+    *,
+    members: list[int] | None,
+    process_sets: list[ProcessSet],
+    membership: Membership | None,
+) -> World:
+    """Return a world of ranks that have met.
+
+    Raises:
+        HorovodInternalError: ranks differ, or a rank did not arrive.
+    """
+    try:
+        ranks, group = meeting.meet(
+            place,
+            members=members,
+            timeout_s=settings.timeout_s,
+            is_over=membership.is_over if membership is not None else lambda: False,
+        )
+    except StrettoError as exc:
+        raise HorovodInternalError(str(exc)) from exc
+    world = World(ranks, group, settings, membership)
+    try:
+        world.topology = topology.exchange(
+            ranks, place, closes_gaps=membership is not None
+        )
+        _add_sets(world, process_sets)
+    except StrettoError as exc:
+        _give_up(world, exc)
+        raise HorovodInternalError(str(exc)) from exc
+    except BaseException as exc:
+        _give_up(world, StrettoError(str(exc)))
+        raise
+    return world
+
+
+def _give_up(world: World, error: StrettoError) -> None:
+    """End a world that was not completed."""
+    if world.has_membership:
+        world.leave(error)
+    else:
+        world.close()
+
+
+def rejoin(
+    settings: HorovodSettings, membership: Membership, process_sets: list[ProcessSet]
+) -> None:
+    """Join the ranks of a new default group, after `leave`.
+
+    Raises:
+        HorovodInternalError: ranks differ, or a rank is lost.
+    """
+    global _world, _membership
+    with _lock:
+        _membership = membership
+        _world = _joined(
+            environment.place(os.environ),
+            settings,
+            members=None,
+            process_sets=process_sets,
+            membership=membership,
+        )
+    atexit.register(shutdown)
+    if rank():
+        timeline.stop_timeline()
+    elif settings.timeline is not None:
+        start_timeline(settings.timeline, settings.mark_cycles)
+
+
+def leave(error: StrettoError | None) -> None:
+    """Give up the ranks in order to `rejoin` others; do nothing without `init`.
+
+    Args:
+        error: what ends operations under way; ``None`` if all ranks leave now.
+    """
+    global _world
+    with _lock:
+        world, _world = _world, None
+    if world is not None:
+        atexit.unregister(shutdown)
+        world.leave(error)
+
+
+def abort(error: StrettoError) -> None:
+    """Make all operations fail, from any thread, until `leave`."""
+    if (world := _world) is not None:
+        world.abort(error)
+
+
+def changes_ranks() -> bool:
+    """Return whether this process may get other ranks to train with."""
+    return SOCKET_VARIABLE in os.environ
 
 
 def _add_sets(world: World, process_sets: list[ProcessSet]) -> None:
@@ -346,15 +536,20 @@ def is_initialized() -> bool:
 def rank() -> int:
     """Return this process's global rank.
 
+    Of a rank that has yet to join a job, the one that it would have now, after those
+    of the ranks that train.
+
     Raises:
         ValueError: `init` was not called. The functions below raise it too.
     """
-    return current().ranks.rank
+    world = current()
+    return world.ranks.rank if world.present is None else world.present
 
 
 def size() -> int:
     """Return the number of ranks."""
-    return current().ranks.size
+    world = current()
+    return world.ranks.size if world.present is None else world.present + 1
 
 
 def _topology() -> Topology:

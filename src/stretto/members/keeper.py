@@ -338,7 +338,7 @@ class RankKeeper:
         environment.pop(JOINS_VARIABLE, None)
         environment.pop(AGENT_STORE_VARIABLE, None)  # rank 0 serves its store here
         if joins:
-            environment[JOINS_VARIABLE] = "1"
+            environment[JOINS_VARIABLE] = str(self._present_ranks())
         process = subprocess.Popen(
             self._job.command,
             env=environment,
@@ -348,6 +348,12 @@ class RankKeeper:
         made.counts, made.slot = StepCounts(steps), rank
         made.page = ProgressReader(page)
         self._ranks[member] = made
+
+    def _present_ranks(self) -> int:
+        """Return how many ranks train, without those of this host that have ended."""
+        members = () if self._core is None else self._core.view.ids
+        ended = {m for m, rank in self._ranks.items() if rank.code is not None}
+        return max(1, len(set(members) - ended))
 
     def _reap(self) -> None:
         for rank in list(self._ranks.values()):

@@ -35,7 +35,7 @@ MEMBER_VARIABLE = "STRETTO_MEMBER"
 """The rank's id as a member."""
 
 JOINS_VARIABLE = "STRETTO_JOINS"
-"""Set for a rank that joins a job which trains already."""
+"""Set for a rank that joins a job which trains already: how many ranks it has."""
 
 MIN_RANKS_VARIABLE = "STRETTO_MIN_RANKS"
 """With fewer ranks the job ends; not set where it waits for other hosts instead."""

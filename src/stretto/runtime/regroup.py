@@ -21,8 +21,10 @@ frames of their tracebacks: `forget_frames` ends that once an error is handled.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import socket
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, cast, final
@@ -41,7 +43,8 @@ from stretto.runtime.sockets import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from datetime import timedelta
 
     from stretto.runtime.ddp import DistributedDataParallel
 
@@ -118,30 +121,17 @@ def connect_store(
             return store
 
 
-@final
-class MemberGroup:
+class AbstractMemberGroup(abc.ABC):
     """Makes the default group for each membership, and ends what waits in old ones."""
 
-    def __init__(self, model: DistributedDataParallel, *, host: str) -> None:
+    def __init__(self, *, host: str, timeout: timedelta) -> None:
         """Serve a store, in case this rank becomes the first.
 
         Args:
-            model: follows the group.
             host: the address at which other ranks reach this process.
-
-        Raises:
-            PlanMismatch: the model can't change its ranks.
+            timeout: of the groups' collectives.
         """
-        if (why := why_fixed(model)) is not None:
-            raise PlanMismatch(
-                f"this model can't regroup when ranks are lost: {why}. Build it "
-                "without that, or start the job without --elastic."
-            )
-        self._model = model
-        model._changes_ranks = True  # noqa: SLF001
-        default = dist.distributed_c10d._get_default_group()  # noqa: SLF001
-        backend: Any = default._get_backend(model._device_used)  # noqa: SLF001
-        self._timeout = backend.options._timeout  # noqa: SLF001
+        self._timeout = timeout
         self._store = cast("Any", dist).TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=timeout_of(10.0)
         )
@@ -151,6 +141,7 @@ class MemberGroup:
         self.generation = 0
         """The generation that was entered last."""
 
+        self._hooks: tuple[Any, Any] | None = None
         self._lock = threading.Lock()
         self._ended = 0
         self._is_built = threading.Event()
@@ -160,8 +151,16 @@ class MemberGroup:
         self._sockets: set[Socket] = set()
         self._parked: list[Any] = []
 
+    @abc.abstractmethod
+    def _leave(self) -> list[Any]:
+        """Give up the ranks; return what to release later, part by part."""
+
+    @abc.abstractmethod
+    def _abort(self) -> None:
+        """End connections that are not the group's; callable from any thread."""
+
     def enter(self, generation: int, rank: int, size: int, address: str) -> None:
-        """Make the default group of a generation, without the model.
+        """Make the default group of a generation, without what follows it.
 
         Args:
             generation: the membership's number; higher than any before.
@@ -179,12 +178,16 @@ class MemberGroup:
             self._port = int(address.rpartition(":")[2])
             self._is_built.clear()
         store = connect_store(
-            address, timeout=self._timeout, require_current=self._require_current
+            address, timeout=self._timeout, require_current=self.require_current
         )
-        self._require_current()
-        self._park([self._model.process_group, *self._model._leave_ranks()])  # noqa: SLF001
+        self.require_current()
+        self._park(self._leave())
         if dist.is_initialized():
             dist.destroy_process_group()
+        # Each group's hook calls the previous one.
+        if self._hooks is not None and sys.excepthook is self._hooks[1]:
+            sys.excepthook = self._hooks[0]
+        hook = sys.excepthook
         # Ranks meet under a group's number. An attempt that failed has used one up,
         # and newcomers count from 0.
         dist.distributed_c10d._world.group_count = 0  # noqa: SLF001
@@ -195,6 +198,7 @@ class MemberGroup:
             world_size=size,
             timeout=self._timeout,
         )
+        self._hooks = hook, sys.excepthook
         with self._lock:
             self._sockets |= self._new_sockets()
 
@@ -204,19 +208,10 @@ class MemberGroup:
             self.generation = max(self.generation, generation)
             self._ended = max(self._ended, generation)
 
-    def join(self, note: str) -> list[str]:
-        """Let the model train with the ranks of the group; return each rank's note.
-
-        Raises:
-            RankDisagreement: ranks have different models or versions.
-            CommTimeout: a rank is lost.
-            RuntimeError: a rank is lost.
-        """
-        self._require_current()
+    def is_over(self) -> Callable[[], bool]:
+        """Return what says whether the present generation has been ended."""
         generation = self.generation
-        self._model._is_over = lambda: self._ended >= generation  # noqa: SLF001
-        default = dist.distributed_c10d._get_default_group()  # noqa: SLF001
-        return self._model._join_ranks(default, note)  # noqa: SLF001
+        return lambda: self._ended >= generation
 
     @property
     def has_ended(self) -> bool:
@@ -250,10 +245,8 @@ class MemberGroup:
                 found = set(self._sockets)
                 if not is_built:
                     found |= self._new_sockets()
-                pool = self._model._lane_pool  # noqa: SLF001
                 shut(found)
-                if pool is not None:
-                    pool.abort()
+                self._abort()
             if is_built or self._is_built.wait(_AGAIN_S):
                 return
 
@@ -266,7 +259,27 @@ class MemberGroup:
         """Keep the parts of the last generation, and release those of earlier ones."""
         self._parked = [part for part in parts if part is not None]
 
-    def _require_current(self) -> None:
+    @contextlib.contextmanager
+    def opening(self) -> Iterator[None]:
+        """Let the end of the generation end what is opened in the block, too."""
+        with self._lock:
+            is_first = self._is_built.is_set()
+            if is_first:
+                self._before = open_sockets()
+                self._is_built.clear()
+        try:
+            self.require_current()
+            yield
+        finally:
+            if is_first:
+                self.built()
+
+    def require_current(self) -> None:
+        """Require that the present generation has not been ended.
+
+        Raises:
+            CommTimeout: it has.
+        """
         if self.has_ended:
             raise CommTimeout(f"membership {self.generation} has ended")
 
@@ -276,3 +289,50 @@ class MemberGroup:
         with contextlib.suppress(OSError):
             return connections_among(new, self._port) | connections_to(new, self._port)
         return set()
+
+
+@final
+class MemberGroup(AbstractMemberGroup):
+    """The groups of a model, which follows them."""
+
+    def __init__(self, model: DistributedDataParallel, *, host: str) -> None:
+        """Serve a store, in case this rank becomes the first.
+
+        Args:
+            model: follows the group.
+            host: the address at which other ranks reach this process.
+
+        Raises:
+            PlanMismatch: the model can't change its ranks.
+        """
+        if (why := why_fixed(model)) is not None:
+            raise PlanMismatch(
+                f"this model can't regroup when ranks are lost: {why}. Build it "
+                "without that, or start the job without --elastic."
+            )
+        self._model = model
+        model._changes_ranks = True  # noqa: SLF001
+        default = dist.distributed_c10d._get_default_group()  # noqa: SLF001
+        backend: Any = default._get_backend(model._device_used)  # noqa: SLF001
+        super().__init__(host=host, timeout=backend.options._timeout)  # noqa: SLF001
+
+    def join(self, note: str) -> list[str]:
+        """Let the model train with the ranks of the group; return each rank's note.
+
+        Raises:
+            RankDisagreement: ranks have different models or versions.
+            CommTimeout: a rank is lost.
+            RuntimeError: a rank is lost.
+        """
+        self.require_current()
+        self._model._is_over = self.is_over()  # noqa: SLF001
+        default = dist.distributed_c10d._get_default_group()  # noqa: SLF001
+        return self._model._join_ranks(default, note)  # noqa: SLF001
+
+    def _leave(self) -> list[Any]:
+        return [self._model.process_group, *self._model._leave_ranks()]  # noqa: SLF001
+
+    def _abort(self) -> None:
+        pool = self._model._lane_pool  # noqa: SLF001
+        if pool is not None:
+            pool.abort()

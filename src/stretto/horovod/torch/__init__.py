@@ -5,7 +5,8 @@
   `mpi_ops` has all under Horovod's module name. `built` reports features.
 - `optimizer`: `DistributedOptimizer`, on `gradients`; `functions`: parameters, states
   and objects to all ranks; `sync_batch_norm`: its layer.
-- `elastic`: training that ranks join and leave, with `commits` on disk.
+- `elastic`: training that ranks join and leave, in the same processes with
+  `regrouping`, otherwise with `commits` on disk.
 """
 
 from stretto.horovod.exceptions import HostsUpdatedInterrupt

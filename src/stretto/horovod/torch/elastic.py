@@ -1,7 +1,12 @@
 """Continue training when ranks join and leave.
 
-torchrun's elastic agent detects processes that end and hosts that join, and restarts
-all processes with the available ranks,
+Under ``stretto run --elastic MIN:MAX train.py`` the ranks that are left when one is
+lost keep their processes, as Horovod's: `run` restores the last commit from memory,
+makes new connections (`regrouping`), and calls the training function again. Ranks that
+are started in place of lost ones join at a commit.
+
+Without it, torchrun's elastic agent detects processes that end and hosts that join, and
+restarts all processes with the available ranks,
 
 ```bash
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
@@ -28,19 +33,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Sampler
 
-from stretto.errors import RankDisagreement
+from stretto.errors import RankDisagreement, SpecError
 from stretto.horovod import world
 from stretto.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from stretto.horovod.reduce_ops import Max
 from stretto.horovod.torch.allreduce import allreduce
-from stretto.horovod.torch.commits import Commits, folder_of
+from stretto.horovod.torch.commits import FOLDER, Commits, folder_of
 from stretto.horovod.torch.functions import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from stretto.horovod.torch.gradients import discard_gradients
+from stretto.horovod.torch.regrouping import JobRanks, is_loss
 from stretto.logs import get_logger
+from stretto.runtime.failure import forget_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -61,20 +69,28 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     ``func(state, ...)`` gets the last committed state, the same on all ranks:
 
-    - A rank is lost: the error ends this process, the agent restarts all processes, and
-      the function is called with the newest commit of any host. Without an agent the
-      error ends the job.
+    - A rank is lost, under ``stretto run --elastic``: the others restore their last
+      commit, in the same processes, and the function is called again with that of
+      rank 0, which has trained longest.
+    - A rank is lost, otherwise: the error ends this process, the agent restarts all
+      processes, and the function is called with the newest commit of any host. Without
+      an agent the error ends the job.
     - `HorovodInternalError` with all ranks alive (they made different calls): the state
       is restored and the function is called again, in the same processes; after three
       times without a commit the error is raised.
-    - `HostsUpdatedInterrupt`: the function is called again with the current state.
+    - `HostsUpdatedInterrupt`: the function is called again with the current state of
+      rank 0.
 
-    Reset callbacks are called after a restart, and before each further call.
+    Reset callbacks are called after a restart, and before each further call. Gradients
+    are no part of a state: those of a step that was lost are cleared.
     """
 
     @functools.wraps(func)
     def wrapper(state: TorchState, *args: Any, **kwargs: Any) -> Any:
         world.init()
+        ranks = JobRanks.of_process()
+        if ranks is not None:
+            return _run_on_members(ranks, func, state, args, kwargs)
         again = state.recover()
         skip_sync, failures, commits = False, 0, state.num_commits
         while True:
@@ -94,14 +110,71 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 _log.warning("restored the last commit after: %s", exc)
                 _rejoin()
                 state.restore()
+                state.discard_gradients()
                 skip_sync = False
             except HostsUpdatedInterrupt as exc:
                 skip_sync = exc.skip_sync
                 _rejoin()
+                state.discard_gradients()
             else:
                 return result
 
     return wrapper
+
+
+def _run_on_members(
+    ranks: JobRanks,
+    func: Callable[..., Any],
+    state: TorchState,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a training function on the ranks that are there, in this process."""
+    state.follow(ranks)
+    ranks.begin(state.serial)
+    state.take(ranks)
+    is_reset, failures, commits = ranks.joins, 0, state.num_commits
+    while True:
+        try:
+            if not ranks.have_state:
+                is_reset |= _recover_from_files(ranks, state)
+            if is_reset:
+                state.on_reset()
+            is_reset = True
+            state.sync()
+            ranks.has_synced()
+            result = func(state, *args, **kwargs)
+            state.end()
+        except HostsUpdatedInterrupt:
+            ranks.change(state.serial, is_known=state.knows_of_ranks)
+        except RuntimeError as exc:
+            failures = 0 if state.num_commits > commits else failures + 1
+            commits = state.num_commits
+            if not is_loss(exc):
+                raise
+            ranks.recover(exc, state.serial)
+            if ranks.is_smaller:
+                failures = 0
+            if failures >= _TRIES:
+                raise
+            forget_frames(exc)
+            state.restore()
+        else:
+            return result
+        state.take(ranks)
+        state.discard_gradients()
+
+
+def _recover_from_files(ranks: JobRanks, state: TorchState) -> bool:
+    """Return whether there is a commit on disk, where no rank has one in memory."""
+    found = state.recover()
+    if not found and ranks.joins and world.rank() == 0:
+        _log.warning(
+            "all ranks that had trained were lost: training begins again. With %s, a "
+            "folder on each host, commits are also written there.",
+            FOLDER,
+        )
+    return found
 
 
 def _all_alive(error: HorovodInternalError) -> bool:
@@ -138,13 +211,50 @@ class TorchState:
         self._updates = 0
         self._saved: dict[str, Any] = {}
         self._root = 0
-        self._serial = -1
+        self.serial = -1
+        """The number of the last commit, over all restarts."""
         self.num_commits = 0
+        self.knows_of_ranks = False
+        """Whether any rank knew of other ranks when the hosts were checked last."""
+        self._ranks: JobRanks | None = None
         folder = folder_of(os.environ)
         self._commits = None if folder is None else Commits(folder)
         for name, value in kwargs.items():
             setattr(self, name, value)
         self.save()
+
+    def follow(self, ranks: JobRanks) -> None:
+        """Check from now on whether there are other ranks to train with.
+
+        Raises:
+            SpecError: a model is not on the CPU.
+        """
+        self._ranks = ranks
+        for name, value in self._values():
+            tensors = value.parameters() if isinstance(value, torch.nn.Module) else ()
+            for tensor in tensors:
+                if tensor.device.type != "cpu":
+                    raise SpecError(
+                        f"state.{name} is on {tensor.device}, but under `stretto run "
+                        "--elastic` hvd.elastic.run needs models on the CPU: use "
+                        "torchrun, whose restarts continue from commits on disk"
+                    )
+
+    def take(self, ranks: JobRanks) -> None:
+        """Let `sync` take the state that counts among these ranks."""
+        self._root, self.serial = ranks.root, ranks.serial
+
+    def discard_gradients(self) -> None:
+        """Clear the gradients of all models and optimizers."""
+        discard_gradients()
+        for _, value in self._values():
+            if isinstance(value, torch.nn.Module):
+                for parameter in value.parameters():
+                    parameter.grad = None
+            elif isinstance(value, torch.optim.Optimizer):
+                for group in value.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = None
 
     def save(self) -> None:
         """Save the state in this process."""
@@ -173,10 +283,10 @@ class TorchState:
             HostsUpdatedInterrupt: hosts joined or left.
         """
         self.save()
-        self._serial += 1
+        self.serial += 1
         self.num_commits += 1
         if self._commits is not None and world.local_rank() == 0:
-            self._commits.write(self._serial, self._saved)
+            self._commits.write(self.serial, self._saved)
         self.check_host_updates()
 
     def sync(self) -> None:
@@ -220,7 +330,7 @@ class TorchState:
         if newest < 0:
             return False
         self._root = serials.index(newest)
-        self._serial = newest
+        self.serial = newest
         if world.rank() == self._root and self._commits is not None:
             self._saved.update(self._commits.read(newest))
             self.restore()
@@ -229,10 +339,10 @@ class TorchState:
 
     def end(self) -> None:
         """Delete commits when all ranks have arrived; training has ended."""
-        if self._commits is None:
+        if self._commits is None and self._ranks is None:
             return
         allgather_object(world.rank(), name="state.end")
-        if world.local_rank() == 0:
+        if self._commits is not None and world.local_rank() == 0:
             self._commits.clear()
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
@@ -260,9 +370,11 @@ class TorchState:
         Raises:
             HostsUpdatedInterrupt: on every rank, if any rank has such a report.
         """
-        bits = torch.tensor([self._updates & 1, self._updates >> 1 & 1])
-        removed, added = allreduce(bits, op=Max, name="state.updates").tolist()
-        if removed or added:
+        has_news = self._ranks is not None and self._ranks.has_news()
+        bits = torch.tensor([self._updates & 1, self._updates >> 1 & 1, int(has_news)])
+        removed, added, known = allreduce(bits, op=Max, name="state.updates").tolist()
+        self.knows_of_ranks = bool(known)
+        if removed or added or known:
             raise HostsUpdatedInterrupt(skip_sync=bool(removed and not added))
 
     def _values(self) -> list[tuple[str, Any]]:

@@ -31,6 +31,19 @@ if TYPE_CHECKING:
 
 _created = itertools.count()
 
+_all: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+
+
+def discard_gradients() -> None:
+    """Begin a step again in all distributed optimizers, without gradients.
+
+    What a lost step has left in them is no part of a state that is restored, and other
+    ranks do not have it.
+    """
+    for reducer in tuple(_all):
+        reducer.discard()
+
+
 # Note [Names of gradients]
 # A gradient has its parameter's name, as in Horovod. Optimizers that have a name in
 # common are numbered in the order in which they first send a gradient. That order is
@@ -67,6 +80,7 @@ class GradientReducer:
         world.current()  # raises if init() was not called
         open_named()
         self._active = bool(process_set.included()) and (process_set.size() or 0) > 1
+        self._changes_ranks = world.changes_ranks()
         self._created = next(_created)
         self._used = UsedOptimizer(self._created, frozenset(), 0)
         self._owner = ""
@@ -92,13 +106,36 @@ class GradientReducer:
         self._marker = StepMarker()
         self._begin()
         weakref.finalize(self, _remove, self._hooks)
-        if self._active:
+        _all.add(self)
+        if self._active or self._changes_ranks:
             self._hook()
 
     @property
     def under_way(self) -> bool:
         """Whether gradients became ready since the last step."""
         return self._came
+
+    def discard(self) -> None:
+        """Begin a step again, without gradients, and count steps with other ranks."""
+        self._begin()
+        self._marker = StepMarker()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _is_active(self) -> bool:
+        """Return whether other ranks have gradients, too.
+
+        Raises:
+            ValueError: the process set ended when the job's ranks changed.
+        """
+        if self._changes_ranks:
+            process_set = self._process_set
+            if process_set.included() is not False:
+                world.current().member(process_set)
+            self._active = bool(process_set.included()) and (
+                (process_set.size() or 0) > 1
+            )
+        return self._active
 
     def set_passes(self, passes: int) -> None:
         """Set the number of backward passes per step."""
@@ -126,6 +163,8 @@ class GradientReducer:
 
     def on_gradient(self, i: int) -> None:
         """Record that parameter ``i`` has a gradient."""
+        if not self._came and not self._is_active():
+            return
         if self._left[i] <= 0:
             raise AssertionError(
                 f"the gradient of {self._names[i]} was computed more often than "
@@ -231,6 +270,9 @@ class GradientReducer:
         if engine is not self._engine:
             self._engine = engine
             self._sets, self._member_of = [], {}
+            # The set's other ranks may be new and know none of these.
+            self._requests, self._sparse_dims = {}, {}
+            self._layouts_known = set()
         return engine
 
     # After backward.
@@ -241,7 +283,7 @@ class GradientReducer:
         ``groups`` are the optimizer's, to which parameters may have been added.
         """
         self._marker.begin_step()  # unless a gradient has begun it
-        if not self._active:
+        if not self._is_active():
             self._marker.end_step()
             return
         self._find_added(groups)

@@ -48,7 +48,7 @@ from stretto.runtime.negotiated.tensor_set import AbstractControlLoop, SetSteps
 from stretto.runtime.store import store_lost
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from stretto.runtime.negotiated.api import AbstractEngineObserver, EngineOptions
     from stretto.runtime.negotiated.ledger import Decision
@@ -73,6 +73,7 @@ class ControlLoop(AbstractControlLoop):
         ranks: Ranks,
         options: EngineOptions,
         observer: AbstractEngineObserver | None,
+        on_loss: Callable[[], None] | None = None,
     ) -> None:
         try:
             serial = ranks.store.add(f"negotiated/serial/{ranks.rank}", 1)
@@ -82,7 +83,8 @@ class ControlLoop(AbstractControlLoop):
         self.ranks = dataclasses.replace(ranks, store=store)
         self.options = options
         self.observer = observer
-        self.failures = FailureReporter(self.ranks, self._abort)
+        self._on_loss = on_loss
+        self.failures = FailureReporter(self.ranks, self._abort, hand_over=on_loss)
         self.sender = RequestSender(self.ranks, options, self.report, observer)
         self.sets: dict[int, SetSteps] = {}
         self._registered: dict[str, SetSteps] = {}
@@ -163,7 +165,7 @@ class ControlLoop(AbstractControlLoop):
             event = None
             if taken is not None and taken.is_cuda:
                 for each in (taken, taken if out is None else out):
-                    self.sender.use_device(request.place, each.device)
+                    self.use_device(request.place, each.device)
                 event = torch.cuda.Event()
                 event.record(torch.cuda.current_stream(taken.device))
             jobs.append(
@@ -282,10 +284,27 @@ class ControlLoop(AbstractControlLoop):
 
     def use_device(self, place: str, device: torch.device) -> None:
         """Require that a request's device is the one that this rank uses."""
+        if self._on_loss is not None:
+            raise SpecError(
+                f"{place} is on {device}, but this job continues when ranks are lost, "
+                "for which tensors must be on the CPU. Start the job with torchrun "
+                "instead of `stretto run --elastic`."
+            )
         self.sender.use_device(place, device)
+
+    def abort(self, error: StrettoError) -> None:
+        """Make everything fail that is under way or comes later; from any thread."""
+        with self._wake:  # before threads see their connections end
+            self.error = self.error or error
+        self._abort()
+        self._fail(error)
 
     def report(self, place: str, cause: BaseException) -> StrettoError:
         """Return the engine's one error, after a failure of its communication."""
+        if self._on_loss is not None and self.error is not None:
+            # It has ended already, and its store may have been lost.
+            self._fail(self.error)
+            return self.error
         if not isinstance(cause, StrettoError | RuntimeError):  # not communication
             cause = StrettoError(
                 f"{self.ranks.name(self.ranks.rank)}: {place} failed: {cause!r}"
@@ -300,7 +319,7 @@ class ControlLoop(AbstractControlLoop):
                 self.error = self.error or error
             self._abort()
         else:
-            published = self._notes.found()
+            published = None if self._on_loss is not None else self._notes.found()
             if published is None:
                 error = self.failures.report(place, cause)
             else:

@@ -30,11 +30,12 @@ from stretto.runtime.negotiated.tensor_set import TensorSet
 from stretto.runtime.store import ranks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     import torch.distributed as dist
 
+    from stretto.errors import StrettoError
     from stretto.runtime.negotiated.api import AbstractEngineObserver, Handle
     from stretto.runtime.ranks import Ranks
 
@@ -75,6 +76,9 @@ class Engine:
         ranks: The participating ranks and their store.
         options: Settings, equal on all ranks.
         observer: Receives spans for a timeline.
+        on_loss: If given, another part of the program knows which rank is lost and
+            continues with the others: it is called at a failure instead of a search
+            for the lost rank. Tensors must be on the CPU then.
 
     Raises:
         RankDisagreement: ranks have different options or versions.
@@ -87,8 +91,9 @@ class Engine:
         *,
         options: EngineOptions | None = None,
         observer: AbstractEngineObserver | None = None,
+        on_loss: Callable[[], None] | None = None,
     ) -> None:
-        self._core = ControlLoop(ranks, options or EngineOptions(), observer)
+        self._core = ControlLoop(ranks, options or EngineOptions(), observer, on_loss)
         # Also runs at interpreter exit, and when the last reference is dropped.
         self._close = weakref.finalize(self, self._core.close)
 
@@ -194,6 +199,13 @@ class Engine:
             SpecError: a step of a tensor set has begun but is not complete.
         """
         return self._core.join(timeout_s)
+
+    def abort(self, error: StrettoError) -> None:
+        """Make everything fail that is under way or comes later; from any thread.
+
+        An earlier error of the engine's stays. `close` must follow.
+        """
+        self._core.abort(error)
 
     def close(self) -> None:
         """End threads and connections. Pending requests fail, on peers too."""
