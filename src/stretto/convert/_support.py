@@ -216,16 +216,24 @@ def _random_states(new=()):
     import random, sys  # here, as a script may have its own names
 
     kinds = [(torch.get_rng_state, torch.set_rng_state)]
+    if torch.cuda.is_available():
+        kinds.append((torch.cuda.get_rng_state, torch.cuda.set_rng_state))
+    of_torch = len(kinds)
     kinds.append((random.getstate, random.setstate))
     if "numpy" in sys.modules:
         numpy = sys.modules["numpy"].random
         kinds.append((numpy.get_state, numpy.set_state))
-    if torch.cuda.is_available():
-        kinds.append((torch.cuda.get_rng_state, torch.cuda.set_rng_state))
     states = [get() for get, _ in kinds]
     for (_, change), state in zip(kinds, new):
         change(state)
-    return states
+    return states, states[:of_torch]
+''',
+    "_as_rank0": '''
+def _as_rank0():
+    """Set rank 0's random numbers; return this rank's own, which are torch's only."""
+    states, own = _random_states()
+    _random_states(of_rank0(lambda: states))
+    return own
 ''',
     "as_on_rank0": '''
 class as_on_rank0(_other_batches):
@@ -234,8 +242,7 @@ class as_on_rank0(_other_batches):
     kept = []
 
     def __iter__(self):
-        own = _random_states()
-        _random_states(of_rank0(lambda: own))
+        own = _as_rank0()
         # Within another such loop they are rank 0's already, until that one ends.
         self.kept.append(self.kept[0] if self.kept else own)
         try:
@@ -245,13 +252,22 @@ class as_on_rank0(_other_batches):
             if RANK > 0 and not self.kept:
                 _random_states(own)
 ''',
+    "_send_buffers": '''
+def _send_buffers(model):
+    """Give all ranks rank 0's buffers of a model, or of the models that it holds."""
+    of_module = isinstance(model, torch.nn.Module)
+    held = [model] if of_module else list(getattr(model, "__dict__", {}).values())
+    for part in held:
+        if isinstance(part, torch.nn.Module):
+            for buffer in part.buffers():
+                if buffer.is_contiguous():
+                    SEND_BUFFER
+''',
     "buffers_of_rank0": '''
 def buffers_of_rank0(model):
     """Return a model with rank 0's buffers (of batch norm); every rank must call it."""
     if IS_TRAINED and WORLD_SIZE > 1:
-        for buffer in model.buffers():
-            if buffer.is_contiguous():
-                SEND_BUFFER
+        _send_buffers(model)
     return model
 ''',
     "rank0_first": '''
@@ -305,9 +321,11 @@ NEEDS = {
     "with_epoch": {"itertools"},
     "share_of": {"_other_batches", "SequentialSampler", "itertools"},
     "whole_on_rank0": {"_other_batches"},
-    "as_on_rank0": {"_other_batches", "of_rank0", "_random_states"},
+    "as_on_rank0": {"_other_batches", "_as_rank0", "_random_states"},
+    "_as_rank0": {"of_rank0", "_random_states"},
     "_random_states": {"torch"},
-    "buffers_of_rank0": {"DistributedDataParallel", "dist"},
+    "_send_buffers": {"torch", "dist"},
+    "buffers_of_rank0": {"_send_buffers", "DistributedDataParallel"},
     "rank0_first": {"contextlib", "dist"},
     "of_rank0": {"dist"},
     "folder_of_rank0": {"of_rank0", "contextlib", "dist"},
