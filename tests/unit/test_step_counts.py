@@ -57,17 +57,34 @@ def test_of_two_optimizers_in_turn_one_is_counted() -> None:
     hook = step_reports._Hook(lambda: counted.append(1))
     first, second = Optimizer(), Optimizer()
     for _ in range(20):
-        hook(first)
-        hook(second)
+        for optimizer in (first, second):
+            hook.begin(optimizer)
+            hook(optimizer)
     assert len(counted) == 20
+
+
+def test_a_step_within_a_step_of_the_same_optimizer_is_no_second_one() -> None:
+    counted: list[int] = []
+    hook, optimizer = step_reports._Hook(lambda: counted.append(1)), Optimizer()
+    hook.begin(optimizer)  # it raises
+    for _ in range(3):
+        hook.begin(optimizer)
+        hook.begin(optimizer)
+        hook(optimizer)
+        hook(optimizer)
+    assert len(counted) == 3
 
 
 def test_another_optimizer_is_counted_once_the_first_has_gone() -> None:
     counted: list[int] = []
     hook = step_reports._Hook(lambda: counted.append(1))
-    hook(Optimizer())
+    first = Optimizer()
+    hook.begin(first)
+    hook(first)
+    del first
     second = Optimizer()
     for _ in range(5):
+        hook.begin(second)
         hook(second)
     assert len(counted) == 6
 

@@ -10,7 +10,10 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from stretto.errors import StrettoError
 from stretto.logs import get_logger
@@ -48,6 +51,7 @@ def report_steps() -> None:
         _log.warning("steps are not reported to %s: %s", path, exc)
         return
     hook = _Hook(counter.add)
+    register_optimizer_step_pre_hook(reads_nothing(lambda *given: hook.begin(*given)))
     register_optimizer_step_post_hook(reads_nothing(hook))
     if hasattr(os, "register_at_fork"):  # such as a DataLoader's workers
         os.register_at_fork(after_in_child=hook.disable)
@@ -58,15 +62,25 @@ class _Hook:
         self._add: Callable[[], None] | None = add
         self._counted: Callable[[], Optimizer | None] = _no_optimizer
         self._others = 0
+        self._begun: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def disable(self) -> None:
         """Count no more."""
         self._add = None
 
+    def begin(self, optimizer: Optimizer, *_: Any) -> None:
+        """Note that a step begins, within another of the same optimizer or not."""
+        self._begun.add(optimizer)
+
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        """Count the step if it is the counted optimizer's."""
-        if self._add is None:
+        """Count the step if it is the counted optimizer's.
+
+        PyTorch calls hooks twice for a class whose ``step`` calls its base's, as
+        Horovod's does: two steps begin, then two end. They count as one.
+        """
+        if self._add is None or optimizer not in self._begun:
             return
+        self._begun.discard(optimizer)
         counted = self._counted()
         if counted is not optimizer:
             self._others += 1
