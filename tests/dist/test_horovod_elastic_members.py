@@ -95,6 +95,8 @@ def test_ranks_that_are_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
     def kill_some(keeper: int) -> None:
         for _ in range(chance.choice([1, 2, 3])):
             while len(trained := _trained(tmp_path, keeper)) < 2:
+                if not _runs(keeper):
+                    return
                 time.sleep(0.05)
             time.sleep(chance.choice([0, 0.01, 0.03, 0.1, 0.3, 1, 3]))
             with contextlib.suppress(ProcessLookupError):
@@ -110,6 +112,12 @@ def _trained(folder: Path, keeper: int) -> list[int]:
     found = [mine[-1]["process"] for mine in rows if mine and mine[-1]["step"] > 2]
     living = _children(keeper)
     return [process for process in found if process in living]
+
+
+def _runs(process: int) -> bool:
+    """Return whether a process has not ended."""
+    stat = Path(f"/proc/{process}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def _children(keeper: int) -> set[int]:
