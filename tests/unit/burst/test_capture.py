@@ -857,3 +857,25 @@ def test_a_tensor_of_which_only_the_type_is_read_is_no_layer():
 
     graph = capture(Calls(function), (torch.randn(6, 4),))
     assert "getitem" not in [node.name for node in graph.nodes]
+
+
+@pytest.mark.parametrize("is_by_call", [True, False])
+def test_forward_that_changes_a_mode_is_refused(is_by_call):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            if is_by_call:
+                self.norm.eval()
+            else:
+                self.norm.training = False
+            return self.norm(x)
+
+    model = Model()
+    with pytest.raises(SpecError, match=r"test_capture.py:\d+: changes the mode"):
+        capture(model, (torch.randn(4, 3),))
+    assert model.norm.training
+    model.norm.eval()
+    capture(model, (torch.randn(4, 3),))

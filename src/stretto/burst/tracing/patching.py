@@ -128,6 +128,7 @@ def patched(recorder: CallRecorder) -> Iterator[None]:
         with (
             _functions_routed(recorder),
             _conversions_tried(recorder),
+            _modes_kept(),
             _variables_routed(),
             _masks_used(),
         ):
@@ -171,6 +172,27 @@ def _conversions_tried(recorder: CallRecorder) -> Iterator[None]:
     finally:
         for kind, method in zip(kinds, own, strict=True):
             kind._apply = method  # noqa: SLF001
+
+
+@contextlib.contextmanager
+def _modes_kept() -> Iterator[None]:
+    """Refuse a forward that changes a module's mode, which layers would not."""
+    own: Any = nn.Module.__setattr__
+
+    def assign(module: nn.Module, name: str, value: Any) -> None:
+        if name == "training" and value is not module.training:
+            raise SpecError(
+                f"{source_line()}: changes the mode (train or eval) of a "
+                f"{type(module).__name__} in forward, which layers on other ranks "
+                "would not: set it outside of the model, such as in its method train()"
+            )
+        own(module, name, value)
+
+    nn.Module.__setattr__ = assign  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = own  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
