@@ -99,8 +99,13 @@ def test_ranks_that_are_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
                     return
                 time.sleep(0.05)
             time.sleep(chance.choice([0, 0.01, 0.03, 0.1, 0.3, 1, 3]))
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(chance.choice(trained), signal.SIGKILL)
+            # One that has trained stays: without any, training begins again.
+            lost = chance.sample(trained, chance.randint(1, len(trained) - 1))
+            for process in lost:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            while not _children(keeper).isdisjoint(lost):
+                time.sleep(0.01)
 
     job = run_job(tmp_path, f"1:{ranks}", 0, 150, meanwhile=kill_some)
     require_replay(job)

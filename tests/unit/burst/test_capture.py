@@ -879,3 +879,25 @@ def test_forward_that_changes_a_mode_is_refused(is_by_call):
     assert model.norm.training
     model.norm.eval()
     capture(model, (torch.randn(4, 3),))
+
+
+@pytest.mark.parametrize("way", ["zero_grad", "read", "set"])
+def test_forward_that_uses_gradients_is_refused(way):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            if way == "zero_grad":
+                self.linear.zero_grad()
+            elif way == "set":
+                self.linear.weight.grad = None
+            elif self.linear.weight.grad is not None:
+                x = x + 1
+            return self.linear(x)
+
+    with pytest.raises(
+        SpecError, match=r"test_capture.py:\d+: reads, changes or clears"
+    ):
+        capture(Model(), (torch.randn(4, 3),))

@@ -31,6 +31,7 @@ from torch.autograd.function import FunctionMeta
 from torch.autograd.variable import Variable, VariableMeta
 from torch.utils import _pytree as pytree
 
+from stretto.burst.tracing.addresses import refuse_gradient
 from stretto.burst.tracing.source_lines import source_line
 from stretto.errors import SpecError
 
@@ -129,6 +130,7 @@ def patched(recorder: CallRecorder) -> Iterator[None]:
             _functions_routed(recorder),
             _conversions_tried(recorder),
             _modes_kept(),
+            _gradients_kept(),
             _variables_routed(),
             _masks_used(),
         ):
@@ -193,6 +195,21 @@ def _modes_kept() -> Iterator[None]:
         yield
     finally:
         nn.Module.__setattr__ = own  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _gradients_kept() -> Iterator[None]:
+    """Refuse a forward that clears gradients, which layers would not."""
+    own: Any = nn.Module.zero_grad
+
+    def refuse(_module: nn.Module, *_: Any, **__: Any) -> None:
+        refuse_gradient()
+
+    nn.Module.zero_grad = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.zero_grad = own  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
