@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from stretto.convert import Target
@@ -248,3 +250,41 @@ def test_batches_of_a_generator_are_those_of_rank_0_once():
     assert "    for (x,) in as_on_rank0(val):\n" in converted
     assert "share_of(" not in converted
     assert "sum_over_ranks(total)" not in converted
+
+
+def test_a_model_of_layers_made_elsewhere_may_have_buffers():
+    source = EVALUATION.format(
+        evaluation="model.eval()", context="if epoch > 1:", layer="Linear(2, 2)"
+    )
+    made = "layers = [torch.nn.BatchNorm1d(2)]\nmodel = torch.nn.Sequential(*layers)\n"
+    source = re.sub(r"model = torch.*\n", made, source, count=1)
+    assert "buffers_of_rank0(model).eval()" in convert(source).after
+
+
+EPOCHS_WITH_NEXT = """\
+def train_epoch():
+    model.train()
+    for (x,) in loader:
+        loss = model(x).mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+held = iter(val)
+for epoch in range(2):
+    first = next(held)
+    train_epoch()
+    model.eval()
+    out = []
+    with torch.no_grad():
+        for (x,) in val:
+            out.append(model(x).mean())
+    if sum(out) > 3:
+        break
+"""
+
+
+def test_a_loop_that_calls_a_function_that_trains_is_not_over_shares():
+    head = EVALUATION.format(evaluation="", context="", layer="BatchNorm1d(2)")
+    converted = convert(head.partition("for epoch")[0] + EPOCHS_WITH_NEXT).after
+    assert "buffers_of_rank0(model).eval()" in converted
+    assert "in as_on_rank0(val):" in converted

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _WITH_BUFFERS = ("BatchNorm", "InstanceNorm", "spectral_norm", "Lazy", "Buffer")
 """Parts of names of layers and functions of PyTorch that add buffers."""
 
+_CONTAINERS = ("Sequential", "ModuleList", "ModuleDict")
+
 _BUILTIN = frozenset(dir(builtins))
 
 
@@ -36,6 +38,11 @@ def may_have_buffers(work: Work, model: Origin) -> bool:
             if full.startswith("torch."):
                 if any(word in full for word in _WITH_BUFFERS):
                     return True
+                if full.rpartition(".")[2] in _CONTAINERS and any(
+                    isinstance(arg.value, cst.Name | cst.Attribute | cst.Subscript)
+                    for arg in call.args
+                ):
+                    return True  # layers that are made elsewhere
                 continue
             if isinstance(call.func, cst.Attribute):
                 if call.func.attr.value == "register_buffer":

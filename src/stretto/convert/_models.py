@@ -674,13 +674,25 @@ class Models:
                 elif (
                     isinstance(above, cst.For | cst.While)
                     and self._work.job.batches.loop(above) is not None
-                    and not any(
-                        self._tree.within(inner.node, above)
-                        for inner in self._work.job.training
-                    )
+                    and not self._trains(above)
                 ):
                     out = above
         return out
+
+    def _trains(self, node: cst.CSTNode) -> bool:
+        """Return whether a training loop is in some code, also through calls."""
+        loops = [loop.node for loop in self._work.job.training]
+        waiting, seen = [node], set[int]()
+        while waiting:
+            here = waiting.pop()
+            if any(self._tree.within(loop, here) for loop in loops):
+                return True
+            for call in found(here, cst.Call):
+                for function in self._work.flow.local(call):
+                    if id(function) not in seen:
+                        seen.add(id(function))
+                        waiting.append(function)
+        return False
 
     def has_buffers(self, node: cst.BaseExpression) -> bool:
         """Return whether what an expression is, a model, may have buffers."""
