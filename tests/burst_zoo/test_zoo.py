@@ -99,7 +99,7 @@ def test_a_model_that_is_gone_leaves_no_threads(pool: Any) -> None:
     found = pool("zoo_check", "threads_over_models", "plain_mlp")
     for rank, (kind, counts) in enumerate(found):
         assert kind == "value", counts
-        assert counts[0] == counts[-1], f"rank {rank}: {counts}"
+        assert counts[-1] <= counts[0], f"rank {rank}: {counts}"
 
 
 @pytest.mark.parametrize(("size", "shares"), [(2, "uneven"), (3, "one")])

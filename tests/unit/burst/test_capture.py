@@ -901,3 +901,26 @@ def test_forward_that_uses_gradients_is_refused(way):
         SpecError, match=r"test_capture.py:\d+: reads, changes or clears"
     ):
         capture(Model(), (torch.randn(4, 3),))
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"), [("drop", "p", 0.5), ("norm", "momentum", 0.5)]
+)
+def test_forward_that_changes_a_setting_is_refused(name, setting, value):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+            self.drop = nn.Dropout(0.1)
+
+        def forward(self, x):
+            setattr(getattr(self, name), setting, value)
+            return self.drop(self.norm(x))
+
+    model = Model()
+    with pytest.raises(
+        SpecError, match=rf"test_capture.py:\d+: changes '{setting}' of"
+    ):
+        capture(model, (torch.randn(4, 3),))
+    setattr(getattr(model, name), setting, value)
+    capture(model, (torch.randn(4, 3),))

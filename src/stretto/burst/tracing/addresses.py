@@ -6,7 +6,7 @@ import builtins
 import contextlib
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -34,8 +34,6 @@ _NAMES = {
 }
 """Functions and properties that differ between tensors of equal values."""
 
-_GRADS = {getattr(Tensor.grad, name) for name in ("__get__", "__set__", "__delete__")}
-
 _METHODS_OF = ("torch.overrides", "torch._tensor")
 """Modules of PyTorch through which a tensor's methods are called."""
 
@@ -48,29 +46,15 @@ def refuse_address(func: Any) -> None:
     Raises:
         SpecError: it is one; the message names the line.
     """
-    name = "grad" if func in _GRADS else _NAMES.get(func)
+    name = _NAMES.get(func)
     if name is None:
         return
     if not is_users_frame(sys._getframe(2), _METHODS_OF):  # noqa: SLF001
         return
-    if name == "grad":
-        refuse_gradient()
     raise SpecError(
         f"{source_line()}: reads {name} of a tensor, which is another when "
         "layers run with other tensors or on other ranks: compare names instead, or "
         "decide in __init__"
-    )
-
-
-def refuse_gradient() -> NoReturn:
-    """Reject forward or backward of the user's that uses a tensor's ``grad``.
-
-    Raises:
-        SpecError: always; the message names the line.
-    """
-    raise SpecError(
-        f"{source_line()}: reads, changes or clears a tensor's grad within the model, "
-        "which has none where layers run: do it in the training loop"
     )
 
 

@@ -31,7 +31,6 @@ from torch.autograd.function import FunctionMeta
 from torch.autograd.variable import Variable, VariableMeta
 from torch.utils import _pytree as pytree
 
-from stretto.burst.tracing.addresses import refuse_gradient
 from stretto.burst.tracing.source_lines import source_line
 from stretto.errors import SpecError
 
@@ -129,7 +128,7 @@ def patched(recorder: CallRecorder) -> Iterator[None]:
         with (
             _functions_routed(recorder),
             _conversions_tried(recorder),
-            _modes_kept(),
+            _settings_kept(),
             _gradients_kept(),
             _variables_routed(),
             _masks_used(),
@@ -176,9 +175,17 @@ def _conversions_tried(recorder: CallRecorder) -> Iterator[None]:
             kind._apply = method  # noqa: SLF001
 
 
+_SETTINGS = (bool, int, float, str, tuple, type(None))
+"""Types of values that a module of PyTorch reads when it is called."""
+
+
 @contextlib.contextmanager
-def _modes_kept() -> Iterator[None]:
-    """Refuse a forward that changes a module's mode, which layers would not."""
+def _settings_kept() -> Iterator[None]:
+    """Refuse a forward that changes a module's settings, which layers would not.
+
+    These are the mode of any module, and plain values that one of PyTorch's own reads
+    when it is called, such as a dropout's rate.
+    """
     given: Any = nn.Module
     own = given.__setattr__
 
@@ -189,6 +196,17 @@ def _modes_kept() -> Iterator[None]:
                 f"{type(module).__name__} in forward, which layers on other ranks "
                 "would not: set it outside of the model, such as in its method train()"
             )
+        if isinstance(value, _SETTINGS) and type(module).__module__.startswith(
+            "torch.nn.modules."
+        ):
+            before = module.__dict__.get(name, value)
+            if isinstance(before, _SETTINGS) and before != value:
+                raise SpecError(
+                    f"{source_line()}: changes {name!r} of a {type(module).__name__} "
+                    "in forward, which layers on other ranks would not: call the "
+                    "function of torch.nn.functional with the value, or set it in the "
+                    "training loop"
+                )
         own(module, name, value)
 
     given.__setattr__ = assign
@@ -205,7 +223,10 @@ def _gradients_kept() -> Iterator[None]:
     own = given.zero_grad
 
     def refuse(_module: nn.Module, *_: Any, **__: Any) -> None:
-        refuse_gradient()
+        raise SpecError(
+            f"{source_line()}: clears gradients in forward, which layers on other "
+            "ranks would not: do it in the training loop"
+        )
 
     given.zero_grad = refuse
     try:
