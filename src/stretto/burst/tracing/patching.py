@@ -175,6 +175,17 @@ def _conversions_tried(recorder: CallRecorder) -> Iterator[None]:
             kind._apply = method  # noqa: SLF001
 
 
+@contextlib.contextmanager
+def _replaced(name: str, method: Any) -> Iterator[None]:
+    """Replace a method of all modules."""
+    own = getattr(nn.Module, name)
+    setattr(nn.Module, name, method)
+    try:
+        yield
+    finally:
+        setattr(nn.Module, name, own)
+
+
 _SETTINGS = (bool, int, float, str, tuple, type(None))
 """Types of values that a module of PyTorch reads when it is called."""
 
@@ -186,8 +197,7 @@ def _settings_kept() -> Iterator[None]:
     These are the mode of any module, and plain values that one of PyTorch's own reads
     when it is called, such as a dropout's rate.
     """
-    given: Any = nn.Module
-    own = given.__setattr__
+    own: Any = nn.Module.__setattr__
 
     def assign(module: nn.Module, name: str, value: Any) -> None:
         if name == "training" and value is not module.training:
@@ -209,18 +219,13 @@ def _settings_kept() -> Iterator[None]:
                 )
         own(module, name, value)
 
-    given.__setattr__ = assign
-    try:
+    with _replaced("__setattr__", assign):
         yield
-    finally:
-        given.__setattr__ = own
 
 
 @contextlib.contextmanager
 def _gradients_kept() -> Iterator[None]:
     """Refuse a forward that clears gradients, which layers would not."""
-    given: Any = nn.Module
-    own = given.zero_grad
 
     def refuse(_module: nn.Module, *_: Any, **__: Any) -> None:
         raise SpecError(
@@ -228,11 +233,8 @@ def _gradients_kept() -> Iterator[None]:
             "ranks would not: do it in the training loop"
         )
 
-    given.zero_grad = refuse
-    try:
+    with _replaced("zero_grad", refuse):
         yield
-    finally:
-        given.zero_grad = own
 
 
 @contextlib.contextmanager
