@@ -26,11 +26,11 @@ import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 
 import torch
 
 import stretto
+from _mps import mps_daemon
 from _record import spread, store
 
 MODES = ("controller", "leases", "free")
@@ -219,19 +219,8 @@ def with_mps(options: argparse.Namespace) -> dict:
     program = shutil.which("nvidia-cuda-mps-control")
     if program is None:
         return {"failed": "no nvidia-cuda-mps-control"}
-    folder = tempfile.mkdtemp()
-    environment = {
-        "CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe",
-        "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log",
-    }
-    for path in environment.values():
-        Path(path).mkdir()
-    own = {**os.environ, **environment}
-    subprocess.run([program, "-d"], env=own, timeout=30, check=True)
-    try:
+    with mps_daemon(program, check=True) as (environment, _):
         return measured(options, environment)
-    finally:
-        subprocess.run([program], input="quit\n", env=own, text=True, timeout=30)
 
 
 def main() -> None:

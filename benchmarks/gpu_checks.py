@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from _mps import mps_daemon
 from _record import store
 from stretto.lab.ports import free_port
 
@@ -111,32 +112,12 @@ def mps() -> dict:
     program = shutil.which("nvidia-cuda-mps-control")
     if program is None:
         return {"installed": False}
-    folder = tempfile.mkdtemp()
-    environment = {
-        "CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe",
-        "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log",
-    }
-    for path in environment.values():
-        Path(path).mkdir()
-    own = {**os.environ, **environment}
-    started = subprocess.run(
-        [program, "-d"],
-        env=own,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    try:
+    with mps_daemon(program, check=False) as (environment, status):
         (client,) = answers([ask("client", environment)])
         shared = on_ranks("all_reduces", **environment)
-    finally:
-        subprocess.run(
-            [program], input="quit\n", env=own, text=True, timeout=30, check=False
-        )
     return {
         "installed": True,
-        "started": started.returncode,
+        "started": status,
         "client": client,
         "all_reduces_of_ranks": shared,
     }
