@@ -471,7 +471,7 @@ def keep_attributes(module: nn.Module) -> Iterator[None]:
 
 def _keep_contents(value: Any, contents: dict[int, tuple[Any, list[Any]]]) -> None:
     """Copy the contents of a container, and of the containers in it."""
-    if not isinstance(value, _CONTAINERS) or id(value) in contents:
+    if id(value) in contents:
         return
     contents[id(value)] = (value, _contents(value))
     for inner in list(value.values() if isinstance(value, dict) else value):
