@@ -15,6 +15,7 @@ from stretto.cluster.local_devices import KINDS, local_devices
 from stretto.cluster.policies import registry
 from stretto.cluster.ray_head import is_loopback
 from stretto.errors import SpecError
+from stretto.schema import Cluster, Collocation
 
 if TYPE_CHECKING:
     from stretto.cluster.folders import Folders, RaySettings
@@ -146,6 +147,9 @@ def start_command(
 ) -> None:
     """Start a cluster on this machine or on Ray; it keeps running when you log out."""
     registry.get(policy)
+    for kind_of_file, path in ((Cluster, network), (Collocation, collocation)):
+        if path is not None:
+            kind_of_file.load(path)  # the coordinator reads it much later
     ray_settings = _ray(folders, ray, interface, is_insecure=is_insecure)
     # A Ray that runs already says itself what its nodes have.
     is_named = ray in (None, _HERE) or devices is not None

@@ -347,3 +347,16 @@ def test_a_watchdog_of_few_heartbeats_is_refused(
         main(["cluster", "start", *options])
     assert ended.value.code == 2
     assert "at least five heartbeats" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--network", "--collocation"])
+def test_a_cluster_does_not_start_with_a_file_that_is_invalid(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.json"
+    file.write_text("{}")
+    options = ["--local", "1", "--folder", str(tmp_path / "c")]
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "start", *options, option, str(file)])
+    assert ended.value.code == 2
+    assert f"{file}: $.kind: is missing" in capsys.readouterr().err
