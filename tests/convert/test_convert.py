@@ -379,6 +379,7 @@ def test_a_model_kept_in_a_list_is_refused():
     ("source", "words"),
     [
         ("def f(:\n", ["train.py:1:", "syntax error"]),
+        ("import torch\n\0", ["train.py: syntax error", "null bytes"]),
         ("import torch\nprint 'loss'\n", ["train.py:2:", "Python 2"]),
         ("import torch\nimport tensorflow as tf\n", [":2:", "TensorFlow"]),
         ("import torch\nx = torch.ones(2)\n", ["no training loop", "Give the file"]),

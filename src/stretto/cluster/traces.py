@@ -80,8 +80,10 @@ def load_trace(path: str | Path, *, max_jobs: int | None = None) -> Trace:
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as exc:
-        raise SpecError(f"{path}: cannot be read: {exc}") from exc
+    except OSError as exc:
+        raise SpecError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+    except UnicodeDecodeError as exc:
+        raise SpecError(f"{path}: is not UTF-8 text: {exc}") from exc
     if text.lstrip()[:1] == "[":
         name, rows = "philly", _philly(text, str(path))
     else:

@@ -100,9 +100,11 @@ def parsed(source: str, name: str) -> Tree:
                 f"{name}:{exc.lineno}: this is Python 2 ({exc.msg}): convert it to "
                 "Python 3 first, for instance with 2to3"
             ) from exc
+        # A null byte has no line.
+        place = f"{name}:{exc.lineno}" if exc.lineno else name
         raise SpecError(
-            f"{name}:{exc.lineno}: syntax error: {exc.msg}: stretto converts only "
-            "scripts that Python can parse"
+            f"{place}: syntax error: {exc.msg}: stretto converts only scripts that "
+            "Python can parse"
         ) from exc
     except (ValueError, cst.ParserSyntaxError) as exc:
         raise SpecError(f"{name}: cannot be parsed: {exc}") from exc

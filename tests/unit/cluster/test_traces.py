@@ -150,3 +150,11 @@ def test_a_trace_is_simulated_and_its_page_needs_nothing_else(tmp_path, monkeypa
     assert "partition" in text
     assert "names no models" in text
     assert "http" not in text.replace("http://www.w3.org", "")
+
+
+def test_a_file_that_cannot_be_read_is_named_once(tmp_path):
+    with pytest.raises(SpecError, match=r"^\S+: cannot be read: No such file or dir"):
+        load_trace(tmp_path / "none.csv")
+    (tmp_path / "binary.csv").write_bytes(b"\xff")
+    with pytest.raises(SpecError, match="is not UTF-8 text"):
+        load_trace(tmp_path / "binary.csv")
