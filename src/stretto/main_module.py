@@ -14,11 +14,16 @@ import pkgutil
 import runpy
 import sys
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from stretto.errors import SpecError
+
 if TYPE_CHECKING:
-    from types import CodeType
+    from types import CodeType, TracebackType
+
+_PACKAGE = Path(__file__).parent
 
 
 def new_main_module() -> dict[str, Any]:
@@ -44,6 +49,18 @@ def new_script_module(path: str) -> dict[str, Any]:
     loader = SourcelessFileLoader if compiled else SourceFileLoader
     names.update(__file__=file, __cached__=None, __loader__=loader("__main__", file))
     return names
+
+
+def require_script(path: Path) -> None:
+    """Require that a script is a file.
+
+    Raises:
+        SpecError: it is missing, or a folder.
+    """
+    if path.is_dir():
+        raise SpecError(f"{path}: is a folder, not a script")
+    if not path.is_file():
+        raise SpecError(f"{path}: no such script")
 
 
 def run_file(path: str) -> None:
@@ -73,6 +90,26 @@ def _run_as_main(module: str, *, alter_argv: bool) -> None:
     """Call what the interpreter itself calls for ``-m`` and for archives."""
     python: Any = runpy
     python._run_module_as_main(module, alter_argv)  # noqa: SLF001
+
+
+def show_error(error: BaseException) -> None:
+    """Print an error that a program did not catch as plain Python does."""
+    error.__traceback__ = _of_program(error)
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _of_program(error: BaseException) -> TracebackType | None:
+    """Return the error's traceback without the frames that started the program."""
+    trace = error.__traceback__
+    while trace is not None and _starts_programs(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    if trace is None and not isinstance(error, SyntaxError):  # in the program's text
+        return error.__traceback__
+    return trace
+
+
+def _starts_programs(file: str) -> bool:
+    return file.startswith("<frozen importlib") or Path(file).is_relative_to(_PACKAGE)
 
 
 def main_file(path: str) -> str:

@@ -30,19 +30,23 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from stretto._api.ddp import DistributedDataParallel
 from stretto.errors import SpecError, StrettoError
 from stretto.logs import LastResort, get_logger
-from stretto.main_module import main_file, run_file, run_named
+from stretto.main_module import (
+    main_file,
+    require_script,
+    run_file,
+    run_named,
+    show_error,
+)
 from stretto.network_interfaces import check_interfaces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
 _log = get_logger(__name__)
 
 CONVERT_VARIABLE = "STRETTO_CONVERT"
 """Set by `stretto run --convert`: scripts for one device are converted first."""
 
-_PACKAGE = Path(__file__).parent
 
 _UNMARKED_STEPS = 3
 """The optimizers' step after which a foreground is expected to mark its steps."""
@@ -96,8 +100,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
         MissingPackage: the script is to be converted, and LibCST is missing.
     """
     path = Path(script)
-    if not path.is_file():
-        raise SpecError(f"{script}: no such script")
+    require_script(path)
     run = _runner_of(script)
     check_interfaces(os.environ)
     replace_ddp()
@@ -246,23 +249,8 @@ def _end_on_error(run: Callable[[], None]) -> None:
     except StrettoError:
         raise
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - whatever it raised
-        error.__traceback__ = _of_program(error)
-        sys.excepthook(type(error), error, error.__traceback__)
+        show_error(error)
         _leave(1, is_interrupt=isinstance(error, KeyboardInterrupt))
-
-
-def _of_program(error: BaseException) -> TracebackType | None:
-    """Return an error's traceback as plain Python shows it: without our frames."""
-    trace = error.__traceback__
-    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    if trace is None and not isinstance(error, SyntaxError):  # in the program's text
-        return error.__traceback__
-    return trace
-
-
-def _is_ours(file: str) -> bool:
-    return Path(file).is_relative_to(_PACKAGE)
 
 
 def _leave(status: int, *, is_interrupt: bool = False) -> NoReturn:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from stretto.cli import _planning
+from stretto.cli._outputs import writable
+from stretto.cli._programs import program_errors
 from stretto.cli._values import Real, Whole
 from stretto.units import format_bytes, format_s
 
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     "-o",
     "--output",
     required=True,
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(path_type=Path),
+    callback=writable,
     help="Layer profile to write.",
 )
 @click.option("--gpus", type=Whole(min=1), required=True, help="GPUs to use.")
@@ -78,10 +81,11 @@ def profile_command(
     """
     from stretto.burst.profiling.factory import made_by
 
-    model, (inputs, kwargs), loss, optimizer = made_by(factory)
+    with program_errors():
+        model, (inputs, kwargs), loss, optimizer = made_by(factory)
     from stretto._api import burst
 
-    with _planning.progress(f"measuring {type(model).__name__}"):
+    with program_errors(), _planning.progress(f"measuring {type(model).__name__}"):
         found = burst.profile(
             model,
             inputs,

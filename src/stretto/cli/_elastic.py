@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto.errors import SpecError
+from stretto.main_module import require_script
 from stretto.members.launchers import placement_of
 
 if TYPE_CHECKING:
@@ -225,6 +226,6 @@ def parse_arguments(arguments: tuple[str, ...]) -> ElasticArguments:
         raise SpecError("there is no script to run")
     if left[0] in ("-m", "--module"):
         left[0] = MODULE
-    elif not Path(left[0]).is_file():
-        raise SpecError(f"{left[0]}: no such script")
+    else:
+        require_script(Path(left[0]))
     return ElasticArguments(ranks=ranks, hosts=hosts, script=tuple(left))

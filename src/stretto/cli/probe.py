@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto import units
+from stretto.cli._outputs import writable
 from stretto.cli._ranks import process_group, require_ranks
 from stretto.cli._values import Real, Sizes, Whole, Wholes
 from stretto.errors import SpecError
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(path_type=Path),
+    callback=writable,
     help="Cluster file to write.",
 )
 @click.option("--name", default="cluster", show_default=True, help="Cluster's name.")

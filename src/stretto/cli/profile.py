@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from stretto import units
+from stretto.cli._outputs import writable
+from stretto.cli._programs import program_errors
 from stretto.cli._values import Real, Whole
 from stretto.schema import codec
 
@@ -37,7 +39,8 @@ _ONE_RANK = {
     "-o",
     "--output",
     required=True,
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=click.Path(path_type=Path),
+    callback=writable,
     help="Workload file to write.",
 )
 @click.option("--name", help="Name of the workload.  [default: the script's]")
@@ -73,7 +76,7 @@ _ONE_RANK = {
 @click.option(
     "--json", "as_json", is_flag=True, help=("Print the workload on stdout, too.")
 )
-@click.argument("script", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("script", type=click.Path(path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
     output: Path,
@@ -105,7 +108,7 @@ def command(
             end = "\n" if count == total else ""
             click.echo(f"\rstep {count} of {total}{end}", nl=False, err=True)
 
-    with _launched():
+    with _launched(), program_errors():
         workload = profile_script(
             script,
             arguments,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from stretto.cli._outputs import writable
 from stretto.report import gather, page
 
 
@@ -15,6 +16,7 @@ from stretto.report import gather, page
     default="report.html",
     show_default=True,
     type=click.Path(),
+    callback=writable,
     help="The page to write.",
 )
 @click.option("--title", help="Title of the page.  [default: the results' title]")

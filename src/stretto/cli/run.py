@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto.cli._elastic import MODULE, OPTIONS, run_elastic
+from stretto.cli._outputs import why_not_writable
 from stretto.errors import SpecError, StrettoError
+from stretto.main_module import require_script
 
 if TYPE_CHECKING:
     import argparse
@@ -271,8 +273,8 @@ def _launch(arguments: tuple[str, ...], *, convert: bool) -> None:
             "DistributedDataParallel cannot be replaced: use torchrun"
         )
     script = Path(parsed.training_script)
-    if not parsed.module and not script.is_file():
-        raise SpecError(f"{script}: no such script")
+    if not parsed.module:
+        require_script(script)
     if convert:
         if parsed.module:
             raise SpecError("--convert needs the path of a script, not a module (-m)")
@@ -421,19 +423,9 @@ def _check_files(settings: dict[str, str | None]) -> None:
         "collocation",
     ):
         value = settings[option]
-        trouble = None if value is None else _unwritable(Path(value))
-        if trouble is not None:
+        why = None if value is None else why_not_writable(Path(value))
+        if why is not None:
             name = f"--{option.replace('_', '-')}"
-            raise click.BadParameter(trouble, param_hint=name)
-
-
-def _unwritable(path: Path) -> str | None:
-    """Return why a file can't be written, or None if it seems possible."""
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        return f"folder {path.parent} does not exist"
-    if path.is_dir():
-        return f"{path} is a folder, not a file"
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        return f"{path} cannot be written"
-    return None
+            raise click.BadParameter(
+                f"{value}: cannot be written: {why}", param_hint=name
+            )

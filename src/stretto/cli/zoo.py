@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from stretto import zoo
+from stretto.cli._outputs import writable
 from stretto.cli._values import Real, Whole
 from stretto.units import counted, format_s
 
@@ -40,7 +41,12 @@ def list_command(as_json: bool) -> None:
 @command.command()
 @click.argument("name", metavar="NAME")
 @click.option(
-    "-o", "--output", metavar="FILE", required=True, help="The workload file to write."
+    "-o",
+    "--output",
+    metavar="FILE",
+    required=True,
+    callback=writable,
+    help="The workload file to write.",
 )
 @click.option("--batch", type=Whole(min=1), help="Samples per rank.")
 @click.option("--size", type=Whole(1, 65536), help="Pixels or tokens per side.")
@@ -93,7 +99,12 @@ def show(
 @command.command()
 @click.argument("name", metavar="NAME")
 @click.option(
-    "-o", "--output", metavar="FILE", required=True, help="The profile file to write."
+    "-o",
+    "--output",
+    metavar="FILE",
+    required=True,
+    callback=writable,
+    help="The profile file to write.",
 )
 @click.option("--size", type=Whole(1, 65536), help="Pixels or tokens per side.")
 @click.option(
@@ -128,7 +139,12 @@ def layers(
 @command.command()
 @click.argument("name", metavar="NAME")
 @click.option(
-    "-o", "--output", metavar="FILE", required=True, help="The cluster file to write."
+    "-o",
+    "--output",
+    metavar="FILE",
+    required=True,
+    callback=writable,
+    help="The cluster file to write.",
 )
 @click.option(
     "--hosts",

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stretto.errors import SpecError
-from stretto.main_module import run_file
+from stretto.main_module import require_script, run_file
 from stretto.measure.backward import DEFAULT_WARMUP, StepObserver
 from stretto.measure.steady import DEFAULT_MAX_SPREAD_RATIO
 
@@ -61,8 +61,7 @@ def profile_script(
             parameters that the observed model lacks.
         NoisyProfile: the steps differ too much.
     """
-    if not script.is_file():
-        raise SpecError(f"there is no script {str(script)!r}")
+    require_script(script)
     watcher = _Watcher(
         name=name or script.stem,
         batch_per_rank=batch_per_rank,

@@ -80,7 +80,7 @@ def test_a_script_that_trains_nothing_is_refused(script):
 
 
 def test_a_missing_script_is_refused(tmp_path):
-    with pytest.raises(SpecError, match="no script"):
+    with pytest.raises(SpecError, match="no such script"):
         profiled(tmp_path / "absent.py")
 
 
