@@ -25,23 +25,13 @@ import torch.distributed as dist
 
 from _mps import mps_daemon
 from _record import store
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from stretto.lab.ports import free_port
+from support.shared_gpu import nccl_environment
 
 HERE = Path(__file__)
 LIMIT_S = 150
-
-SHARED_DEVICE = {
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_NET": "Socket",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_FAMILY": "AF_INET",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_CUMEM_ENABLE": "0",
-}
-"""With a host id per rank: several ranks of one host on one device, over sockets."""
 
 
 # Starting processes.
@@ -89,8 +79,7 @@ def on_ranks(part: str, *arguments: str, size: int = 2, **environment: str) -> l
             ask(
                 part,
                 {
-                    **SHARED_DEVICE,
-                    "NCCL_HOSTID": f"rank{rank}",
+                    **nccl_environment(rank),
                     "RANK": str(rank),
                     "WORLD_SIZE": str(size),
                     "MASTER_ADDR": "127.0.0.1",

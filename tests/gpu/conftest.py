@@ -29,24 +29,13 @@ from support.ranks import (
     text_of,
     wait_or_kill,
 )
+from support.shared_gpu import nccl_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 GROUP_S = 60.0
 """The timeout of a group's collectives."""
-
-SHARED_DEVICE = {
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_NET": "Socket",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_FAMILY": "AF_INET",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_CUMEM_ENABLE": "0",
-}
 
 
 def _why_not() -> str | None:
@@ -93,8 +82,7 @@ class GpuRanks:
         for rank, out in enumerate(outs):
             settings = {
                 **rank_environment(rank, size, port),
-                **SHARED_DEVICE,
-                "NCCL_HOSTID": f"rank{rank}",
+                **nccl_environment(rank),
                 **environment,
             }
             run = [*call_of(function, arguments, out, GROUP_S), group]
