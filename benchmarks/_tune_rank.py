@@ -25,7 +25,7 @@ from torch import nn
 
 import stretto
 from stretto.demo.settings import DemoSettings
-from stretto.demo.worker import ALIKE, Task, Trainee
+from stretto.demo.worker import SAME_START, Task, Trainee
 from stretto.tune import ENSEMBLE, TuneOptions
 from stretto.tune.calibration import CalibratedModel
 
@@ -77,16 +77,18 @@ class Job:
     def tuned(self, options: TuneOptions) -> tuple[Trainee, list[Any]]:
         settled: list[Any] = []
         model = stretto.DistributedDataParallel(
-            self.task.model(), on_settled=settled.append, tune=options, **ALIKE
+            self.task.model(), on_settled=settled.append, tune=options, **SAME_START
         )
         return Trainee(self.task, model), settled
 
     def planned(self, plan: Any) -> Trainee:
-        model = stretto.DistributedDataParallel(self.task.model(), plan=plan, **ALIKE)
+        model = stretto.DistributedDataParallel(
+            self.task.model(), plan=plan, **SAME_START
+        )
         return Trainee(self.task, model)
 
     def stock(self) -> Trainee:
-        return Trainee(self.task, TorchDDP(self.task.model(), **ALIKE))
+        return Trainee(self.task, TorchDDP(self.task.model(), **SAME_START))
 
     def look(self) -> Any:
         options = TuneOptions(steps=0, watch=False, memory=False)

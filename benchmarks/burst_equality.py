@@ -42,11 +42,10 @@ from torch import nn
 
 from _record import RESULTS, store
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "dist"))
-import burst_ranks
-
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from stretto.burst.executor import BurstParallel
 from stretto.lab.ports import free_port
+from support import burst_ranks
 
 RATES = {
     "vgg11": 0.01,
