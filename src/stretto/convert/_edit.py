@@ -79,9 +79,9 @@ class Work:
         self.written: set[cst.CSTNode] = set()
         """Calls that open a file for writing on rank 0 and nothing on the others."""
         self.guarded: list[cst.CSTNode] = []
+        """Statements that only rank 0 executes: they must not contain a collective."""
         self.measured: list[cst.Call] = []
         """Calls by which functions of other files evaluate a model on all ranks."""
-        """Statements that only rank 0 executes: they must not contain a collective."""
         self._changes: dict[cst.CSTNode, list[Callable[[Any], Any]]] = {}
         self._before: dict[cst.CSTNode, list[cst.CSTNode]] = {}
         self._after: dict[cst.CSTNode, list[cst.CSTNode]] = {}

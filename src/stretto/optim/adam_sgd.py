@@ -1,4 +1,4 @@
-"""Adam in the direction of early steps, SGD in that of late ones.
+"""An optimizer that begins as AdamW and ends as SGD with momentum.
 
 # Note [The rule of the switch]
 AIACC-Training's optimizer combines Adam and SGD; the paper gives no formula

@@ -224,8 +224,6 @@ class _SpanEvent:
 
 def take_timelines(body: dict[str, Any], source: str) -> dict[str, Timeline]:
     """Return the timelines in the trace events, which must be all the body holds."""
-    from stretto.schema.timeline import Span, Timeline
-
     events = body.pop("traceEvents", None)
     if not isinstance(events, list):
         raise SpecError(

@@ -81,6 +81,7 @@ def _apply_code() -> types.CodeType:
         __class__ = None
 
         def apply(cls, *args, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, ANN002, ANN003
+            # This code becomes another function's, whose globals are not this module's.
             from stretto.burst.tracing.patching import applied
 
             return applied(cls, args, kwargs, __class__)

@@ -238,6 +238,7 @@ _KEY = "<key>"
 
 
 def _template(*args: Any, **kwargs: Any) -> Any:
+    # This code becomes another function's, whose globals are not this module's.
     from stretto.burst.tracing.questions import routed
 
     return routed("<key>", args, kwargs)

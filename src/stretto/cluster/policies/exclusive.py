@@ -1,4 +1,4 @@
-"""What policies have in common that give a device to one job at a time."""
+"""The base of policies that give a device to one job at a time."""
 
 from __future__ import annotations
 
