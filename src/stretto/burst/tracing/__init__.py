@@ -52,7 +52,8 @@ What can't be split over samples or ranks:
 - `own_rows`: computed indexes into the batch, checked at each step (for `build` and
   `proof`).
 - `tables`: batch norms whose values do not come from the samples.
-- `custom_backward`: layers whose backward is not torch's own (for `proof`).
+- `custom_backward`: layers whose backward is not torch's own (for `proof` and
+  `alike`).
 - `backward_reads`: what such backwards read and change (for `proof`).
 - `proven`: what a check by computing depends on (for `classify` and `proof`).
 - `overlap`: tensors that share memory (for `grouping` too).
@@ -65,7 +66,8 @@ Layers:
 - `layers`: `LayerGraph` and `LayerNode` (for `burst.graph`, and what runs layers).
 - `proof`: compute the layers: they equal the model and keep rows apart (for
   `burst.graph`).
-- `layer_runs`: run layers alone (for `proof` and `other_values`).
+- `alike`: layers that are one function, of which some are checked (for `proof`).
+- `layer_runs`: run layers alone (for `proof`, `alike` and `other_values`).
 - `one_row`: norms on a rank with one row (for `layer_runs`, and the executor).
 - `trial`: random rows, perturbed parameters and constant draws (for `proof`,
   `layer_runs` and `sample_positions`).

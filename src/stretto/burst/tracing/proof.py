@@ -31,6 +31,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL, code_of, place_of
+from stretto.burst.tracing.alike import AlikeLayers, kinds_of
 from stretto.burst.tracing.around import around_now
 from stretto.burst.tracing.backward_reads import BackwardReads
 from stretto.burst.tracing.caches import keep_attributes
@@ -78,7 +79,7 @@ from stretto.burst.tracing.trial import (
 from stretto.errors import SpecError, StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from stretto.burst.tracing.layers import LayerGraph, LayerNode
@@ -134,6 +135,7 @@ def require_equal(
     reads, around = None, around_now()
     if graph.ambient.grad and any(map(has_own_backward, graph.nodes)):
         reads = BackwardReads(module)
+    kinds = kinds_of(graph.nodes, _owned_by(module) - graph.held_elsewhere)
     with (
         torch.random.fork_rng(devices=devices),
         keep_attributes(module),
@@ -141,7 +143,7 @@ def require_equal(
         collectives_refused(),
     ):
         for seed in (1, 2):
-            found, check = _checked(graph, module, examples, seed, reads)
+            found, check = _checked(graph, module, examples, seed, reads, kinds)
             missing.append(check.missing)
             if found is None:
                 break
@@ -197,6 +199,7 @@ def _checked(
     examples: list[Tensor],
     seed: int,
     reads: BackwardReads | None,
+    kinds: Mapping[str, Hashable],
 ) -> tuple[SpecError | None, _Check]:
     """Check with values that the model can compute with, if any.
 
@@ -207,7 +210,7 @@ def _checked(
     blind: _Check | None = None
     for noise, values in itertools.product(_NOISES, VALUES):
         numbers = RandomInputs(seed, noise=noise, values=values)
-        check = _Check(graph, module, examples, numbers, reads)
+        check = _Check(graph, module, examples, numbers, reads, kinds)
         try:
             with graph.caches_restored():
                 found = check.run()
@@ -257,6 +260,10 @@ def _checked(
     ) from first
 
 
+def _owned_by(module: nn.Module) -> frozenset[int]:
+    return frozenset(id(x) for x in (*module.parameters(), *module.buffers()))
+
+
 @final
 class _Check:
     def __init__(
@@ -266,9 +273,12 @@ class _Check:
         examples: list[Tensor],
         numbers: RandomInputs,
         reads: BackwardReads | None,
+        kinds: Mapping[str, Hashable] | None = None,
     ) -> None:
         self._graph, self._module = graph, module
         self._reads = reads
+        # Parameters that are as in the program may be zeros.
+        self._kinds = kinds if kinds and numbers.perturbs else {}
         self._examples = examples
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
         """The module's own tensors by the id of those with perturbed values."""
@@ -281,7 +291,7 @@ class _Check:
         """Whether a layer gives nothing but NaN."""
         self._is_coarse = graph.uses_half
         # Tensors from elsewhere are read by the module itself as they are.
-        self._owned = {id(x) for x in (*module.parameters(), *module.buffers())}
+        self._owned = _owned_by(module)
         self._held_elsewhere = graph.held_elsewhere
         self._known: dict[str, _Found] = {}
         self._cotangent: Tensor | None = None
@@ -667,10 +677,14 @@ class _Check:
     def _rows(
         self, values: dict[str, Tensor], cotangents: dict[str, Tensor]
     ) -> SpecError | None:
+        alike = AlikeLayers(self._graph.nodes, self._kinds, values, cotangents)
         for node in self._graph.nodes:
+            if alike.may_skip(node):
+                continue
             full = self._known.get(node.name)
             full = full or self._part(node, values, cotangents, _EVERY)
-            found = self._operations(node, values, full[0])
+            trace = trace_layer(node, values, _EVERY)
+            found = self._operations(node, values, full[0], trace)
             found = found or self._wide(node, values, full[0])
             found = found or self._rows_of(node, values, cotangents, full)
             given = cotangents.get(node.name)
@@ -682,14 +696,26 @@ class _Check:
                     found = found or self._rows_of(node, values, scaled, whole)
             if found is not None:
                 return found
+            alike.note_checked(node, trace, given)
         return None
 
     def _operations(
-        self, node: LayerNode, values: dict[str, Tensor], output: Tensor
+        self,
+        node: LayerNode,
+        values: dict[str, Tensor],
+        output: Tensor,
+        full: dict[fx.Node, Any],
     ) -> SpecError | None:
-        """Return where an operation inside a layer gives other rows for some."""
+        """Return where an operation inside a layer gives other rows for some.
+
+        Args:
+            node: the layer.
+            values: outputs of all layers.
+            output: this layer's.
+            full: its operations' results on all rows.
+        """
         many = self._many_rows(node, values, output, _MAX_ROWS)
-        full, some = (trace_layer(node, values, rows) for rows in (_EVERY, _SOME))
+        some = trace_layer(node, values, _SOME)
         op = self._first_other(full, some, _SOME)
         op = op or self._first_other(full, trace_layer(node, values, many), many)
         op = op or self._first_mixing_others(node, values, full, some)

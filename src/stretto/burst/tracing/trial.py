@@ -275,6 +275,7 @@ class RandomInputs:
             values: How inputs are made, one of `VALUES`.
         """
         self.is_first = seed == 1
+        self.perturbs = noise == 1.0
         self._generator = torch.Generator().manual_seed(seed)
         self._noise = noise
         self._values = values
