@@ -922,3 +922,33 @@ def test_forward_that_changes_a_setting_is_refused(name, setting, value):
         capture(model, (torch.randn(4, 3),))
     setattr(getattr(model, name), setting, value)
     capture(model, (torch.randn(4, 3),))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda norm: vars(norm).update(training=False),
+        lambda norm: object.__setattr__(norm, "training", False),
+        lambda norm: norm.__dict__.__setitem__("momentum", 0.5),
+        lambda norm: setattr(norm, "__dict__", {**vars(norm), "training": False}),
+    ],
+)
+@pytest.mark.parametrize("is_undone", [False, True])
+def test_a_setting_changed_through_the_dictionary_is_refused(write, is_undone):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            before = dict(vars(self.norm))
+            write(self.norm)
+            result = self.norm(x)
+            if is_undone:
+                vars(self.norm).update(before)
+            return result
+
+    model = Model()
+    with pytest.raises(SpecError, match=r"test_capture.py:\d+: changes .* in forward"):
+        capture(model, (torch.randn(4, 3),))
+    assert model.norm.training

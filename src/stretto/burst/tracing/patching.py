@@ -31,6 +31,7 @@ from torch.autograd.function import FunctionMeta
 from torch.autograd.variable import Variable, VariableMeta
 from torch.utils import _pytree as pytree
 
+from stretto.burst.tracing.settings import changes, is_change
 from stretto.burst.tracing.source_lines import source_line
 from stretto.errors import SpecError
 
@@ -187,37 +188,14 @@ def _replaced(name: str, method: Any) -> Iterator[None]:
         setattr(nn.Module, name, own)
 
 
-_SETTINGS = (bool, int, float, str, tuple, type(None))
-"""Types of values that a module of PyTorch reads when it is called."""
-
-
 @contextlib.contextmanager
 def _settings_kept() -> Iterator[None]:
-    """Refuse a forward that changes a module's settings, which layers would not.
-
-    These are the mode of any module, and plain values that one of PyTorch's own reads
-    when it is called, such as a dropout's rate.
-    """
+    """Refuse a forward that assigns to a setting of a module; see `settings`."""
     own: Any = nn.Module.__setattr__
 
     def assign(module: nn.Module, name: str, value: Any) -> None:
-        if name == "training" and value is not module.training:
-            raise SpecError(
-                f"{source_line()}: changes the mode (train or eval) of a "
-                f"{type(module).__name__} in forward, which layers on other ranks "
-                "would not: set it outside of the model, such as in its method train()"
-            )
-        if isinstance(value, _SETTINGS) and type(module).__module__.startswith(
-            "torch.nn.modules."
-        ):
-            before = module.__dict__.get(name, value)
-            if isinstance(before, _SETTINGS) and before != value:
-                raise SpecError(
-                    f"{source_line()}: changes {name!r} of a {type(module).__name__} "
-                    "in forward, which layers on other ranks would not: call the "
-                    "function of torch.nn.functional with the value, or set it in the "
-                    "training loop"
-                )
+        if is_change(module, name, value):
+            raise SpecError(f"{source_line()}: {changes(module, name)}")
         own(module, name, value)
 
     with _replaced("__setattr__", assign):

@@ -42,6 +42,7 @@ from stretto.burst.tracing.inner_calls import (
 from stretto.burst.tracing.patching import patched
 from stretto.burst.tracing.questions import collectives_refused, seeds_refused
 from stretto.burst.tracing.records import SOURCE, Context, Fixed, Record, Recording, Ref
+from stretto.burst.tracing.settings import Settings
 from stretto.burst.tracing.source_lines import line_setting, source_line
 from stretto.burst.tracing.torch_modules import BatchNorm, Dropout
 from stretto.burst.tracing.views import step_of, viewed, written_through
@@ -144,6 +145,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             for part in root.modules()
             if part is not root and not is_leaf(part, root)
         )
+        self._settings = Settings(root)
         self._depth = 0
         self._saved = saved_hooks_now()
         self.modes = 0
@@ -707,6 +709,8 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
 
     def _refuse_leaf(self, module: nn.Module, place: str) -> None:
         """Reject a module that would do other things when it runs as an operation."""
+        if (change := self._settings.change_in(module)) is not None:
+            raise SpecError(f"{place}: {change}")
         if (
             self._in_reentrant
             and isinstance(module, BatchNorm)

@@ -38,6 +38,7 @@ from stretto.burst.tracing.copied_norms import is_copied
 from stretto.burst.tracing.fakes import Fakes, without_log
 from stretto.burst.tracing.recorder import UnseenTensor, record
 from stretto.burst.tracing.records import Fixed, Recording, Ref
+from stretto.burst.tracing.settings import Settings
 from stretto.burst.tracing.source_lines import (
     line_of_forward,
     line_setting,
@@ -230,6 +231,7 @@ def _once(
     dtype, device = arguments.packing.dtype, arguments.device
     distributions: Any = torch.distributions.Distribution
     before, checked = _generators(), distributions._validate_args  # noqa: SLF001
+    settings = Settings(module)
     try:
         # Their argument checks read values; a run on values disables them.
         distributions.set_default_validate_args(value=False)
@@ -250,6 +252,9 @@ def _once(
         ) from error
     finally:
         distributions.set_default_validate_args(value=checked)
+    if (change := settings.change()) is not None:
+        again = partial(record, module, run, (shape, dtype, device), Fakes(module))
+        raise SpecError(f"{_line_setting(module, again, settings)}: {change}")
     drew = not _same_state(_generators(), before)
     _set_generators(before)
     if drew:
@@ -312,6 +317,24 @@ def _where_drawn(
         )
     finally:
         _set_generators(before)
+
+
+def _line_setting(
+    module: nn.Module, again: Callable[[], object], settings: Settings
+) -> str:
+    """Return the line of forward that changes a module's settings."""
+
+    def call() -> None:
+        with contextlib.suppress(SpecError):
+            again()
+
+    settings.restore()
+    try:
+        return line_where(
+            call, lambda: settings.change() is not None, type(module).__name__
+        )
+    finally:
+        settings.restore()
 
 
 def _line_changing(
