@@ -282,3 +282,58 @@ def test_an_output_that_is_not_computed_is_refused_by_its_line(
     line = Gives.forward.__code__.co_firstlineno
     with pytest.raises(SpecError, match=rf"test_mixing.py:{line}: {words} of Gives"):
         capture(Gives(what), (torch.ones(2, 3),))
+
+
+class Drawing(nn.Module):
+    """Computes something of random numbers of all samples."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.4)
+
+    def forward(self, x):
+        return self.after(self.before(x) * self.function(self, len(x)))
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (lambda _, n: torch.rand(n, 1).sort(0)[0], "'sort' mixes samples"),
+        (lambda _, n: 1 + torch.rand(n, 4).roll(1, 0), "'roll' mixes samples"),
+        (lambda _, n: functional.normalize(torch.rand(n, 4), dim=0), "mixes samples"),
+        (lambda _, n: functional.dropout(torch.ones(n, 4)).mean(0), "samples share"),
+        (lambda m, n: m.drop(torch.ones(n, 4)).amax(0), "that all samples share"),
+        (lambda m, n: m.drop(torch.ones(n, 4)).flip(0), "'flip' mixes samples"),
+        (
+            lambda _, n: (torch.rand(n) + torch.arange(n))[:, None],
+            "depends on a sample's place",
+        ),
+        (
+            lambda _, n: functional.avg_pool1d(
+                torch.rand(n, 4).t(), 3, 1, 1, count_include_pad=False
+            ).t(),
+            "it mixes samples",
+        ),
+    ],
+)
+def test_random_numbers_are_kept_apart_too(function, sentence):
+    with pytest.raises(SpecError, match=rf"test_mixing.py:\d+: .*{sentence}"):
+        capture(Drawing(function), (torch.randn(6, 4),))
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_layers_that_read_one_mask_are_one_layer(is_module):
+    def twice(model, number):
+        drop = model.drop if is_module else functional.dropout
+        mask = drop(torch.ones(number, 4))
+        return (mask + model.before(mask)) * mask
+
+    graph = capture(Drawing(twice), (torch.randn(6, 4),))
+    holding = [
+        node.name
+        for node in graph.nodes
+        if any(isinstance(part, nn.Dropout) for part in node.module.modules())
+    ]
+    assert len(holding) == 1

@@ -25,6 +25,7 @@ from stretto.burst.tracing.reads import Ambient
 from stretto.burst.tracing.recorder import set_item
 from stretto.burst.tracing.sample_positions import nodes_before, source_line_of
 from stretto.burst.tracing.source_lines import line_of_forward
+from stretto.burst.tracing.torch_modules import Dropout
 from stretto.burst.tracing.watching import Watch
 from stretto.errors import SpecError
 
@@ -216,12 +217,14 @@ def classify(
         read = [n for n in node.all_input_nodes if n in ops]
         if not read:
             draws = bool(node.meta.get("draws"))
-            if draws:
-                _require_apart_inside(node)
-            if draws or not drawn.isdisjoint(node.all_input_nodes):
+            node.meta["drops"] = not draws and _drops(node, root)
+            if node.meta["drops"] or not drawn.isdisjoint(node.all_input_nodes):
                 drawn.add(node)
-                if draws or node in used:
+                if node in used:
                     _require_same_for_all(node, build)
+            elif draws:
+                drawn.add(node)
+                _require_same_for_all(node, build)
             continue
         if _is_constant(node, build, ops):
             continue
@@ -307,29 +310,50 @@ def _require_all_rows_written(traced: Traced, node: fx.Node) -> None:
     )
 
 
+def _drops(node: fx.Node, root: fx.GraphModule) -> bool:
+    """Return whether an operation is a dropout that is active."""
+    if node.op != "call_module":
+        return False
+    part = root.get_submodule(str(node.target))
+    return isinstance(part, Dropout) and part.training and bool(part.p)
+
+
 def _require_same_for_all(node: fx.Node, build: Build) -> None:
-    """Require that random numbers are not shared by all samples.
+    """Require that random numbers are each sample's own.
 
     Args:
         node: does not read the input; draws, or is computed from what was drawn.
         build: all operations.
     """
-    one, two = build.shapes.get(node, (None, None))
     draws = node.meta.get("draws")
-    if one is None:
-        if not draws:
-            return  # a size, or several results
-    elif one.shape[:1] != two.shape[:1] or (not draws and one.shape != two.shape):
-        return
-    raise SpecError(
-        f"{source_line_of(node)}: draws random numbers that all samples share, "
-        "which would differ on each rank: draw them for each sample, with a first "
-        "dimension that is the batch"
-    )
+    one, two = build.shapes.get(node, (None, None))
+    if one is None and not draws:
+        _require_apart_inside(node)
+        return  # a size, or several results
+    if (
+        one is None
+        or one.shape == two.shape
+        or (draws and one.shape[:1] == two.shape[:1])
+    ):
+        raise SpecError(
+            f"{source_line_of(node)}: draws random numbers that all samples share, "
+            "which would differ on each rank: draw them for each sample, with a first "
+            "dimension that is the batch"
+        )
+    _side(node, build)
+    _require_apart_inside(node)
 
 
 def _row(traced: Traced, node: fx.Node, build: Build) -> None:
     """Record whether a tensor has a row for each sample."""
+    value, _ = build.shapes[node]
+    if _side(node, build) == 0 and value.shape[0] == BATCHES[0]:
+        traced.rows.add(node)
+        traced.shapes[node] = (tuple(value.shape[1:]), value.dtype)
+
+
+def _side(node: fx.Node, build: Build) -> int:
+    """Return the dimension of a tensor that follows the samples, and record it."""
     value, other = build.shapes[node]
     sides = [follows(v, w) for v, w in zip(value.shape, other.shape, strict=True)]
     if not any(side is not False for side in sides):
@@ -348,9 +372,7 @@ def _row(traced: Traced, node: fx.Node, build: Build) -> None:
         )
     side = sides.index(True)
     node.meta["samples"] = side, value.shape[side] // BATCHES[0]
-    if value.shape[0] == BATCHES[0] and sides == [True, *(False for _ in sides[1:])]:
-        traced.rows.add(node)
-        traced.shapes[node] = (tuple(value.shape[1:]), value.dtype)
+    return side
 
 
 def _require_apart_inside(node: fx.Node) -> None:

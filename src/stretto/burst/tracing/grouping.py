@@ -145,7 +145,7 @@ def _random(traced: Traced, joined: _Joined) -> None:
     readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for op in traced.ops:
         for node in _fixed_of(traced, op):
-            if node.meta.get("draws"):
+            if node.meta.get("draws") or node.meta.get("drops"):
                 readers[node].append(op)
     _join_each(traced, joined, [ops for ops in readers.values() if len(ops) > 1])
 

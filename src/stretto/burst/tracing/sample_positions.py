@@ -98,7 +98,7 @@ def sample_positions_in(
                 for i, (v, w) in enumerate(zip(one.shape, two.shape, strict=True))
                 if follows(v, w)
             ]
-            if not sides or any(n.meta.get("draws") for n in nodes_before(node)):
+            if not sides:
                 continue
             for_one = max(1, one.numel() // BATCHES[0])
             count = min(_MAX, max(_FEWEST, _MAX_NUMBERS // for_one))
