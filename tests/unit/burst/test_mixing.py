@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from stretto.burst.graph import capture
 from stretto.burst.tracing import layer_runs, proof
@@ -337,3 +338,46 @@ def test_layers_that_read_one_mask_are_one_layer(is_module):
         if any(isinstance(part, nn.Dropout) for part in node.module.modules())
     ]
     assert len(holding) == 1
+
+
+def backward_that(draws):
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.state = torch.get_rng_state()
+            return functional.dropout(x, 0.5) if draws is set_back else x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return draws(ctx, grad)
+
+    return Function.apply
+
+
+def set_back(ctx, grad):
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(ctx.state)
+        return functional.dropout(grad, 0.5)
+
+
+@pytest.mark.parametrize(
+    "draws",
+    [
+        lambda _, grad: grad * torch.rand_like(grad),
+        lambda _, grad: functional.dropout(grad, 0.5),
+        lambda _, grad: grad + torch.empty_like(grad).normal_(),
+        lambda _, grad: grad[torch.randperm(1).expand(len(grad))],
+        lambda _, grad: grad * torch.rand(1, generator=torch.Generator()),
+    ],
+)
+def test_a_backward_that_draws_is_refused_with_its_line(draws):
+    with pytest.raises(SpecError, match=r"test_mixing.py:\d+: draws .* in backward"):
+        capture(Inside(backward_that(draws)), (torch.randn(6, 4),))
+
+
+def test_a_backward_that_draws_what_forward_drew_is_captured():
+    capture(Inside(backward_that(set_back)), (torch.randn(6, 4),))
+    capture(
+        Inside(lambda h: checkpoint(functional.dropout, h.tanh(), use_reentrant=False)),
+        (torch.randn(6, 4),),
+    )

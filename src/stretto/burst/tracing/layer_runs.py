@@ -142,7 +142,7 @@ def gradients_of(
     output: Tensor, cotangent: Tensor, tensors: list[Tensor]
 ) -> list[Tensor | None]:
     """Compute gradients by ``backward``, which reentrant checkpointing requires."""
-    with ConstantDraws():  # a checkpoint or a function may draw again
+    with ConstantDraws(is_backward=True):  # a checkpoint may draw again
         torch.autograd.backward(edges_of([output]), [cotangent])
     found = [
         grad.to_dense()

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -21,9 +23,11 @@ from torch.utils import _pytree as pytree
 from stretto.burst.memory import in_memory
 from stretto.burst.tracing.addresses import refuse_address
 from stretto.burst.tracing.source_lines import source_line
+from stretto.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from types import FrameType
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 """Tolerance of values, relative to the largest."""
@@ -95,6 +99,7 @@ _DRAWING = {
     functional.multi_head_attention_forward,
     functional.gumbel_softmax,
     functional.rrelu,
+    torch.randperm,
     torch.rrelu,
     torch.rrelu_,
     Tensor.new,
@@ -103,9 +108,54 @@ _DRAWING_NAMES = {*_FILLS, "scaled_dot_product_attention"}
 """Functions that `ConstantDraws` replaces, and names of more; all others run as is."""
 
 
+_QUIET = {
+    *_DROPOUTS,
+    *_DROPOUTS_IN_PLACE,
+    torch.empty,
+    torch.empty_like,
+    Tensor.new_empty,
+    Tensor.new,
+    functional.multi_head_attention_forward,
+    functional.rrelu,
+    torch.rrelu,
+    torch.rrelu_,
+}
+_QUIET_NAMES = {"scaled_dot_product_attention"}
+"""Those that may draw nothing."""
+
+
 @final
 class ConstantDraws(TorchFunctionMode):
-    """Replaces random numbers by constants; dropout scales where it is active."""
+    """Replaces random numbers by constants; dropout scales where it is active.
+
+    Args:
+        is_backward: refuse them: ranks would draw others, in an order of their own. A
+            checkpoint that draws again what its forward drew is right.
+    """
+
+    def __init__(self, *, is_backward: bool = False) -> None:
+        super().__init__()
+        self._is_backward = is_backward
+        if is_backward:  # so that a state of forward is another one
+            with torch._C.DisableTorchFunction():  # noqa: SLF001
+                torch.empty(()).random_()
+        self._seed, self._state = torch.initial_seed(), torch.get_rng_state()
+
+    def _require_forwards(self, kwargs: Any) -> None:
+        """Reject new random numbers in backward."""
+        if not self._is_backward or _is_running_again():
+            return
+        is_set_back = (
+            kwargs.get("generator") is None
+            and torch.initial_seed() == self._seed
+            and not torch.equal(torch.get_rng_state(), self._state)
+        )
+        if not is_set_back:
+            raise SpecError(
+                f"{source_line()}: draws random numbers in backward, where ranks would "
+                "draw others than one process: draw them in forward, for each sample, "
+                "and save them for backward"
+            )
 
     def __torch_function__(
         self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
@@ -115,8 +165,14 @@ class ConstantDraws(TorchFunctionMode):
         if func not in _DRAWING and name not in _DRAWING_NAMES:
             return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
+        if self._is_backward and func not in _QUIET and name not in _QUIET_NAMES:
+            self._require_forwards(kwargs)
+        if func is torch.randperm:
+            return func(*args, **kwargs)
         if func in _DROPOUTS or func in _DROPOUTS_IN_PLACE:
             x, kept = _dropout(*args, **kwargs)
+            if kept != 1.0 and self._is_backward:
+                self._require_forwards(kwargs)
             return x * kept if func in _DROPOUTS else x.mul_(kept)
         if func is torch.native_dropout:
             x, kept = _dropout(*args, **kwargs)
@@ -145,6 +201,16 @@ class ConstantDraws(TorchFunctionMode):
             with torch.no_grad():
                 return torch.full_like(func(*args, **kwargs), _CONSTANTS[func])
         return func(*args, **kwargs)
+
+
+def _is_running_again() -> bool:
+    """Return whether a checkpoint runs a forward again in backward."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @final
