@@ -381,3 +381,18 @@ def test_a_backward_that_draws_what_forward_drew_is_captured():
         Inside(lambda h: checkpoint(functional.dropout, h.tanh(), use_reentrant=False)),
         (torch.randn(6, 4),),
     )
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("shape", [(4,), (5, 4)])
+def test_samples_that_are_steps_in_time_are_refused(kind, shape):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.recurrent = kind(4, 4)
+
+        def forward(self, x):
+            return self.recurrent(x)[0]
+
+    with pytest.raises(SpecError, match=r"test_mixing.py:\d+: .* mixes samples: they"):
+        capture(Model(), (torch.randn(3, *shape),))

@@ -657,6 +657,8 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
                 "runs it again in backward: it would update its statistics twice "
                 "or draw other masks. Move it out of the checkpoint"
             )
+        if isinstance(module, nn.RNNBase):
+            self._require_own_time(module, args, kwargs)
         if isinstance(module, BatchNorm):
             self._norms.append(self._modules.get(id(module), ""))
         if not isinstance(module, Dropout):
@@ -669,6 +671,25 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             return call(module, *args, **kwargs)
         finally:
             self._in_dropout -= 1
+
+    def _require_own_time(self, module: nn.RNNBase, args: Any, kwargs: Any) -> None:
+        """Reject a recurrent module whose steps are the samples, before it takes them.
+
+        Without values each of many steps is slow.
+        """
+        given = next(iter((*args, *kwargs.values())), None)
+        if not isinstance(given, Tensor) or self._batch < _MANY_STEPS:
+            return
+        time, rows = (*given.shape[:-1], 1)[:2]
+        if module.batch_first and given.dim() == 3:
+            time, rows = rows, time
+        if time and time % self._batch == 0 and rows % self._batch:
+            kind = type(module).__name__
+            raise SpecError(
+                f"{source_line()}: {kind} mixes samples: they are its steps in time, "
+                "so that each depends on those before it, which may be on other ranks. "
+                f"Create {kind} with batch_first=True, or transpose its input"
+            )
 
     def _leaf(
         self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
@@ -939,6 +960,9 @@ class _Write:
     owner: int | None = None
     """The id of the tensor that owns the memory and has been recorded again."""
 
+
+_MANY_STEPS = 100
+"""Number of samples from which a size that follows them is no accident."""
 
 _LAYOUT_OPERATORS = {"_to_copy", "_unsafe_view", "alias", "clone", "expand", "view"}
 """Operators whose result has the argument's values if shape and type are the same."""
