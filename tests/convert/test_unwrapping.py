@@ -68,3 +68,45 @@ def test_a_loss_that_another_file_computes_keeps_the_wrapper():
 def test_training_through_layers_that_the_wrapper_does_not_see_is_refused(line):
     with pytest.raises(SpecError, match="DistributedDataParallel does not see"):
         with_line(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "sample = model.generate(x)",
+        "loss = model.generate(x)",
+        "sample = model.generate(x).detach().cpu()",
+    ],
+)
+def test_a_method_beside_a_forward_in_each_step_is_not_refused(line):
+    """It was, also where it draws a sample to show; gradients are exchanged."""
+    conversion = with_line(line)
+    assert line.replace("model", "unwrap(model)") in conversion.after
+    assert open_notes(conversion) == []
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        "if epoch:\n            out = model(x)\n        loss = model.loss(x)",
+        "loss = (epoch and model(x)).mean() + model.loss(x)",
+        "for y in x:\n            out = model(y)\n        loss = model.loss(x)",
+        "loss = model.loss(x)\n        loss.backward()\n        loss = model(x).mean()",
+        "loss = model.loss(x)\n        with torch.no_grad():\n            model(x)",
+    ],
+)
+def test_a_method_in_a_step_that_may_have_no_forward_is_refused(forward):
+    source = SCRIPT.format(line="pass").replace("loss = model(x).mean()", forward)
+    source = source.replace("epoch in range(2):", "epoch in range(2):\n    model(x)")
+    with pytest.raises(SpecError, match="DistributedDataParallel does not see"):
+        convert_source(source, name="train.py", choices=Choices())
+
+
+def test_a_method_after_a_forward_in_either_branch_is_not_refused():
+    forward = (
+        "if epoch:\n            out = model(x)\n        else:\n"
+        "            out = model(x + 1)\n        loss = model.loss(out)"
+    )
+    source = SCRIPT.format(line="pass").replace("loss = model(x).mean()", forward)
+    after = convert_source(source, name="train.py", choices=Choices()).after
+    assert "loss = unwrap(model).loss(out)" in after

@@ -11,6 +11,7 @@ from stretto.convert._edit import theirs
 from stretto.convert._free_tensors import refuse_free_tensors
 from stretto.convert._freezing import Freezing
 from stretto.convert._held_models import HeldModels
+from stretto.convert._prepared import every_backward, is_cut
 from stretto.convert._tree import (
     Scope,
     argument,
@@ -776,11 +777,32 @@ class Models:
             return
         if method != "forward" and not self._computes(method):
             return
+        if is_cut(self._work, call):
+            return
+        if method != "forward" and self._is_prepared(node):
+            name = self._tree.text(node.value)
+            self._work.know(
+                call,
+                f"`{self._tree.text(node)}(...)` is called beside `{name}(...)`, which "
+                "comes before each backward(), so DistributedDataParallel exchanges "
+                "the gradients of both",
+            )
+            return
         raise self._work.job.refuse(
             call,
             f"training calls `{self._tree.text(node)}(...)`, which "
             "DistributedDataParallel does not see, so its gradients would not be "
             "exchanged. Call it from the model's forward(), or use --to horovod",
+        )
+
+    def _is_prepared(self, node: cst.Attribute) -> bool:
+        """Return whether a model itself is called before each backward."""
+        scope = self._tree.function(node)
+        models = [
+            model for model, _ in self._sites if self._is(node.value, scope, model)
+        ]
+        return bool(models) and all(
+            every_backward(self._work, self._forwards(model)) for model in models
         )
 
     def in_training(self, node: cst.CSTNode) -> bool:
