@@ -584,3 +584,92 @@ for (x,) in loader:
 )
 def test_a_model_that_only_a_container_holds_is_refused_by_the_container(made, says):
     assert says in refused(HELD.replace("MADE", made))
+
+
+COLLECTED = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+class Trainer:
+    def __init__(self):
+        self.models, self.of_all = {}, []
+        self.models["a"] = torch.nn.Linear(2, 1)
+        ADDED
+        self.opt = torch.optim.SGD(self.of_all, lr=0.1)
+        self.loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+    def train(self):
+        for (x,) in self.loader:
+            self.opt.zero_grad()
+            self.models["a"](x).mean().backward()
+            self.opt.step()
+
+Trainer().train()
+"""
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        'self.of_all += list(self.models["a"].parameters())',
+        'self.of_all.extend(self.models["a"].parameters())',
+    ],
+)
+def test_parameters_collected_from_a_container_name_the_container(added):
+    said = refused(COLLECTED.replace("ADDED", added))
+    assert said.startswith("train.py:8: `torch.optim.SGD(self.of_all, lr=0.1)` trains")
+    assert '`self.models["a"]`, and a model in a container cannot be wrapped' in said
+
+
+TRAINER = """\
+class Trainer:
+    def __init__(self, net, conf):
+        self.net = net
+        self.opt = optim.SGD(self.net.parameters(), lr=0.1)
+
+    def train(self):
+        for (x,) in loader:
+            self.opt.zero_grad()
+            self.net(x).mean().backward()
+            self.opt.step()
+
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "want"),
+    [
+        (
+            "Trainer(nn.Sequential(Net(), nn.ReLU()), conf).train()",
+            (
+                "model_2 = nn.Sequential(Net(), nn.ReLU())\n"
+                "model_2 = DistributedDataParallel(model_2)\n"
+                "Trainer(model_2, conf).train()\n"
+            ),
+        ),
+        (
+            "n = 1; Trainer(conf=conf, net=Net().to('cpu')).train()",
+            (
+                "n = 1\nmodel_2 = Net().to('cpu')\n"
+                "model_2 = DistributedDataParallel(model_2)\n"
+                "Trainer(conf=conf, net=model_2).train()\n"
+            ),
+        ),
+        (
+            "trainer = Trainer(\n    Net(),\n    conf,\n)\ntrainer.train()",
+            (
+                "model_2 = Net()\nmodel_2 = DistributedDataParallel(model_2)\n"
+                "trainer = Trainer(\n    model_2,\n    conf,\n)\ntrainer.train()\n"
+            ),
+        ),
+    ],
+)
+def test_a_model_made_in_a_call_gets_a_name(call: str, want: str) -> None:
+    conversion = convert(f"{HEAD}{TRAINER}{call}\n")
+    assert want in conversion.after
+    assert open_notes(conversion) == []
+
+
+def test_a_model_made_after_another_call_keeps_its_place_and_is_refused() -> None:
+    call = "Trainer(conf=conf(), net=Net()).train()"
+    assert "has no name" in refused(f"{HEAD}{TRAINER}{call}\n")

@@ -32,7 +32,8 @@ from stretto.convert._numbers import Numbers
 from stretto.convert._proof.proofs import Proofs
 from stretto.convert._result import Choices, Conversion, Kind, Note, Target
 from stretto.convert._second_backward import Steps
-from stretto.convert._split import split
+from stretto.convert._split import Split, split, with_name
+from stretto.convert._trained_models import UnnamedModel
 from stretto.errors import SpecError, StrettoError
 
 if TYPE_CHECKING:
@@ -98,8 +99,9 @@ def _distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Not
         SpecError: the script is not understood; the error has the line and the next
         step.
     """
-    tree, splits = split(tree)
-    work = Work(Job(tree, name), choices, splits)
+    job, splits = _job(tree, name)
+    tree = job.tree
+    work = Work(job, choices, splits)
     work.proofs = proofs = Proofs(work)
     display = Display(work)
     display.guard_files()
@@ -130,6 +132,26 @@ def _distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Not
     _advice.give(work)
     proofs.point_out()
     return work.result().code, work.notes
+
+
+def _job(tree: Tree, name: str) -> tuple[Job, list[Split]]:
+    """Return a script's training, in a tree in which every trained model has a name.
+
+    Raises:
+        SpecError: the script is not understood.
+    """
+    while True:
+        lines, splits = split(tree)
+        try:
+            return Job(lines, name), splits
+        except UnnamedModel as error:
+            place = next(
+                (i for i, call in enumerate(lines.calls) if call is error.value), None
+            )
+            named = with_name(tree, tree.calls[place]) if place is not None else None
+            if named is None:
+                raise SpecError(str(error)) from None
+            tree = named
 
 
 def _first_epoch(work: Work) -> cst.CSTNode:

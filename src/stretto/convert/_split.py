@@ -53,6 +53,50 @@ def split(tree: Tree) -> tuple[Tree, list[Split]]:
     return Tree(new, lines=lines), splitter.made
 
 
+def with_name(tree: Tree, value: cst.Call) -> Tree | None:
+    """Return a tree with ``model = value;`` before the statement that has a value.
+
+    Return ``None`` if the value is not an argument, or another call or a condition in
+    its statement comes before it.
+    """
+    statement: cst.CSTNode | None = None
+    for above in tree.ancestors(value):
+        if isinstance(above, cst.BaseSmallStatement):
+            statement = above
+            break
+        if isinstance(
+            above, cst.Lambda | cst.BaseComp | cst.IfExp | cst.BooleanOperation
+        ):
+            return None
+    line = tree.parent(statement) if statement is not None else None
+    if not isinstance(line, _Several) or not isinstance(tree.parent(value), cst.Arg):
+        return None
+    around = {id(a) for a in tree.ancestors(value)}
+    for call in found(line, cst.Call):
+        if call is value:
+            break
+        if id(call) not in around:
+            return None
+    taken = {*tree.names, *tree.imported}
+    names = ("model", *(f"model_{number}" for number in range(2, 1000)))
+    name = next(n for n in names if n not in taken)
+    body: list[cst.BaseSmallStatement] = []
+    for small in line.body:
+        if small is statement:
+            target = cst.AssignTarget(target=cst.Name(name))
+            semicolon = cst.Semicolon(whitespace_after=cst.SimpleWhitespace(" "))
+            bare = value.with_changes(lpar=[], rpar=[])
+            body.append(cst.Assign(targets=[target], value=bare, semicolon=semicolon))
+            new = small.deep_replace(value, cst.Name(name))
+            if not isinstance(new, cst.BaseSmallStatement):
+                raise TypeError("a statement became something else")
+            body.append(new)
+        else:
+            body.append(small)
+    module = tree.module.deep_replace(line, line.with_changes(body=body))
+    return Tree(module) if isinstance(module, cst.Module) else None
+
+
 class _Splitter(cst.CSTTransformer):
     def __init__(self) -> None:
         super().__init__()

@@ -10,16 +10,24 @@ import libcst as cst
 from stretto.convert._flow import SAME_OBJECT, Origin, parameters
 from stretto.convert._optimizers import SteppedObjects, is_named, update_by_hand
 from stretto.convert._parameter_owners import ParameterOwners
-from stretto.convert._tree import Scope, argument, found, stored_names
+from stretto.convert._tree import Scope, argument, dotted, found, stored_names
+from stretto.errors import SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from stretto.convert._flow import Flow, Key
     from stretto.convert._tree import Tree
-    from stretto.errors import SpecError
 
 _CONTAINERS = (cst.Dict, cst.List, cst.Tuple, cst.ListComp, cst.DictComp)
+
+
+class UnnamedModel(SpecError):
+    """A trained model has no name, as in ``Trainer(nn.Linear(2, 1))``."""
+
+    def __init__(self, text: str, value: cst.BaseExpression) -> None:
+        super().__init__(text)
+        self.value = value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +70,16 @@ class TrainedModels:
         models = _distinct([m for o in self.optimizers for m in o.models])
         for model in models:
             if model.path is None:
-                raise self._refuse(
-                    model.statement,
-                    f"the trained model `{self._tree.text(model.value)[:60]}` has no "
-                    "name, so it cannot be wrapped. Assign it to a variable first",
+                raise UnnamedModel(
+                    str(
+                        self._refuse(
+                            model.statement,
+                            "the trained model "
+                            f"`{self._tree.text(model.value)[:60]}` has no name, so it "
+                            "cannot be wrapped. Assign it to a variable first",
+                        )
+                    ),
+                    model.value,
                 )
             if isinstance(model.value, _CONTAINERS) and model.place is None:
                 raise self._refuse(
@@ -207,6 +221,35 @@ class TrainedModels:
                         "own, and make its optimizer from that",
                     )
 
+    def _refuse_collected(self, call: cst.Call) -> None:
+        """Refuse an optimizer of parameters collected from a container of models.
+
+        Raises:
+            SpecError: it is one; the error has the line and the next step.
+        """
+        paths = {dotted(given.value) for given in call.args} - {None}
+        added: list[cst.CSTNode] = [
+            line.value
+            for line in found(self._tree.module, cst.AugAssign)
+            if dotted(line.target) in paths
+        ]
+        added += [
+            more
+            for more in self._tree.calls
+            if dotted(self._tree.method_called(more, "extend", "append")) in paths
+        ]
+        for node in (call, *added):
+            for inner in found(node, cst.Call):
+                on = self._tree.method_called(inner, "parameters")
+                if isinstance(on, cst.Subscript):
+                    raise self._refuse(
+                        inner,
+                        f"`{self._tree.text(call)[:60]}` trains "
+                        f"`{self._tree.text(on)[:40]}`, and a model in a container "
+                        "cannot be wrapped by name. Give each model a variable of its "
+                        "own, and take the optimizer's parameters() from that",
+                    )
+
     def _taken_from(self, name: cst.Name) -> cst.BaseExpression | None:
         """Return what a loop or a comprehension takes a name from."""
         scope = self._tree.function(name)
@@ -245,6 +288,7 @@ class TrainedModels:
                 and self._tree.method_called(call, *SAME_OBJECT) is None
             ):
                 self._refuse_element(call)
+                self._refuse_collected(call)
                 raise self._refuse(
                     call,
                     f"`{self._tree.text(call)[:60]}` makes an optimizer, but the model "
