@@ -34,6 +34,10 @@ class BackgroundStatistics:
     foregrounds: int
     """How many foregrounds it has been beside."""
 
+    has_missed_foregrounds: bool
+    """Whether a foreground ran while no lease was asked for, so that nothing is known
+    of it: this process got no processor time beside it, or did other work."""
+
     beside_s: float
     """How long tasks had the device in foregrounds' steps that were seen as a whole."""
 

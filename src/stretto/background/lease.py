@@ -142,6 +142,8 @@ class Background:
         self._measurement = PairMeasurement()
         self._foreground = 0
         self._foregrounds = 0
+        self._noted_number = self._board.last_number
+        self._has_missed_foregrounds = False
         self._windows_number = 0
         self._usual_s: dict[str, float] = {}
         self._lengths_s: dict[str, deque[float]] = {}
@@ -282,6 +284,7 @@ class Background:
     def _decide(self, label: str) -> Reason:
         board = self._claimed()
         if not board.has_foreground:
+            self._note_missed(board)
             self._foreground, self._children_before_s = 0, None
             return Reason.NO_FOREGROUND
         now_s = perf_counter()
@@ -329,8 +332,16 @@ class Background:
                 self._children_s,
             )
 
+    def _note_missed(self, board: Board) -> None:
+        """Note a foreground that has written marks, and was not met."""
+        number = board.last_number
+        if number != self._noted_number:
+            self._noted_number = number
+            self._has_missed_foregrounds |= not self._foreground
+
     def _meet(self, board: Board) -> None:
         """Start to follow another foreground."""
+        self._noted_number = board.last_number
         self._foreground = board.foreground_pid
         self._foregrounds += 1
         if self.isolation is not None:
@@ -454,6 +465,8 @@ class Background:
         self._collect()
         if self._children_before_s is not None and self._owner == os.getpid():
             self._look_at_children(perf_counter())
+        if self._board is not None:
+            self._note_missed(self._board)
         return BackgroundStatistics(
             tasks=self._status.tasks,
             running_s=self._status.running_s,
@@ -462,6 +475,7 @@ class Background:
             loss=self._status.loss,
             loss_error=self._loss_error if math.isfinite(self._loss_error) else None,
             foregrounds=self._foregrounds,
+            has_missed_foregrounds=self._has_missed_foregrounds,
             beside_s=self._view.used_s,
             steps_s=self._view.steps_s,
             task_steps_s=self._view.task_steps_s,

@@ -569,6 +569,11 @@ class _Ending:
 
     def _beside(self, found: BackgroundStatistics) -> str:
         beside = f"no foreground was seen in {self._folder}"
+        if found.has_missed_foregrounds and not found.foregrounds:
+            beside = (
+                "a foreground ran, but this process asked for no lease meanwhile: it "
+                "got no processor time beside it and other work, or did not train then"
+            )
         if found.foregrounds:
             beside = (
                 f"loss of the foreground {_known_loss(found)}; it waited "

@@ -188,6 +188,20 @@ def test_a_background_counts_the_foregrounds_that_it_was_beside():
         assert job.statistics.foregrounds == 2
 
 
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_foreground_that_ends_before_a_lease_is_asked_for_was_missed(asks):
+    with background() as job:
+        job.wait(timeout_s=0.0)
+        assert not job.statistics.has_missed_foregrounds
+        with stretto.Foreground(DEVICE) as foreground:
+            foreground.step()
+            if asks:
+                job.wait(timeout_s=0.0)
+        job.wait(timeout_s=0.0)
+        found = job.statistics
+    assert (found.foregrounds, found.has_missed_foregrounds) == (int(asks), not asks)
+
+
 def in_a_child(call):
     """Return the exit status of a forked child that makes a call."""
     child = os.fork()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _signal
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.background import script_leases
 from stretto.background.child_processes import ChildProcesses
+from stretto.background.foreground import Foreground
 from stretto.background.lease import Background
 from stretto.background.script_leases import ScriptLeases
 from stretto.cli.run import command
@@ -532,6 +534,19 @@ def test_run_leases_each_step_of_a_script(tmp_path):
     assert done.stdout == "trained\n"
     assert "background on exclusive:job: 5 tasks" in done.stderr
     assert f"no foreground was seen in {tmp_path / 'run'}" in done.stderr
+
+
+def test_the_last_line_tells_a_missed_foreground_from_none(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("STRETTO_RUNTIME_DIR", str(tmp_path / "run"))
+    caplog.set_level(logging.INFO)
+    with Background("exclusive:job", isolates=False) as made:
+        ending = script_leases._Ending(ScriptLeases(made), made, None)
+        Foreground("exclusive:job").close()
+        ending.run()
+    assert "a foreground ran, but this process asked for no lease" in caplog.text
+    assert "no foreground was seen" not in caplog.text
 
 
 def test_a_script_that_takes_no_lease_is_told(tmp_path, monkeypatch, caplog):
