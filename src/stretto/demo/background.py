@@ -34,6 +34,11 @@ ALONE, BACKGROUND, PARTITION, TOGETHER = (
 )
 
 
+_MAX_BESIDE = 1.1
+"""The background jobs' rate beside the foreground over that alone, at most: a processor
+that is kept busy may compute a little faster."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """Samples a second of both jobs in one arrangement."""
@@ -96,8 +101,8 @@ def run_background_demo(
 def arrangements(outcome: BackgroundOutcome, hosts: int) -> list[Arrangement]:
     """Return each arrangement's rates over those of the jobs alone, as medians.
 
-    On a busy machine the background jobs may get no processor time, even alone. Such a
-    cycle counts for the foreground only.
+    A cycle in which the background jobs' rate alone is not known counts for the
+    foreground only, see `_is_measured`.
     """
     words = {
         ALONE: f"on {counted(hosts, 'host')}",
@@ -106,7 +111,7 @@ def arrangements(outcome: BackgroundOutcome, hosts: int) -> list[Arrangement]:
         TOGETHER: f"both on {counted(hosts, 'host')}, the background in idle time",
     }
     cycles = outcome.cycles
-    measured = [cycle for cycle in cycles if cycle[BACKGROUND].background]
+    measured = [cycle for cycle in cycles if _is_measured(cycle)]
     found = []
     for name, description in words.items():
         pairs = [
@@ -137,17 +142,28 @@ def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
+def _is_measured(cycle: dict[str, Measured]) -> bool:
+    """Return whether a cycle says what the background jobs do alone.
+
+    Other work comes before them. On a busy machine they may get no processor time even
+    alone, or less than beside the foreground, whose ranks sometimes wait.
+    """
+    alone = cycle[BACKGROUND].background
+    most = max(cycle[name].background for name in (PARTITION, TOGETHER))
+    return alone > 0.0 and most <= _MAX_BESIDE * alone
+
+
 def _unmeasured_note(outcome: BackgroundOutcome) -> str | None:
     """Return which cycles say nothing of the background jobs; ``None`` without any."""
-    count = sum(not cycle[BACKGROUND].background for cycle in outcome.cycles)
+    number = len(outcome.cycles)
+    count = sum(not _is_measured(cycle) for cycle in outcome.cycles)
     if not count:
         return None
-    which = "any" if count == len(outcome.cycles) else f"{count}"
+    which = f"{count} of the {number}" if count < number else f"all {number}"
     return (
-        f"The background jobs got no processor time in {which} of the "
-        f"{len(outcome.cycles)} cycles, even alone, because other work used the "
-        "processors: those cycles say nothing of their rates. Run the demo on a "
-        "machine without other work."
+        f"In {which} cycles other work kept the processors from the background jobs: "
+        "alone they got nothing, or less than beside the foreground. So those cycles "
+        "say nothing of their rates. Run the demo on a machine without other work."
     )
 
 
@@ -156,7 +172,7 @@ def _notes(outcome: BackgroundOutcome, spec: LabSpec) -> tuple[str, ...]:
     how = (
         "Rates are samples a second over those of the same job alone; the total is "
         "their sum. Each arrangement is measured once per cycle; medians of "
-        f"{len(outcome.cycles)} cycles, with the smallest and largest total."
+        f"{counted(len(outcome.cycles), 'cycle')}, with the smallest and largest total."
     )
     notes = [how, f"Priority: {outcome.isolation}."]
     if cores < spec.hosts:

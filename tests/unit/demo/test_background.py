@@ -68,8 +68,11 @@ def starved() -> dict[str, Measured]:
     return cycle(1.0, 240.0) | {BACKGROUND: Measured(foreground=0.0, background=0.0)}
 
 
-def test_a_cycle_in_which_background_jobs_got_no_time_counts_for_the_foreground_only():
-    rows = rows_of(cycle(1.0, 240.0), starved(), starved())
+@pytest.mark.parametrize("disturbed", [starved(), cycle(1.0, 1632.0)])
+def test_a_cycle_without_the_background_jobs_rate_alone_counts_for_the_foreground_only(
+    disturbed,
+):
+    rows = rows_of(cycle(1.0, 240.0), disturbed, disturbed)
     assert rows[TOGETHER].foreground == pytest.approx(0.95)
     assert rows[TOGETHER].background == pytest.approx(0.6)
     assert rows[TOGETHER].max_total == pytest.approx(1.55)
@@ -87,8 +90,9 @@ def test_without_any_rate_of_the_background_alone_its_figures_are_missing(tmp_pa
     ("cycles", "words"),
     [
         ([cycle(1.0, 240.0)], None),
-        ([cycle(1.0, 240.0), starved()], "in 1 of the 2 cycles"),
-        ([starved(), starved()], "in any of the 2 cycles"),
+        ([cycle(1.0, 240.0), starved()], "In 1 of the 2 cycles"),
+        ([cycle(1.0, 240.0), cycle(1.0, 1632.0)], "In 1 of the 2 cycles"),
+        ([starved(), starved()], "In all 2 cycles"),
     ],
 )
 def test_a_note_says_which_cycles_say_nothing_of_the_background(cycles, words):
