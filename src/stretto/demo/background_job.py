@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import select
 import subprocess
 import sys
@@ -144,6 +145,12 @@ def _training() -> Callable[[], None]:
     return step
 
 
+def _answer(line: str) -> None:
+    """Write a line to the rank, unless it has ended, for instance by Ctrl-C."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), f"{line}\n".encode())
+
+
 def main() -> None:
     """Run tasks while asked to, until the input ends."""
     task: Callable[[], None]
@@ -153,13 +160,12 @@ def main() -> None:
         task = _training()
     runs = False
     with Background(sys.argv[1]) as background:
-        sys.stdout.write(f"{background.isolation}\n")
-        sys.stdout.flush()
+        _answer(str(background.isolation))
         while True:
             if select.select([sys.stdin], [], [], 0.0 if runs else _IDLE_S)[0]:
                 word = sys.stdin.readline().strip()
                 if not word:
-                    sys.stdout.write(f"{json.dumps(asdict(background.statistics))}\n")
+                    _answer(json.dumps(asdict(background.statistics)))
                     return
                 runs = word == "run"
             if not runs or not background.wait(timeout_s=_LEASE_S):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 
 from stretto.demo import background_job
@@ -115,3 +118,28 @@ def test_a_background_job_that_does_not_start_is_an_error(
     monkeypatch.setattr(background_job, "_START_S", 0.2 if "sleep" in script else 30.0)
     with pytest.raises(BackgroundError, match=reason):
         background_job.BackgroundJob("cpu:demo")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_background_job_whose_rank_was_killed_ends_without_a_traceback(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("STRETTO_RUNTIME_DIR", str(tmp_path / "run"))
+    answers, answer = os.pipe()
+    words, word = os.pipe()
+    os.close(word)
+
+    class Words:
+        def fileno(self):
+            return words
+
+        def readline(self):
+            os.close(answers)
+            return ""
+
+    monkeypatch.setattr(background_job.sys, "argv", ["job", "exclusive:demo", "0.001"])
+    monkeypatch.setattr(background_job.sys, "stdin", Words())
+    with os.fdopen(answer, "w") as stdout:
+        monkeypatch.setattr(background_job.sys, "stdout", stdout)
+        background_job.main()
+    os.close(words)
