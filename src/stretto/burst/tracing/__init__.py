@@ -54,7 +54,7 @@ What can't be split over samples or ranks:
   `proof`).
 - `tables`: batch norms whose values do not come from the samples.
 - `custom_backward`: layers whose backward is not torch's own (for `proof` and
-  `alike`).
+  `equal_layers`).
 - `backward_reads`: what such backwards read and change (for `proof`).
 - `proven`: what a check by computing depends on (for `classify` and `proof`).
 - `overlap`: tensors that share memory (for `grouping` too).
@@ -67,8 +67,9 @@ Layers:
 - `layers`: `LayerGraph` and `LayerNode` (for `burst.graph`, and what runs layers).
 - `proof`: compute the layers: they equal the model and keep rows apart (for
   `burst.graph`).
-- `alike`: layers that are one function, of which some are checked (for `proof`).
-- `layer_runs`: run layers alone (for `proof`, `alike` and `other_values`).
+- `equal_layers`: layers that compute the same, of which some are checked (for
+  `proof`).
+- `layer_runs`: run layers alone (for `proof`, `equal_layers` and `other_values`).
 - `one_row`: norms on a rank with one row (for `layer_runs`, and the executor).
 - `trial`: random rows, perturbed parameters and constant draws (for `proof`,
   `layer_runs` and `sample_positions`).

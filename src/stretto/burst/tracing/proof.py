@@ -31,11 +31,11 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL, code_of, place_of
-from stretto.burst.tracing.alike import AlikeLayers, kinds_of
 from stretto.burst.tracing.around import around_now
 from stretto.burst.tracing.backward_reads import BackwardReads
 from stretto.burst.tracing.caches import keep_attributes
 from stretto.burst.tracing.custom_backward import has_own_backward
+from stretto.burst.tracing.equal_layers import EqualLayers, kinds_of
 from stretto.burst.tracing.failing_backward import line_in_backward
 from stretto.burst.tracing.fakes import swapped
 from stretto.burst.tracing.layer_runs import (
@@ -677,9 +677,9 @@ class _Check:
     def _rows(
         self, values: dict[str, Tensor], cotangents: dict[str, Tensor]
     ) -> SpecError | None:
-        alike = AlikeLayers(self._graph.nodes, self._kinds, values, cotangents)
+        equal = EqualLayers(self._graph.nodes, self._kinds, values, cotangents)
         for node in self._graph.nodes:
-            if alike.may_skip(node):
+            if equal.may_skip(node):
                 continue
             full = self._known.get(node.name)
             full = full or self._part(node, values, cotangents, _EVERY)
@@ -696,7 +696,7 @@ class _Check:
                     found = found or self._rows_of(node, values, scaled, whole)
             if found is not None:
                 return found
-            alike.note_checked(node, trace, given)
+            equal.note_checked(node, trace, given)
         return None
 
     def _operations(

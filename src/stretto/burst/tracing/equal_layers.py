@@ -1,16 +1,17 @@
 """Find layers that are one function, such as those of equal blocks.
 
-# Note [Layers that are alike]
+# Note [Equal layers]
 Whether a layer mixes samples depends on its operations and their arguments, and on what
-parameters, buffers and inputs hold. Two layers are alike if the first are equal, the
-tensors have the same sizes, types and strides, and buffers have equal values. Then only
-the values of parameters and inputs differ, which are random in a check. So of several
-such layers, the check of rows takes the first and the last.
+parameters, buffers and inputs hold. Two layers count as equal if their operations and
+arguments are equal, their tensors have the same sizes, types and strides, and buffers
+hold equal values. Then only the values of parameters and inputs differ, which are
+random in a check. So of several such layers, the check of rows takes the first and the
+last.
 
 All are checked if values may matter: where a layer's operations give integers or truth
 values, one gives only zeros or a number that is not finite, or the check has to leave
 parameters as they are. Layers with a backward that is not torch's own, with modules
-that are not torch's, or with values of unknown types are alike to none.
+that are not torch's, or with values of unknown types are equal to none.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ _MAX_BYTES = 1 << 24
 """Of values that are compared."""
 
 
-class _Unlike(Exception):
-    """A layer is alike to none."""
+class _Unequal(Exception):
+    """A layer is equal to none."""
 
 
 def kinds_of(
     nodes: Iterable[LayerNode], replaced: frozenset[int]
 ) -> dict[str, Hashable]:
-    """Return what layers compute, by their names; equal for those that are alike.
+    """Return what layers compute, by their names; the same for equal layers.
 
-    A layer that is alike to none is left out.
+    A layer that is equal to none is left out.
 
     Args:
         nodes: the layers.
@@ -67,7 +68,7 @@ def kinds_of(
     for node in nodes:
         try:
             found[node.name] = _Kind(node, replaced).of_layer()
-        except _Unlike:
+        except _Unequal:
             continue
     return found
 
@@ -76,7 +77,7 @@ def kinds_of(
 class _Kind:
     def __init__(self, node: LayerNode, replaced: frozenset[int]) -> None:
         if has_own_backward(node):
-            raise _Unlike
+            raise _Unequal
         self._node = node
         self._replaced = replaced
         self._tensors: dict[int, int] = {}
@@ -122,28 +123,28 @@ class _Kind:
             return type(value), repr(value)
         if type(value) in (tuple, list):
             return type(value), tuple(map(self._value, value))
-        raise _Unlike
+        raise _Unequal
 
     def _tensor(self, tensor: Tensor) -> Hashable:
         if type(tensor) not in (Tensor, nn.Parameter):
-            raise _Unlike
+            raise _Unequal
         if vars(tensor) or getattr(tensor, "_backward_hooks", None):
-            raise _Unlike
+            raise _Unequal
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
-            raise _Unlike
+            raise _Unequal
         number = self._tensors.setdefault(id(tensor), len(self._tensors))
         sizes = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
         kind = number, type(tensor), sizes, tensor.requires_grad
         if isinstance(tensor, nn.Parameter) and id(tensor) in self._replaced:
             if not bool(torch.isfinite(tensor.detach()).all()):
-                raise _Unlike
+                raise _Unequal
             return kind
         return kind, _digest_of(tensor)
 
     def _module(self, module: nn.Module) -> Hashable:
         forward = getattr(type(module), "forward", None)
         if not (getattr(forward, "__module__", None) or "").startswith("torch.nn."):
-            raise _Unlike
+            raise _Unequal
         found: list[Any] = [type(module)]
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):
@@ -154,7 +155,7 @@ class _Kind:
                 found.append((name, tuple(held)))
             elif isinstance(value, (dict, set)):
                 if value and name != "_non_persistent_buffers_set":
-                    raise _Unlike
+                    raise _Unequal
             else:
                 found.append((name, self._value(value)))
         return tuple(found)
@@ -162,14 +163,14 @@ class _Kind:
 
 def _digest_of(tensor: Tensor) -> str:
     if tensor.nbytes > _MAX_BYTES:
-        raise _Unlike
+        raise _Unequal
     held = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.sha256(held.numpy().tobytes()).hexdigest()
 
 
 @final
-class AlikeLayers:
-    """Which layers need no check, because layers that are alike have been checked.
+class EqualLayers:
+    """Which layers need no check, because equal layers have been checked.
 
     Args:
         nodes: the layers.

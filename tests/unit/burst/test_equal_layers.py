@@ -1,4 +1,4 @@
-"""Layers that are one function: of these the first and the last are checked."""
+"""Layers that compute the same: of these the first and the last are checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from stretto.burst.graph import capture
 from stretto.burst.tracing import proof
-from stretto.burst.tracing.alike import kinds_of
+from stretto.burst.tracing.equal_layers import kinds_of
 from stretto.errors import SpecError
 
 COUNT = 5
@@ -69,7 +69,7 @@ def kinds(blocks):
     return graph, kinds_of(graph.nodes, replaced)
 
 
-def test_equal_blocks_are_alike_whatever_their_parameters_hold():
+def test_blocks_are_equal_whatever_their_parameters_hold():
     blocks = [Block() for _ in range(COUNT)]
     with torch.no_grad():
         blocks[1].linear.weight.zero_()
