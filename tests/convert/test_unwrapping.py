@@ -110,3 +110,19 @@ def test_a_method_after_a_forward_in_either_branch_is_not_refused():
     source = SCRIPT.format(line="pass").replace("loss = model(x).mean()", forward)
     after = convert_source(source, name="train.py", choices=Choices()).after
     assert "loss = unwrap(model).loss(out)" in after
+
+
+def test_a_method_beside_a_forward_that_may_leave_out_a_layer_is_refused():
+    """DistributedDataParallel would take the layer for unused, and backward fails."""
+    net = (
+        "class Net(torch.nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.a = torch.nn.Linear(2, 1)\n"
+        "        self.b = torch.nn.Linear(2, 1)\n"
+        "    def forward(self, x, both=False):\n"
+        "        return self.a(x) + self.b(x) if both else self.a(x)\n"
+        "    def loss(self, x):\n        return self.b(x).mean()\n\n"
+    )
+    source = IMPORTS + net + TRAINING.replace(MODEL, "Net()")
+    source = source.replace("model(x).mean()", "model(x).mean() + model.loss(x)")
+    with pytest.raises(SpecError, match="DistributedDataParallel does not see"):
+        convert_source(source, name="train.py", choices=Choices())

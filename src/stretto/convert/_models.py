@@ -152,6 +152,8 @@ class Models:
         self._sites: list[tuple[Origin, Site]] = []
         self._freezing = Freezing(work, self._beginnings)
         self._held = HeldModels(work, self.in_training)
+        self._partly_used: set[Key] = set()
+        """Models of which a step may leave parameters without a gradient."""
         self.parallel_before = False
 
     def _every_value(self, models: list[Origin]) -> list[Origin]:
@@ -535,6 +537,7 @@ class Models:
             )
 
         if unused is not None:
+            self._partly_used.add(model.key)
             work.know(
                 at,
                 f"a step may leave parameters of `{path}` without a gradient "
@@ -796,13 +799,19 @@ class Models:
         )
 
     def _is_prepared(self, node: cst.Attribute) -> bool:
-        """Return whether a model itself is called before each backward."""
+        """Return whether a model itself is called before each backward, and wholly.
+
+        If DistributedDataParallel looks for parameters that a forward leaves out, it
+        takes those that only the method uses for unused, and backward fails.
+        """
         scope = self._tree.function(node)
         models = [
             model for model, _ in self._sites if self._is(node.value, scope, model)
         ]
         return bool(models) and all(
-            every_backward(self._work, self._forwards(model)) for model in models
+            model.key not in self._partly_used
+            and every_backward(self._work, self._forwards(model))
+            for model in models
         )
 
     def in_training(self, node: cst.CSTNode) -> bool:
