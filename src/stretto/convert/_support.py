@@ -166,7 +166,7 @@ def _reduced(values, divisor):
         if isinstance(value, torch.Tensor):
             out.append(value.detach().new_tensor(number))
         else:
-            whole = isinstance(value, int) and divisor == 1
+            whole = isinstance(value, int) and number.is_integer()
             out.append(int(number) if whole else number)
     return out[0] if len(out) == 1 else out
 """,
