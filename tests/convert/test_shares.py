@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import textwrap
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from stretto.convert import Choices, convert_source
+from stretto.convert._support import text_of
 from support.conversions import open_notes
 
 SCRIPT = """\
@@ -130,3 +133,17 @@ def test_an_element_that_a_step_sets_is_no_setting(kept):
     ).replace("for epoch", "kept = {}\nfor epoch", 1)
     conversion = convert_source(source, name="train.py", choices=Choices())
     assert 'mean_over_ranks(float(kept["loss"]))' in conversion.after
+
+
+def test_a_mean_of_equal_integers_stays_an_integer():
+    """``"{:d}".format(label.item())`` failed in the converted script."""
+    text = text_of("_reduced", horovod=False, per_rank_batch=False, seeds=())
+
+    def all_reduce(total):
+        total *= 2
+
+    names = {"torch": torch, "dist": SimpleNamespace(all_reduce=all_reduce)}
+    exec(compile(text, "inserted", "exec"), names)
+    assert f"{names['_reduced']([7], 2):d}" == "7"
+    assert names["_reduced"]([7, 2.0], 1) == [14, 4.0]
+    assert isinstance(names["_reduced"]([2.0], 2), float)
