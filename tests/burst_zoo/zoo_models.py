@@ -1030,6 +1030,31 @@ def nothing_but_nan() -> nn.Module:
     return AlwaysNaN(1)
 
 
+class NaNGradients(nn.Module):
+    def __init__(self, *, drops: bool = False) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.drops = drops
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        if self.drops:
+            h = torch.cat([h / 0 * 0, h], 1)[:, 8:]
+        else:
+            h = h + 0 * (h - h.detach()).sqrt()
+        return self.two(h)
+
+
+@refused(flat, "gives only gradients of NaN")
+def nothing_but_gradients_of_nan() -> nn.Module:
+    return NaNGradients()
+
+
+@refused(flat, "gives only NaN")
+def gradients_of_nan_through_dropped_columns() -> nn.Module:
+    return NaNGradients(drops=True)
+
+
 @refused(flat, "'softmax' mixes samples")
 def mixing_of_nothing_but_nan() -> nn.Module:
     return AlwaysNaN(0)

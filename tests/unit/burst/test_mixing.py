@@ -42,7 +42,7 @@ class Gated(nn.Module):
     "kind", ["flag", "number", "scale", "batches", "uniform", "normal"]
 )
 def test_mixing_behind_a_factor_that_is_zero_now_is_refused_with_its_line(kind):
-    with pytest.raises(SpecError, match=r"test_mixing.py:37: 'roll' mixes samples"):
+    with pytest.raises(SpecError, match=r"test_mixing.py:38: 'roll' mixes samples"):
         capture(Gated(kind), (torch.randn(6, 4),))
 
 

@@ -8,7 +8,8 @@ A recording:
 
 - `recorder`: the operations of one forward, on tensors without values.
 - `patching`: route calls of modules and functions through it (for `recorder` too).
-- `settings`: refuse changes of modes and of values that PyTorch's modules read.
+- `settings`: refuse changes of modes and of values that PyTorch's modules read (for
+  `patching`, `recorder` and `recordings`).
 - `records`: what a recording consists of (for `recorder` too).
 - `source_lines`: the lines of the user's code (for `recorder` too).
 - `addresses`: reject code that asks which memory a tensor has (for `recorder` and

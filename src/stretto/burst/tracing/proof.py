@@ -229,7 +229,7 @@ def _checked(
     if blind is not None:
         if blind.is_blind:
             raise SpecError(
-                f"{blind.hidden}: gives only NaN for random rows like the example's, "
+                f"{blind.hidden} for random rows like the example's, "
                 f"so the layers of {graph.name} can't be checked: give an example "
                 "of usual values"
             )
@@ -285,8 +285,8 @@ class _Check:
         self._questions = Questions(examples[0].device)
         self._numbers = numbers
         self.hidden = ""
-        """The line of a layer with NaN among its values or gradients, which hide
-        differences."""
+        """A layer with NaN among its values or gradients, which hide differences; if it
+        has no others, the line that gives them, and what it gives."""
         self.is_blind = False
         """Whether a layer gives nothing but NaN."""
         self._is_coarse = graph.uses_half
@@ -345,7 +345,7 @@ class _Check:
                 self._reads.require_unchanged()
             self._compare(wanted, values[self._graph.output], whole, grads)
             self._require_same(packed, own, (wanted, whole))
-            self._find_hidden(values, cotangents)
+            self._find_hidden(packed, values, cotangents)
             with fixed_norms(parts.values()):
                 return self._rows(values, cotangents)
 
@@ -366,8 +366,9 @@ class _Check:
         return self._reads.noted(output)
 
     def _find_hidden(
-        self, values: dict[str, Tensor], cotangents: dict[str, Tensor]
+        self, packed: Tensor, values: dict[str, Tensor], cotangents: dict[str, Tensor]
     ) -> None:
+        blind = ""
         for node in self._graph.nodes:
             needed = cotangents if node.name in self._needing else {}
             for found in (values.get(node.name), needed.get(node.name)):
@@ -375,17 +376,33 @@ class _Check:
                     continue
                 nan = found.isnan()
                 if bool(nan.any()):
-                    self.hidden = self.hidden or self._first_nan(node, values)
-                    self.is_blind |= bool(nan.all())
+                    self.hidden = self.hidden or node.name
+                    if bool(nan.all()):
+                        self.is_blind = True
+                        blind = blind or self._first_nan(node, values)
+        if self.is_blind:
+            line = blind or self._first_nan_back(packed)
+            what = "NaN" if blind else "gradients of NaN"
+            self.hidden = f"{line}: gives only {what}"
 
     def _first_nan(self, node: LayerNode, values: dict[str, Tensor]) -> str:
-        """Return the line of a layer's first operation that gives NaN."""
+        """Return the line of a layer's first operation that gives NaN, if one does."""
         for op, value in trace_layer(node, values, _EVERY).items():
             if not isinstance(value, Tensor) or not has_gradient(value):
                 continue
             if op.meta.get("place") and bool(value.isnan().any()):
                 return source_line_of(op)
-        return f"layer {node.name!r}"
+        return ""
+
+    def _first_nan_back(self, packed: Tensor) -> str:
+        """Return the line of the first operation whose backward gives NaN."""
+        results = Results()
+        with fresh_buffers(self._module):
+            self._again(packed, results)
+        for one in reversed(results.found):
+            if one.grad is not None and bool(one.grad.isnan().any()):
+                return results.line_reading(one)
+        return line_of_forward(self._module).removesuffix(": ") or self._graph.name
 
     def _perturbed(self, tensor: Tensor) -> Tensor:
         made = self._made_of(tensor)
