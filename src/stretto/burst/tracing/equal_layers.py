@@ -142,9 +142,6 @@ class _Kind:
         return kind, _digest_of(tensor)
 
     def _module(self, module: nn.Module) -> Hashable:
-        forward = getattr(type(module), "forward", None)
-        if not (getattr(forward, "__module__", None) or "").startswith("torch.nn."):
-            raise _Unequal
         found: list[Any] = [type(module)]
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):
@@ -198,7 +195,6 @@ class EqualLayers:
                 kind,
                 tuple(node.inputs.index(name) for name in node.inputs),
                 tuple((x.shape, x.stride(), x.dtype) for x in held),
-                own is not None,
                 tuple(name in cotangents for name in node.inputs),
             )
         self._left = Counter(self._kinds.values())
@@ -223,6 +219,8 @@ class EqualLayers:
             own: the gradient of its output, if there is one.
         """
         kind = self._kinds.get(node.name)
+        if kind is None or kind in self._checked:
+            return
         fixed: set[fx.Node] = set()
         tensors = [] if own is None else [own]
         for op, result in results.items():
@@ -231,7 +229,7 @@ class EqualLayers:
                 fixed.add(op)
             elif isinstance(result, Tensor):
                 tensors.append(result)
-        if kind is not None and all(map(_is_usual, tensors)):
+        if all(map(_is_usual, tensors)):
             self._checked.add(kind)
 
 

@@ -139,7 +139,7 @@ class ConstantDraws(TorchFunctionMode):
         if is_backward:  # so that a state of forward is another one
             with torch._C.DisableTorchFunction():  # noqa: SLF001
                 torch.empty(()).random_()
-        self._seed, self._state = torch.initial_seed(), torch.get_rng_state()
+            self._seed, self._state = torch.initial_seed(), torch.get_rng_state()
 
     def _require_forwards(self, kwargs: Any) -> None:
         """Reject new random numbers in backward."""
