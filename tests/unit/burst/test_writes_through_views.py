@@ -79,6 +79,14 @@ def several_views_at_once(h):
     return h * table.flatten()
 
 
+def of_the_whole_without_gradients(h):
+    made = h * 2
+    with torch.no_grad():
+        made += h.tanh()
+        made.mul_(h)
+    return made
+
+
 CAPTURED = [
     augmented,
     filled_in_parts,
@@ -88,6 +96,7 @@ CAPTURED = [
     the_owner_is_written,
     of_a_leading_dimension,
     several_views_at_once,
+    of_the_whole_without_gradients,
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import operator
 from collections import defaultdict
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -528,7 +529,8 @@ class _Copy:
         if own and all(user is op for user in target.users):
             return
         kept = self._of(target)
-        self._into(op.meta.get("context") or Context())
+        # With gradients: a write in no_grad leaves the tensor's own gradient as it is.
+        self._into(replace(op.meta.get("context") or Context(), grad=True))
         self._copies[target] = self._graph.call_method("clone", (kept,))
 
     def _of(self, node: fx.Node | Any) -> Any:
