@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -372,6 +375,18 @@ def set_back(ctx, grad):
 )
 def test_a_backward_that_draws_is_refused_with_its_line(draws):
     with pytest.raises(SpecError, match=r"test_mixing.py:\d+: draws .* in backward"):
+        capture(Inside(backward_that(draws)), (torch.randn(6, 4),))
+
+
+@pytest.mark.parametrize(
+    "draws",
+    [
+        lambda _, grad: grad * random.Random().random(),
+        lambda _, grad: grad * np.random.default_rng().random(),
+    ],
+)
+def test_a_backward_that_can_not_be_repeated_is_refused_with_its_line(draws):
+    with pytest.raises(SpecError, match=r"test_mixing.py:\d+: gives other gradients"):
         capture(Inside(backward_that(draws)), (torch.randn(6, 4),))
 
 

@@ -343,7 +343,7 @@ class _Check:
                 values, grads, cotangents = self._layers(packed)
             if self._reads is not None:
                 self._reads.require_unchanged()
-            self._compare(wanted, values[self._graph.output], whole, grads)
+            self._compare(packed, (wanted, values[self._graph.output]), whole, grads)
             self._require_same(packed, own, (wanted, whole))
             self._find_hidden(packed, values, cotangents)
             with fixed_norms(parts.values()):
@@ -546,12 +546,36 @@ class _Check:
                 return False
         return True
 
+    def _require_repeatable(self, packed: Tensor) -> None:
+        """Reject a module that gives other results for equal values."""
+        found = Results(), Results()
+        wholes = []
+        for around in found:
+            with fresh_buffers(self._module):
+                wholes.append(self._again(packed, around))
+        (one, grads_one), (two, grads_two) = wholes
+        what = "results"
+        if self._near(one, two):
+            if self._near_gradients(grads_one, grads_two):
+                return
+            what = "gradients in backward"
+        raise SpecError(
+            f"{self._line_between(*found)}gives other {what} in each call for equal "
+            "values, as random numbers of Python or NumPy and the time do: ranks "
+            "would compute others than one process. Draw random numbers with torch "
+            "in forward, for each sample, and change other values between steps"
+        )
+
     def _line_of_own(self, packed: Tensor) -> str:
         """Return the first line whose result depends on the tensors' identity."""
         mine, others = Results(), Results()
         self._with_own_tensors(packed, mine)
         with fresh_buffers(self._module):
             self._again(packed, others)
+        return self._line_between(mine, others)
+
+    def _line_between(self, mine: Results, others: Results) -> str:
+        """Return the first line that gives another result, or another gradient."""
         for one, two in zip(mine.found, others.found, strict=False):
             if one.line != two.line or (one.value is None) != (two.value is None):
                 return f"{one.line}: "
@@ -635,16 +659,18 @@ class _Check:
 
     def _compare(
         self,
-        wanted: Tensor,
-        found: Tensor,
+        packed: Tensor,
+        outputs: tuple[Tensor, Tensor],
         whole: list[Tensor | None],
         grads: dict[int, Tensor],
     ) -> None:
         name = self._graph.name
+        wanted, found = outputs
         if not self._near(found, wanted):
             self._refuse_answers("outputs")
             # Names the line if forward decides by the number of samples.
             self._graph.require_count(_ROWS)
+            self._require_repeatable(packed)
             raise SpecError(
                 f"{line_of_forward(self._module)}the captured layers of {name} give "
                 f"other outputs than {name} itself: "
@@ -665,6 +691,7 @@ class _Check:
                 zero if have is None else have, zero if want is None else want, largest
             ):
                 self._refuse_answers("gradients")
+                self._require_repeatable(packed)
                 for hook in (h for k in HOOKS[2:] for h in HOOKS_OF_ALL[k].values()):
                     raise SpecError(
                         f"{place_of(hook)}a hook of all modules changes gradients of "
