@@ -275,6 +275,19 @@ def test_layers_that_share_a_parameter_are_one():
     ]
 
 
+def test_words_of_all_samples_as_an_output_are_refused_with_the_way_out():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 9)
+
+        def forward(self, x):
+            return self.head(x).view(-1, 9)
+
+    with pytest.raises(SpecError, match=r"this one has 5 for each\. Return it with"):
+        capture(Model(), (torch.randn(3, 5, 4),))
+
+
 def test_an_input_tensor_with_rows_is_needed():
     class Two(nn.Module):
         def forward(self, *, a=None, b=None):

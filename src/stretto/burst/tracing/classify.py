@@ -245,9 +245,21 @@ def classify(
             what = f"{line_of_forward(module)}{str(result.target)!r} is an output of "
         raise SpecError(
             f"{what}{name}, but its outputs need a row for each sample, computed from "
-            "its input: leave it out, or let a module around it return other outputs"
+            f"its input: {_way_out(build.shapes.get(result))}"
         )
     return traced
+
+
+def _way_out(shapes: tuple[Any, Any] | None) -> str:
+    """Return how a model can give rows for samples in place of such an output."""
+    if shapes is not None and all(tensor.dim() for tensor in shapes):
+        each = {len(x) / batch for x, batch in zip(shapes, BATCHES, strict=True)}
+        if len(each) == 1 and (rows := each.pop()) > 1 and rows.is_integer():
+            return (
+                f"this one has {int(rows)} for each. Return it with the samples as "
+                "first dimension, and flatten it in the loss"
+            )
+    return "leave it out, or let a module around it return other outputs"
 
 
 def _drop_unused(traced: Traced, build: Build, result: Any) -> None:
