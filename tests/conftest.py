@@ -1,9 +1,9 @@
 """Fixtures for all tests; no test reads what earlier runs left on this machine.
 
 ``make test`` sets ``STRETTO_TEST_TURN`` to a number made of the commit. Then tests
-marked ``repeat`` do not run. Of those marked ``turns(n)``, in a file of `TAKE_TURNS`,
-or in ``dist``, every n-th of a file runs; the number decides which, so consecutive
-commits run all of them. Without the variable, and with ``STRETTO_TEST_ALL=1 make
+marked ``repeat`` do not run. Of those marked ``turns(n)``, in a file of `TAKE_TURNS` or
+a folder of `FOLDERS_TURNS`, every n-th of a file runs; the number decides which, so
+that some n commits run all of them. Without the variable, and with ``STRETTO_TEST_ALL=1 make
 test``, all tests run.
 """
 
@@ -68,8 +68,13 @@ TAKE_TURNS = {
 }
 """Files all of whose tests take turns, and how many commits run all of them."""
 
-DIST_TURNS = 3
-"""As many for the other tests of several ranks."""
+FOLDERS_TURNS = {
+    "convert/": 2,
+    "dist/": 4,
+    "unit/burst/": 3,
+    "unit/cluster/": 2,
+}
+"""As many for the other files of folders."""
 
 
 def pytest_collection_modifyitems(
@@ -94,16 +99,16 @@ def this_turn(items: list[pytest.Item], turn: int) -> list[pytest.Item]:
         if file in TAKE_TURNS:
             item.add_marker(pytest.mark.turns(TAKE_TURNS[file]), append=False)
         mark = item.get_closest_marker("turns")
-        if mark is None and file.startswith("dist/"):
-            mark = pytest.mark.turns(DIST_TURNS).mark
+        if mark is None:
+            every = next((n for f, n in FOLDERS_TURNS.items() if file.startswith(f)), 1)
+            mark = pytest.mark.turns(every).mark
         if item.get_closest_marker("repeat"):
             continue
-        if mark is not None:
-            (every,) = mark.args
-            group = (str(item.path), every)
-            seen[group] += 1
-            if (seen[group] + turn) % every:
-                continue
+        (every,) = mark.args
+        group = (str(item.path), every)
+        seen[group] += 1
+        if (seen[group] + turn) % every:
+            continue
         kept.append(item)
     return kept
 

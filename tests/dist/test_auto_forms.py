@@ -164,6 +164,10 @@ def both(rank: int, size: int) -> dict[str, tuple[bool, bool, list[str]]]:
     return found
 
 
+def _is_busy(line: str) -> bool:
+    return "explain the measured" in line or "is too short for two sizes" in line
+
+
 def test_forms_that_a_new_plan_could_break(ranks: Any) -> None:
     first, second = ranks(both, 2, timeout_s=380.0, group_s=120.0)
     for row in (first, second):
@@ -171,8 +175,9 @@ def test_forms_that_a_new_plan_could_break(ranks: Any) -> None:
     for name in CASES:  # plans changed meanwhile
         for _same, changed, lines in (first[name], second[name]):
             assert changed, name
-            # On a busy machine no model may fit the measured times.
-            assert [x for x in lines if "explain the measured" not in x] == [], name
+            # On a busy machine no model may fit the measured times, or probes take too
+            # long to make one.
+            assert [x for x in lines if not _is_busy(x)] == [], name
     for name in LEFT:
         changed, lines = first[name][1:]
         assert not changed, name
