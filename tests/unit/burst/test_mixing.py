@@ -398,6 +398,36 @@ def test_a_backward_that_draws_what_forward_drew_is_captured():
     )
 
 
+def drops_all_for_nan(_ctx, grad):
+    return torch.zeros_like(grad) if bool(grad.isnan().any()) else grad * 2
+
+
+def keeps_all_if_finite(_ctx, grad):
+    return torch.where(grad.isfinite().all(), grad * 2, grad)
+
+
+@pytest.mark.parametrize("drops", [drops_all_for_nan, keeps_all_if_finite])
+def test_a_backward_that_drops_all_gradients_for_one_is_refused(drops):
+    with pytest.raises(SpecError, match=r"test_mixing.py:\d+: .*mixes samples in back"):
+        capture(Inside(backward_that(drops)), (torch.randn(6, 4),))
+
+
+def test_a_backward_that_replaces_each_infinite_gradient_is_captured():
+    capture(
+        Inside(backward_that(lambda _, grad: grad.nan_to_num(0.0, 1.0, -1.0))),
+        (torch.randn(6, 4),),
+    )
+
+
+def test_a_backward_that_raises_for_nan_is_captured():
+    def raises(_ctx, grad):
+        if not bool(grad.isfinite().all()):
+            raise FloatingPointError
+        return grad * 2
+
+    capture(Inside(backward_that(raises)), (torch.randn(6, 4),))
+
+
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 @pytest.mark.parametrize("shape", [(4,), (5, 4)])
 def test_samples_that_are_steps_in_time_are_refused(kind, shape):

@@ -8,13 +8,14 @@ output and of its inputs' gradients, with parameters' gradients that add up. So 
 each operation in it, because what it mixes may meet a factor that is zero now: that of
 a schedule, a counter, or a random mask. Each is also run with other values than the
 layer's, for which what it mixes may be zero: see ``other_values``. A backward that is
-not torch's own is also checked with large and small gradients and many rows. Parameters
-are perturbed because an effect may vanish behind a zero at initialization. Batch norms
-use fixed statistics for the second check, and random numbers are replaced by constants:
-the executor joins the first over ranks and draws the second by sample. Since the
-executor computes with other tensors than the module's own, the module is also run once
-with its own, which get the perturbed values: its code may compare them with one that is
-held elsewhere, and decide by that what it returns, or only what gradients it gives.
+not torch's own is also checked with large and small gradients, with those of a sample
+that are not finite, and with many rows. Parameters are perturbed because an effect may
+vanish behind a zero at initialization. Batch norms use fixed statistics for the second
+check, and random numbers are replaced by constants: the executor joins the first over
+ranks and draws the second by sample. Since the executor computes with other tensors
+than the module's own, the module is also run once with its own, which get the perturbed
+values: its code may compare them with one that is held elsewhere, and decide by that
+what it returns, or only what gradients it gives.
 """
 
 from __future__ import annotations
@@ -98,6 +99,9 @@ rows to hold about ``_MANY_NUMBERS`` numbers."""
 
 _SCALES = (1e4, 1e-4)
 """Scales of gradients, because a backward may treat large or small ones differently."""
+
+_NOT_FINITE = (math.nan, math.inf)
+"""Gradients of a sample for which a backward may drop or limit all of them."""
 
 _NOISES = (1.0, 0.1, 0.0)
 """Sizes of perturbations, relative to the usual; smaller ones where it gives NaN."""
@@ -738,6 +742,7 @@ class _Check:
                     scaled = {node.name: given * scale}
                     whole = self._part(node, values, scaled, _EVERY)
                     found = found or self._rows_of(node, values, scaled, whole)
+                found = found or self._not_finite(node, values, given)
             if found is not None:
                 return found
             equal.note_checked(node, trace, given)
@@ -897,6 +902,23 @@ class _Check:
             largest = sum(largest_of(term) for term in terms)
             if not self._near(grad, added, largest, rounding):
                 return self._mixes(node, values, backward=True)
+        return None
+
+    def _not_finite(
+        self, node: LayerNode, values: dict[str, Tensor], given: Tensor
+    ) -> SpecError | None:
+        """Return where a sample's gradients that are not finite change others'."""
+        for number in _NOT_FINITE if given.is_floating_point() else ():
+            cotangents = {node.name: given.clone()}
+            cotangents[node.name][list(_REST)] = number
+            try:
+                whole = self._part(node, values, cotangents, _EVERY)
+                self._part(node, values, cotangents, _REST)
+            except (Exception, SystemExit):  # noqa: BLE001
+                continue  # code that ends training there does so in one process too
+            found = self._rows_of(node, values, cotangents, whole)
+            if found is not None:
+                return found
         return None
 
     def _wide(
