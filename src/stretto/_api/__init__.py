@@ -7,7 +7,7 @@
 - `burst`: profiles and plans of burst training (for `stretto burst`).
 """
 
-from stretto._api.planning import compare, contributions, plan, simulate
+from stretto._api.planning import compare, contributions, plan, simulate, timed_plan
 from stretto.planners.base import with_prediction
 from stretto.sim.scaling import cluster_at
 
@@ -17,5 +17,6 @@ __all__ = [
     "contributions",
     "plan",
     "simulate",
+    "timed_plan",
     "with_prediction",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from stretto import planners
@@ -41,9 +42,26 @@ def plan(
             ``wire_dtype``.
         Infeasible: no plan meets the limits.
     """
+    return timed_plan(workload, cluster, planner, wire_dtype=wire_dtype, **options)[0]
+
+
+def timed_plan(
+    workload: Workload,
+    cluster: Cluster,
+    planner: str | AbstractPlanner = "joint",
+    *,
+    wire_dtype: str | None = None,
+    **options: Any,
+) -> tuple[Plan, float]:
+    """Return what `plan` returns, and the seconds that its planner took.
+
+    The proof of the bound is not part of them: it may load SciPy and solve a program.
+    """
     made = planners.get(planner, **options)
+    begin_s = perf_counter()
     chosen = planners.plan_with_wire(workload, cluster, made, wire_dtype=wire_dtype)
-    return certified(chosen, workload, cluster, made.scope(cluster))
+    search_s = perf_counter() - begin_s
+    return certified(chosen, workload, cluster, made.scope(cluster)), search_s
 
 
 def simulate(workload: Workload, cluster: Cluster, plan: Plan) -> StepResult:

@@ -8,8 +8,8 @@
   `_cluster_options`; `doctor` has `_machine`; `run` has `_elastic`; `demo`
   and `lab` have `_lab_options`.
 - `_planning`: options and output of the planning commands; `_outputs`: checks of output
-  files; `_programs`: errors of a user's program; `_ranks`: commands that run on every
-  rank; `_values`: types of options.
+  files, and ``-o PLAN``; `_programs`: errors of a user's program; `_ranks`: commands
+  that run on every rank; `_values`: types of options.
 """
 
 from stretto.cli._main import main

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+import click
 
 from stretto.errors import SpecError
-
-if TYPE_CHECKING:
-    import click
 
 _Path = TypeVar("_Path", str, Path)
 
@@ -43,3 +42,13 @@ def why_not_writable(path: Path) -> str | None:
     if not os.access(path if path.exists() else folder, os.W_OK):
         return "permission denied"
     return None
+
+
+plan_output = click.option(
+    "-o",
+    "--output",
+    metavar="PLAN",
+    callback=writable,
+    help="Write the plan to this file.",
+)
+"""The option ``-o PLAN`` of commands that make or show a plan."""

@@ -13,7 +13,7 @@ from stretto.cli import (
     _burst_scale,
     _planning,
 )
-from stretto.cli._outputs import writable
+from stretto.cli._outputs import plan_output, writable
 from stretto.cli._values import Real, Whole
 from stretto.units import format_s
 
@@ -105,13 +105,7 @@ command.add_command(_burst_scale.scale_command)
     metavar="HTML",
     help="With --front and --background: write a page with the plot.",
 )
-@click.option(
-    "-o",
-    "--output",
-    callback=writable,
-    metavar="PLAN",
-    help="Write the plan to this file.",
-)
+@plan_output
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan_command(
     profile_file: str,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import click
@@ -76,9 +75,7 @@ def command(
     plans: dict[str, Plan] = {}
     for name in names:
         with _planning.progress(f"planning {workload.name} with {name}"):
-            begin_s = time.perf_counter()
-            plans[name] = _api.plan(workload, cluster, name)
-            search_s = time.perf_counter() - begin_s
+            plans[name], search_s = _api.timed_plan(workload, cluster, name)
         rows.append(_planning.row_of(plans[name]) | {"search_s": search_s})
         rows[-1]["warnings"] = _planning.warnings_of(plans[name], cluster)
     scaling = _scaling(workload, sizes) if ranks else {}

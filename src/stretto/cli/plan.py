@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import click
 
 from stretto import _api
 from stretto.cli import _planning
-from stretto.cli._outputs import writable
+from stretto.cli._outputs import plan_output
 from stretto.schema import NARROWER, Cluster, Workload
 
 
@@ -22,13 +21,7 @@ from stretto.schema import NARROWER, Cluster, Workload
     show_default=True,
     help="Planner: one of stretto's, or an installed package's.",
 )
-@click.option(
-    "-o",
-    "--output",
-    metavar="PLAN",
-    callback=writable,
-    help="Write the plan to this file.",
-)
+@plan_output
 @click.option(
     "--wire-dtype",
     type=click.Choice(sorted({n for narrower in NARROWER.values() for n in narrower})),
@@ -58,15 +51,9 @@ def command(
         _planning.in_flags(planner),
         _planning.progress(f"planning {workload.name} with {planner}"),
     ):
-        begin_s = time.perf_counter()
-        plan = _api.plan(
-            workload,
-            cluster,
-            planner,
-            wire_dtype=wire_dtype,
-            **chosen,
+        plan, search_s = _api.timed_plan(
+            workload, cluster, planner, wire_dtype=wire_dtype, **chosen
         )
-        search_s = time.perf_counter() - begin_s
     if output is not None:
         plan.save(output)
     row = _planning.row_of(plan) | {"search_s": search_s}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stretto.cli._outputs import writable
+from stretto.cli._outputs import plan_output
 from stretto.cli._values import Whole
 from stretto.errors import SpecError
 from stretto.units import counted, format_s
@@ -82,13 +82,7 @@ def list_command(path: Path | None, as_json: bool) -> None:
 @command.command()
 @click.argument("number", type=_NUMBER)
 @_WHERE
-@click.option(
-    "-o",
-    "--output",
-    metavar="PLAN",
-    callback=writable,
-    help="Write the plan to this file.",
-)
+@plan_output
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(number: int, path: Path | None, output: str | None, as_json: bool) -> None:
     """Show the plan NUMBER of the list.

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from stretto import _api, planners
+from stretto._api import planning
 from stretto.cli._main import group
 from stretto.errors import StrettoError
 from stretto.planners.joint import DIMS
@@ -91,6 +92,24 @@ def test_plan_prints_the_agreed_keys_and_writes_the_plan(files, tmp_path) -> Non
     assert len(plan.buckets) == row["buckets"]
     assert plan.predicted.iteration_s == row["iteration_s"]
     assert row["search_s"] > 0
+
+
+def test_the_time_of_a_search_has_no_proof_of_the_bound(files, monkeypatch) -> None:
+    calls = []
+
+    def clock():
+        calls.append("clock")
+        return 0.5 * len(calls)
+
+    def certified(plan, *_):
+        calls.append("proof")
+        return plan
+
+    monkeypatch.setattr(planning, "perf_counter", clock)
+    monkeypatch.setattr(planning, "certified", certified)
+    rows = json.loads(call("compare", *files, "--json")[1])
+    assert {row["search_s"] for row in rows} == {0.5}
+    assert calls == ["clock", "clock", "proof"] * len(rows)
 
 
 def test_plan_prints_a_table_of_its_buckets(files) -> None:
