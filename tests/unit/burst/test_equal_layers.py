@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from stretto.burst.graph import capture
 from stretto.burst.tracing import proof
+from stretto.burst.tracing.custom_backward import with_own_backward
 from stretto.burst.tracing.equal_layers import kinds_of
 from stretto.errors import SpecError
 
@@ -66,7 +67,7 @@ def infinite():
 def kinds(blocks):
     graph = capture(nn.Sequential(*blocks), (torch.randn(4, 4),), verify=False)
     replaced = frozenset(id(p) for n in graph.nodes for p in n.module.parameters())
-    return graph, kinds_of(graph.nodes, replaced)
+    return graph, kinds_of(graph.nodes, replaced, with_own_backward(graph.nodes))
 
 
 def test_blocks_are_equal_whatever_their_parameters_hold():

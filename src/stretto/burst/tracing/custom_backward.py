@@ -12,6 +12,8 @@ from stretto.burst.tracing.around import around_now
 from stretto.burst.tracing.recorder import apply_function
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from stretto.burst.tracing.layers import LayerNode
 
 _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # noqa: SLF001
@@ -19,15 +21,18 @@ _OPS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)  # noqa: SLF001
 _TORCH_OPS = ("aten::", "prims::", "prim::")
 
 
-def has_own_backward(node: LayerNode) -> bool:
-    """Return whether a layer's backward may do more than derive torch's operations.
+def with_own_backward(nodes: Iterable[LayerNode]) -> frozenset[str]:
+    """Return names of layers whose backward may do more than derive torch's operations.
 
     Derivatives are linear in the gradient that comes in, and mix samples only where
     forward does. An ``autograd.Function``, an operation of another library, a hook or
     a mode may do anything.
     """
-    if around_now():
-        return True
+    in_mode = bool(around_now())
+    return frozenset(n.name for n in nodes if in_mode or _layer_has_own(n))
+
+
+def _layer_has_own(node: LayerNode) -> bool:
     graph = node.module.graph
     assert isinstance(graph, fx.Graph)  # noqa: S101
     for op in graph.nodes:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, fx, nn
 
-from stretto.burst.tracing.custom_backward import has_own_backward
+from stretto.burst.tracing.freezing import ATOMS
 from stretto.burst.tracing.layer_runs import graph_of, has_gradient, largest_of
 
 if TYPE_CHECKING:
@@ -31,19 +31,7 @@ if TYPE_CHECKING:
 
     from stretto.burst.tracing.layers import LayerNode
 
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    type(...),
-)
+_PLAIN = (*ATOMS, torch.layout, torch.memory_format, type(...))
 
 _MAX_BYTES = 1 << 24
 """Of values that are compared."""
@@ -54,7 +42,9 @@ class _Unequal(Exception):
 
 
 def kinds_of(
-    nodes: Iterable[LayerNode], replaced: frozenset[int]
+    nodes: Iterable[LayerNode],
+    replaced: frozenset[int],
+    own_backward: frozenset[str],
 ) -> dict[str, Hashable]:
     """Return what layers compute, by their names; the same for equal layers.
 
@@ -63,9 +53,13 @@ def kinds_of(
     Args:
         nodes: the layers.
         replaced: ids of the parameters for which a check uses other values.
+        own_backward: names of layers from `custom_backward.with_own_backward`, which
+            are equal to none.
     """
     found = {}
     for node in nodes:
+        if node.name in own_backward:
+            continue
         try:
             found[node.name] = _Kind(node, replaced).of_layer()
         except _Unequal:
@@ -76,8 +70,6 @@ def kinds_of(
 @final
 class _Kind:
     def __init__(self, node: LayerNode, replaced: frozenset[int]) -> None:
-        if has_own_backward(node):
-            raise _Unequal
         self._node = node
         self._replaced = replaced
         self._tensors: dict[int, int] = {}

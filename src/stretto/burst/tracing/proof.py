@@ -35,7 +35,7 @@ from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL, code_of, place_of
 from stretto.burst.tracing.around import around_now
 from stretto.burst.tracing.backward_reads import BackwardReads
 from stretto.burst.tracing.caches import keep_attributes
-from stretto.burst.tracing.custom_backward import has_own_backward
+from stretto.burst.tracing.custom_backward import with_own_backward
 from stretto.burst.tracing.equal_layers import EqualLayers, kinds_of
 from stretto.burst.tracing.failing_backward import line_in_backward
 from stretto.burst.tracing.fakes import swapped
@@ -137,9 +137,12 @@ def require_equal(
     mixed: list[SpecError] = []
     missing: list[frozenset[str]] = []
     reads, around = None, around_now()
-    if graph.ambient.grad and any(map(has_own_backward, graph.nodes)):
+    own_backward = with_own_backward(graph.nodes)
+    if graph.ambient.grad and own_backward:
         reads = BackwardReads(module)
-    kinds = kinds_of(graph.nodes, _owned_by(module) - graph.held_elsewhere)
+    replaced = _owned_by(module) - graph.held_elsewhere
+    kinds = kinds_of(graph.nodes, replaced, own_backward)
+    check_with = partial(_checked, graph, module, examples, reads, kinds, own_backward)
     with (
         torch.random.fork_rng(devices=devices),
         keep_attributes(module),
@@ -147,7 +150,7 @@ def require_equal(
         collectives_refused(),
     ):
         for seed in (1, 2):
-            found, check = _checked(graph, module, examples, seed, reads, kinds)
+            found, check = check_with(seed)
             missing.append(check.missing)
             if found is None:
                 break
@@ -201,9 +204,10 @@ def _checked(
     graph: LayerGraph,
     module: nn.Module,
     examples: list[Tensor],
-    seed: int,
     reads: BackwardReads | None,
     kinds: Mapping[str, Hashable],
+    own_backward: frozenset[str],
+    seed: int,
 ) -> tuple[SpecError | None, _Check]:
     """Check with values that the model can compute with, if any.
 
@@ -214,7 +218,7 @@ def _checked(
     blind: _Check | None = None
     for noise, values in itertools.product(_NOISES, VALUES):
         numbers = RandomInputs(seed, noise=noise, values=values)
-        check = _Check(graph, module, examples, numbers, reads, kinds)
+        check = _Check(graph, module, examples, numbers, reads, kinds, own_backward)
         try:
             with graph.caches_restored():
                 found = check.run()
@@ -278,11 +282,13 @@ class _Check:
         numbers: RandomInputs,
         reads: BackwardReads | None,
         kinds: Mapping[str, Hashable] | None = None,
+        own_backward: frozenset[str] = frozenset(),
     ) -> None:
         self._graph, self._module = graph, module
         self._reads = reads
         # Parameters that are as in the program may be zeros.
         self._kinds = kinds if kinds and numbers.perturbs else {}
+        self._own_backward = own_backward
         self._examples = examples
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
         """The module's own tensors by the id of those with perturbed values."""
@@ -736,7 +742,7 @@ class _Check:
             found = found or self._wide(node, values, full[0])
             found = found or self._rows_of(node, values, cotangents, full)
             given = cotangents.get(node.name)
-            if found is None and given is not None and has_own_backward(node):
+            if found is None and given is not None and node.name in self._own_backward:
                 found = self._wide_backward(node, values, cotangents, full)
                 for scale in () if self._is_coarse else _SCALES:
                     scaled = {node.name: given * scale}
