@@ -46,6 +46,12 @@ CORNERS: dict[str, tuple[list[int], list[float], list[str] | None]] = {
 }
 """Sizes in bytes, ready times in seconds, and types of a workload's gradients."""
 
+MANY_TENSORS = 40
+"""Gradients of the workloads whose times are scaled, over 20 to 200 ms of backward."""
+
+EXPONENTS = (-10, -1, 2, 10)
+"""Of 2: factors of all times, with which products and quotients are exact."""
+
 
 def planner_checks(
     make: Callable[[], AbstractPlanner],
@@ -70,8 +76,10 @@ def planner_checks(
     checks["one rank sends nothing"] = partial(_sends_nothing_alone, make)
     checks["a type without an average is refused"] = partial(_refuses_integers, make)
     checks |= {
-        f"times {factor:g} times as long": partial(_scales, make, scaled, factor)
-        for factor in (0.5, 4.0)
+        f"times multiplied by 2**{exponent}": partial(
+            _scales, make, scaled, 2.0**exponent, max_tensors or MANY_TENSORS
+        )
+        for exponent in EXPONENTS
     }
     checks["a plan survives its file"] = partial(_survives_file, make)
     return [Check(name, run) for name, run in checks.items()]
@@ -151,8 +159,20 @@ def _scales(
     make: Callable[[], AbstractPlanner],
     slower: Callable[[float], AbstractPlanner],
     factor: float,
+    tensors: int,
 ) -> None:
-    workload, cluster = random_instance(5, tensors=5)
+    for seed in SEEDS[:3]:
+        _scales_with(seed, make(), slower(factor), factor, tensors)
+
+
+def _scales_with(
+    seed: int,
+    planner: AbstractPlanner,
+    slower: AbstractPlanner,
+    factor: float,
+    tensors: int,
+) -> None:
+    workload, cluster = random_instance(seed, tensors=tensors)
     slow_workload = replace(
         workload,
         forward_s=workload.forward_s * factor,
@@ -170,14 +190,23 @@ def _scales(
             stream_bytes_per_s=cap / factor if cap else None,
         ),
     )
-    plan = make().plan(workload, cluster)
-    scaled = slower(factor).plan(slow_workload, slow_cluster)
+    plan = planner.plan(workload, cluster)
+    scaled = slower.plan(slow_workload, slow_cluster)
+    assert scaled.buckets == plan.buckets, (
+        f"buckets end after {_ends(scaled)} where all times are multiplied by "
+        f"{factor:g}, otherwise after {_ends(plan)}: compare times with times of the "
+        "workload or the cluster, not with a number of seconds"
+    )
     assert plan.predicted is not None
     assert scaled.predicted is not None
     expected_s = plan.predicted.iteration_s * factor
     assert math.isclose(scaled.predicted.iteration_s, expected_s, rel_tol=1e-6), (
         f"{scaled.predicted.iteration_s:g} s, expected {expected_s:g} s"
     )
+
+
+def _ends(plan: Plan) -> list[str]:
+    return [bucket.tensors[-1] for bucket in plan.buckets]
 
 
 def _survives_file(make: Callable[[], AbstractPlanner]) -> None:

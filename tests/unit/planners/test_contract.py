@@ -104,6 +104,39 @@ def test_the_suite_finds_a_planner_that_changes_its_mind(monkeypatch) -> None:
     assert any(str(check).startswith("random instance") for check in failed)
 
 
+class CutsByTime(AbstractPlanner):
+    """Begins a bucket when as many seconds have passed."""
+
+    name = "by-time"
+
+    def __init__(self, seconds) -> None:
+        self._seconds = seconds
+
+    def plan(self, workload, cluster):
+        last, number = None, len(workload.tensors)
+        ends = [number]
+        starts = planners.dtype_starts(workload)
+        for i, tensor in enumerate(workload.tensors):
+            part = int(tensor.ready_s / self._seconds), starts[i]
+            if last not in (None, part):
+                ends.append(i)
+            last = part
+        draft = Draft.in_turn(sorted(set(ends)))
+        return finish(draft, self.name, workload, cluster)
+
+
+@pytest.mark.parametrize("seconds", [1e-4, 1e-3, 0.005, 0.03, 0.2, 1.0, 10.0])
+def test_the_suite_finds_a_planner_that_cuts_at_absolute_times(seconds) -> None:
+    checks = planner_checks(partial(CutsByTime, seconds))
+    failed = {str(check) for check in checks if not passes(check)}
+    assert failed
+    assert all(name.startswith("times ") for name in failed), failed
+    scaled = planner_checks(
+        partial(CutsByTime, seconds), slower=lambda f: CutsByTime(seconds * f)
+    )
+    assert all(map(passes, scaled))
+
+
 def passes(check) -> bool:
     try:
         check()
