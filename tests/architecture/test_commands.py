@@ -46,6 +46,14 @@ def test_the_list_of_commands_names_all():
         assert text.split(",")[0][:40] in " ".join(output.split())
 
 
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_a_list_of_commands_shows_whole_sentences(name):
+    output = CliRunner().invoke(group, [name, "--help"]).output
+    listed = output.partition("\nCommands:\n")[2]
+    cut = [line for line in listed.splitlines() if line.endswith("...")]
+    assert not cut, "shorten the first sentence of the command's docstring"
+
+
 def test_the_short_option_for_help_works_below_the_group_too():
     # In a process of its own: click keeps the help option that a command had when it
     # was first called, which in other tests may have been without the group.

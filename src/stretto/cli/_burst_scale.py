@@ -72,11 +72,11 @@ def scale_command(
     page: str | None,
     as_json: bool,
 ) -> None:
-    """Compare weak, strong, batch-optimal and burst scaling of PROFILE.
+    """Compare weak, strong, batch-optimal and burst scaling.
 
     A speed-up is relative to one GPU with --batch, in time until the target is reached.
-    A method has no figure where the profile lacks the samples of a GPU, or the curve
-    lacks the batch.
+    A method has no figure where PROFILE lacks the samples of a GPU, or the curve lacks
+    the batch.
     """
     from stretto._api import burst
     from stretto.schema import Cluster

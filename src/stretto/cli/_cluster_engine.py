@@ -145,7 +145,10 @@ def start_command(
     folders: Folders,
     is_json: bool,
 ) -> None:
-    """Start a cluster on this machine or on Ray; it keeps running when you log out."""
+    """Start a cluster on this machine or on Ray.
+
+    It keeps running when you log out.
+    """
     registry.get(policy)
     for kind_of_file, path in ((Cluster, network), (Collocation, collocation)):
         if path is not None:

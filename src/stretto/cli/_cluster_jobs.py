@@ -189,7 +189,10 @@ def logs_command(
     folders: Folders,
     is_json: bool,
 ) -> None:
-    """Print what a rank of a job wrote; with --json one object per line."""
+    """Print what a rank of a job wrote.
+
+    With --json it prints one object per line.
+    """
     found = engine_local.ask(folders, {"do": "show", "job": job})
     job, number = found["job"], attempt or found["attempt"]
     all_logs = local_path(found["logs"]).parent
@@ -299,7 +302,10 @@ def drain_command(host: str, undo: bool, folders: Folders, is_json: bool) -> Non
 def events_command(
     since: int, job: str | None, follow: bool, folders: Folders, is_json: bool
 ) -> None:
-    """Print what has happened; with --json one object per line."""
+    """Print what has happened.
+
+    With --json it prints one object per line.
+    """
     while True:
         message = {"do": "events", "since": since, "job": job}
         rows = engine_local.ask(folders, message)["events"]

@@ -121,12 +121,12 @@ def plan_command(
     output: str | None,
     as_json: bool,
 ) -> None:
-    """Choose the number of GPUs of each layer of PROFILE for the shortest step.
+    """Choose the number of GPUs of each layer for the shortest step.
 
-    A layer that gains little from more GPUs gets few, and the others are free in
-    the meantime; --amp-limit limits the GPU time that a faster layer may cost. With a
-    cluster of up to 64 ranks the step is simulated, including synchronization during
-    backward and waiting. Otherwise it is the sum of the published model.
+    A layer of PROFILE that gains little from more GPUs gets few, and the others are
+    free in the meantime; --amp-limit limits the GPU time that a faster layer may cost.
+    With a cluster of up to 64 ranks the step is simulated, including synchronization
+    during backward and waiting. Otherwise it is the sum of the published model.
 
     With --background it shows the step beside a background job on each rank and the
     background's rate; with --front too, the front of both over amplification limits.

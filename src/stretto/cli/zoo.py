@@ -72,10 +72,10 @@ def show(
     backward_s: float | None,
     device: str | None,
 ) -> None:
-    """Write model NAME as a workload, with its layers' times by roofline.
+    """Write model NAME as a workload.
 
-    The times are scaled to --forward-s and --backward-s if given, otherwise to a
-    published time of the model if there is one.
+    Its layers' times are those of a roofline. They are scaled to --forward-s and
+    --backward-s if given, otherwise to a published time of the model if there is one.
     """
     if (forward_s is None) != (backward_s is None):
         raise click.UsageError("give both of --forward-s and --backward-s, or neither")
