@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,15 @@ def test_converting_twice_changes_nothing_more(path, target):
     assert not again.changes
     assert again.diff() == ""
     assert "converted already" in again.listed()
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)
+def test_a_script_gets_only_the_functions_that_it_calls(path):
+    once = convert_bytes(path.read_bytes(), name=path.name, choices=Choices())
+    before = path.read_text()
+    for name in re.findall(r"\b(?:def|class) ([A-Za-z]\w*|_[a-z]\w*)", once.after):
+        if not re.search(rf"\b(def|class) {name}\b", before):
+            assert len(re.findall(rf"\b{name}\b", once.after)) > 1, name
 
 
 def test_lines_that_need_no_change_keep_comments_and_form():

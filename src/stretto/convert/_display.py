@@ -121,8 +121,6 @@ class Display:
     def __init__(self, work: Work) -> None:
         self._work, self._tree = work, work.tree
         self.saves = False
-        self._nothing = work.expression("OnRank0()")
-        self._others = work.expression("RANK > 0")
 
     def guard_files(self) -> None:
         """Make only rank 0 execute calls that write files."""
@@ -217,18 +215,22 @@ class Display:
             )
             return
         if self._evaluates(call, set()):
-            self._work.change(call.func, self._or_nothing)
+            self._call_on_rank0(call)
         else:
             self._work.on_rank_0(self._tree.statement(small))
         self._work.done(call, f"only rank 0 calls {what}")
 
-    def _or_nothing(self, func: cst.BaseExpression) -> cst.BaseExpression:
-        """Return a function on rank 0, and on others one that does nothing.
+    def _call_on_rank0(self, call: cst.Call) -> None:
+        """Call a function on rank 0, and on others one that does nothing.
 
-        All ranks compute it and its arguments.
+        All ranks compute the function and its arguments.
         """
-        both = cst.Tuple([cst.Element(func), cst.Element(self._nothing)])
-        return cst.Subscript(both, [cst.SubscriptElement(cst.Index(self._others))])
+        nothing = cst.Element(self._work.expression("OnRank0()"))
+        others = cst.SubscriptElement(cst.Index(self._work.expression("RANK > 0")))
+        self._work.change(
+            call.func,
+            lambda new: cst.Subscript(cst.Tuple([cst.Element(new), nothing]), [others]),
+        )
 
     def _evaluates(self, node: cst.CSTNode, seen: set[int]) -> bool:
         """Return whether code goes through batches, which all ranks must do."""
@@ -275,7 +277,7 @@ class Display:
             elif last in WRITERS:
                 self._writer(call)
             elif self._shows(call):
-                self._work.change(call.func, self._or_nothing)
+                self._call_on_rank0(call)
                 self._work.done(call, f"only rank 0 calls {last}")
             elif full == "input":
                 self._work.undecided(call, "every rank waits for input here")
