@@ -181,6 +181,7 @@ def _lease() -> None:
         BackgroundError: the device has a background already.
     """
     if os.environ.get("STRETTO_BACKGROUND"):
+        # Most scripts are no backgrounds.
         from stretto.background.script_leases import lease_script
 
         lease_script()
@@ -190,6 +191,7 @@ def _expect_foreground() -> None:
     """Warn where a foreground's script trains with nothing that marks its steps."""
     if not os.environ.get("STRETTO_FOREGROUND"):
         return
+    # Most scripts are no foregrounds.
     from stretto.background.named_device import warn_of_no_foreground
 
     steps = itertools.count(1)
@@ -205,6 +207,7 @@ def _expect_foreground() -> None:
 def _report_steps() -> None:
     """Count steps for the supervisor that started this process, if there is one."""
     if os.environ.get("STRETTO_STEP_COUNTS"):
+        # Most scripts are not started by a cluster.
         from stretto.background.step_reports import report_steps
 
         report_steps()

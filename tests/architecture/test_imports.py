@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -93,3 +94,38 @@ def test_help_is_printed_without_torch():
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "stretto.cli._main" in imported
     assert "torch" not in imported
+
+
+def imports_in_functions(file):
+    """Every import in a function: its line, the module, and whether a reason is near.
+
+    The reason is a comment on the line, or above the first of the imports there.
+    """
+    text = file.read_text()
+    lines = ["", *text.splitlines()]
+    nodes = ast.walk(ast.parse(text))
+    functions = [n for n in nodes if isinstance(n, ast.FunctionDef)]
+    for node in {n for each in functions for n in ast.walk(each)}:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [a.name for a in node.names]
+            module = names[0] if isinstance(node, ast.Import) else node.module
+            first = node.lineno
+            while lines[first - 1].lstrip().startswith(("import ", "from ")):
+                first -= 1
+            has_reason = "#" in lines[node.lineno] or "#" in lines[first - 1]
+            yield node.lineno, module, has_reason
+
+
+def test_imports_in_functions_follow_the_rule():
+    """ARCHITECTURE.md, under Layers, says which ones need no comment."""
+    source = ROOT / "src" / "stretto"
+    found = []
+    for file in source.rglob("*.py"):
+        if file.is_relative_to(source / "cli"):
+            continue
+        for line, module, has_reason in imports_in_functions(file):
+            top = module.partition(".")[0]
+            is_ours = top in {"stretto", "torch", *sys.stdlib_module_names}
+            if is_ours and not has_reason:
+                found.append(f"{file.relative_to(ROOT)}:{line}: {module}")
+    assert not found, "import at the top of the file, or add the reason as a comment"

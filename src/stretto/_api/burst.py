@@ -172,6 +172,7 @@ def profile(
     module: nn.Module, example_inputs: tuple[Any, ...], **options: Any
 ) -> LayerProfile:
     """Return the layer profile of a module, see `stretto.burst.profile`."""
+    # Imported here: planning burst jobs does not load torch.
     from stretto.burst.profiling.layer_profile import profile as measured
 
     return measured(module, example_inputs, **options)

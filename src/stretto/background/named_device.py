@@ -26,12 +26,14 @@ def open_named() -> None:
     """
     global _is_opened
     if os.environ.get(step_counts.VARIABLE):
+        # Loads torch, which has been loaded by a program that trains.
         from stretto.background.step_reports import report_steps
 
         report_steps()
     if _is_opened or not os.environ.get(VARIABLE):
         return
     _is_opened = True
+    # Most programs name no device.
     from stretto.background.foreground import Foreground, is_opened
 
     device = device_name(os.environ[VARIABLE])
@@ -45,9 +47,12 @@ def open_named() -> None:
 
 def warn_of_no_foreground() -> None:
     """Log a line in a process that trains, but marks nothing on the named device."""
+    if not os.environ.get(VARIABLE) or _is_opened:
+        return
+    # Most programs name no device.
     from stretto.background.foreground import has_opened
 
-    if not os.environ.get(VARIABLE) or _is_opened or has_opened():
+    if has_opened():
         return
     _log.warning(
         "this process has trained without what marks its steps and waits (stretto's "

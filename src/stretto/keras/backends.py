@@ -40,6 +40,7 @@ def reducer(
     """Return the function that reduces a list of gradients, where None stays None."""
     name = backend_name()
     if name == "tensorflow":
+        # Only this backend is certainly there.
         from stretto.horovod.tensorflow.gradients import reduce_gradients
 
         return functools.partial(
@@ -49,6 +50,7 @@ def reducer(
 
 
 def _in_jax(gradients: Sequence[Any], op: ReduceOp) -> list[Any]:
+    # Only this backend is certainly there.
     from stretto.jax import allreduce_gradients
 
     # None is a tree without leaves.
@@ -56,6 +58,7 @@ def _in_jax(gradients: Sequence[Any], op: ReduceOp) -> list[Any]:
 
 
 def _in_torch(gradients: Sequence[Any], op: ReduceOp) -> list[Any]:
+    # Only this backend is certainly there.
     from stretto.horovod.torch.allreduce import reduced_in_sequence
 
     results = list(gradients)

@@ -26,8 +26,10 @@ def init() -> None:
     """
     name = backend_name()
     if name == "tensorflow":
+        # Only this backend is certainly there.
         from stretto.horovod.tensorflow.host_calls import init as join
     elif name == "jax":
+        # The same.
         from stretto.jax import init as join
     else:
         join = world.init
@@ -40,6 +42,7 @@ def shutdown() -> None:
     At the end of a process it is called by itself.
     """
     if backend_name() == "jax":
+        # Only this backend is certainly there.
         from stretto.jax import shutdown as leave
     else:
         leave = world.shutdown

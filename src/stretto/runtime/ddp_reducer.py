@@ -191,6 +191,7 @@ class ReplaceableReducerDDP(RankedDDP):
         planned.may_overlap = False
         if self._ranks.size == 1:
             return
+        # Most programs do not overlap with forward.
         from stretto.runtime.forward.overlap import ForwardOverlap
 
         table = [(row.name, p) for row, p in self._table(self.module)]
@@ -215,6 +216,7 @@ class ReplaceableReducerDDP(RankedDDP):
     def _why_backward(self, table: Sequence[tuple[str, nn.Parameter]]) -> str | None:
         if self._changes_ranks:
             return "its ranks may change (stretto.Elastic), at the end of whole steps"
+        # Most programs do not overlap with forward.
         from stretto.runtime.forward.fallback import why_backward
 
         return why_backward(self, table)
@@ -232,6 +234,7 @@ class ReplaceableReducerDDP(RankedDDP):
         Returns:
             Why communication can't overlap with forward; then nothing is watched.
         """
+        # Most programs do not overlap with forward.
         from stretto.runtime.forward.overlap import is_poisoned
         from stretto.runtime.forward.reads import ReadWatch
 

@@ -52,7 +52,8 @@ def _is_part_of_mesh(mesh: Any) -> bool:
 
 def _dtensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
     if "torch.distributed.tensor" not in sys.modules:
-        return  # importing it takes long, and DTensors exist only if it was
+        return
+    # Importing it takes long, and DTensors exist only if it was imported.
     from torch.distributed.tensor import DTensor
 
     for name, parameter in module.named_parameters():
@@ -100,6 +101,7 @@ def take_local_shards(
                 name,
             )
             break
+    # Takes long to import, and only models with DTensors need it.
     from torch.distributed.tensor.parallel.ddp import (
         _localize_dtensor,
     )

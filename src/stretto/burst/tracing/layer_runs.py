@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from stretto.burst.tracing.layers import INPUT
 from stretto.burst.tracing.one_row import PlainRows, normalized
 from stretto.burst.tracing.torch_modules import BatchNorm, InstanceNorm
 from stretto.burst.tracing.trial import ConstantDraws
@@ -96,8 +97,6 @@ def run_layer(node: LayerNode, inputs: list[Tensor]) -> Tensor:
 
 def leaf_of(tensor: Tensor, name: str) -> Tensor:
     """Return an input of a layer, which needs a gradient if it may."""
-    from stretto.burst.tracing.layers import INPUT
-
     found = tensor.detach()
     return found.requires_grad_(name != INPUT and has_gradient(tensor))
 

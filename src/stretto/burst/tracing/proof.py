@@ -57,6 +57,7 @@ from stretto.burst.tracing.layer_runs import (
     twin_of,
     without_hooks,
 )
+from stretto.burst.tracing.layers import INPUT
 from stretto.burst.tracing.other_values import other_values
 from stretto.burst.tracing.own_rows import OtherRows
 from stretto.burst.tracing.proven import Proven
@@ -616,8 +617,6 @@ class _Check:
         self, packed: Tensor
     ) -> tuple[dict[str, Tensor], dict[int, Tensor], dict[str, Tensor]]:
         """Return layers' outputs, gradients by parameter and of layers' outputs."""
-        from stretto.burst.tracing.layers import INPUT
-
         values = {INPUT: packed}
         runs: dict[str, tuple[list[Tensor], Tensor, dict[int, Twins]]] = {}
         for node in self._graph.nodes:

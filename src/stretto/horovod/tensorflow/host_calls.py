@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
+import torch
 
 from stretto.errors import SpecError
 from stretto.horovod import world
@@ -131,8 +132,6 @@ def init(*args: Any, **kwargs: Any) -> None:
     is_first = not world.is_initialized()
     world.init(*args, **kwargs)
     if is_first:
-        import torch
-
         torch.set_num_threads(1)  # torch only copies here, beside TensorFlow's threads
     if _traced_alone and world.size() > 1:
         world.shutdown()

@@ -51,6 +51,7 @@ def _pace_forever(rate_bytes_per_s: int) -> None:
 
 def _run_shadowed_sitecustomize() -> None:
     """Run the ``sitecustomize`` that this file hides, if any."""
+    # Every Python process of a lab runs this file, so it imports little at the top.
     import importlib.machinery
     import importlib.util
     import sys

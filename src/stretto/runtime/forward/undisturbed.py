@@ -7,6 +7,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,9 +61,6 @@ def undisturbed() -> Iterator[None]:
 def _switched_off() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if has_modes():
-            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-            from torch.utils._python_dispatch import _disable_current_modes
-
             stack.enter_context(_disable_current_modes())
             stack.enter_context(torch.inference_mode(mode=False))
             for device in ("cpu", "cuda"):

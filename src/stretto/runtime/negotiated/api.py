@@ -5,12 +5,11 @@ from __future__ import annotations
 import abc
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
+
+import torch
 
 from stretto.errors import CommTimeout, SpecError, StrettoError
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +99,6 @@ class Handle:
         if self._error is not None:
             raise self._error
         if self._events:
-            import torch
-
             stream = torch.cuda.current_stream(self._events[0].device)
             for event in self._events:
                 stream.wait_event(event)
