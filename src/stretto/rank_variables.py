@@ -83,7 +83,7 @@ def launched_place(
 
 
 def whole_number(environment: Mapping[str, str], name: str) -> int | None:
-    """Return a variable's number, or ``None`` if it is not set or empty.
+    """Return a variable's whole number, or ``None`` if it is not set or empty.
 
     Raises:
         SpecError: it is not a whole number.

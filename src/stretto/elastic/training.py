@@ -510,12 +510,8 @@ class Elastic:
         if self._group is None:
             return
         # Others may leave out a generation that this rank enters, and never answer.
-        if self._is_following or not self._only_grows(view):
+        if self._is_following or not view.keeps(self._view):
             self._group.end(view.generation - 1)
-
-    def _only_grows(self, view: View) -> bool:
-        """Return whether all present ranks are in a view, so that a step can end."""
-        return self._view is not None and set(self._view.ids) <= set(view.ids)
 
     def _look(self) -> None:
         """Follow a new membership, if there is one, between two steps."""
@@ -529,7 +525,7 @@ class Elastic:
         if view.generation <= group.generation:
             return
         # A view that came while this rank followed one has ended the latter.
-        leaves = group.has_ended or not self._only_grows(view) or self._leaves_now()
+        leaves = group.has_ended or not view.keeps(self._view) or self._leaves_now()
         if not leaves:
             return
         self._follow()

@@ -51,6 +51,13 @@ class View:
         """The keepers of the members, in the order of their first ranks."""
         return tuple(dict.fromkeys(member.keeper for member in self.members))
 
+    def keeps(self, earlier: View | None) -> bool:
+        """Return whether all members of an earlier view are in this one.
+
+        Then what they have begun together can end. ``None``: there is no earlier view.
+        """
+        return earlier is not None and set(earlier.ids) <= set(self.ids)
+
     def rank(self, member: int) -> int | None:
         """Return a member's rank, or ``None`` if it is not in this view."""
         return self.ids.index(member) if member in self.ids else None

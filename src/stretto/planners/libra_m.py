@@ -69,7 +69,7 @@ class LibraMPlanner(AbstractPlanner):
         )
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
-        """Return the best levels for the fusion."""
+        """Return the fusion with the best level of resource for each bucket."""
         given = Draft.of(self._fusion().plan(workload, cluster))
         if cluster.contention is None:
             return finish(given, self.name, workload, cluster)

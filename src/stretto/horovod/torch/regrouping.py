@@ -197,12 +197,8 @@ class JobRanks:
     def _on_view(self, view: View) -> None:
         """End what waits in earlier generations; another thread calls this."""
         # Others may leave out a generation that this rank enters, and never answer.
-        if self._is_following or not self._only_grows(view):
+        if self._is_following or not view.keeps(self._view):
             self._group.end(view.generation - 1)
-
-    def _only_grows(self, view: View) -> bool:
-        """Return whether all present ranks are in a view, so that they can continue."""
-        return self._view is not None and set(self._view.ids) <= set(view.ids)
 
     def _follow(
         self,
