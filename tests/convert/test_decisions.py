@@ -7,7 +7,7 @@ import re
 import pytest
 
 from stretto.convert import Target
-from support.conversions import convert, open_notes
+from support.conversions import STEP, convert, open_notes
 
 HEAD = """\
 import random
@@ -96,7 +96,8 @@ def test_other_decisions_are_not_listed(source: str) -> None:
     assert decisions(source) == []
 
 
-EVALUATION = """\
+EVALUATION = (
+    """\
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from other import evaluate
@@ -108,10 +109,9 @@ val = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4, shuffle=True)
 for epoch in range(9):
     model.train()
     for (x,) in loader:
-        loss = model(x).mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
+"""
+    + STEP
+    + """\
     {evaluation}
     out = []
     {context}
@@ -120,6 +120,7 @@ for epoch in range(9):
     if sum(out) > 3:
         break
 """
+)
 
 
 @pytest.mark.parametrize(
@@ -161,16 +162,16 @@ def test_buffers_are_sent_through_horovod():
     assert "dist." not in converted
 
 
-IN_A_SHARE = """\
+IN_A_SHARE = (
+    """\
 def scores(of, x):
     {first}
     return of(x)
 for epoch in range(2):
     for (x,) in loader:
-        loss = model(x).mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
+"""
+    + STEP
+    + """\
     total = 0
     with torch.no_grad():
         for (x,) in val:
@@ -178,6 +179,7 @@ for epoch in range(2):
             total += scores(model, x).sum().item()
     print(total)
 """
+)
 
 
 @pytest.mark.parametrize(
@@ -261,14 +263,14 @@ def test_a_model_of_layers_made_elsewhere_may_have_buffers():
     assert "buffers_of_rank0(model).eval()" in convert(source).after
 
 
-EPOCHS_WITH_NEXT = """\
+EPOCHS_WITH_NEXT = (
+    """\
 def train_epoch():
     model.train()
     for (x,) in loader:
-        loss = model(x).mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
+"""
+    + STEP
+    + """\
 held = iter(val)
 for epoch in range(2):
     first = next(held)
@@ -281,6 +283,7 @@ for epoch in range(2):
     if sum(out) > 3:
         break
 """
+)
 
 
 def test_a_loop_that_calls_a_function_that_trains_is_not_over_shares():

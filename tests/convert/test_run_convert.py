@@ -12,6 +12,7 @@ import pytest
 
 from stretto.convert import Choices, convert_source
 from stretto.convert._memory import compiled
+from support.conversions import STEP
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(700)]
 
@@ -76,7 +77,8 @@ def test_a_plain_script_trains_on_two_ranks_and_errors_name_its_lines(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["train.py"]
 
 
-EVALUATED = """\
+EVALUATED = (
+    """\
 import random
 import numpy as np
 import torch
@@ -97,10 +99,9 @@ def accuracy():
 for epoch in range(2):
     model.train()
     for (x,) in loader:
-        loss = model(x).mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
+"""
+    + STEP
+    + """\
     model.eval()
     outputs = []
     with torch.no_grad():
@@ -121,6 +122,7 @@ for epoch in range(2):
     torch.save([accuracy()], "accuracy.pt")
     keep([*outputs, random.random(), np.random.rand()], torch.initial_seed())
 """
+)
 
 KEEP = """\
 import os
