@@ -3,8 +3,8 @@
 ``make test`` sets ``STRETTO_TEST_TURN`` to a number made of the commit. Then tests
 marked ``repeat`` do not run. Of those marked ``turns(n)``, in a file of `TAKE_TURNS` or
 a folder of `FOLDERS_TURNS`, every n-th of a file runs; the number decides which, so
-that some n commits run all of them. Without the variable, and with ``STRETTO_TEST_ALL=1 make
-test``, all tests run.
+that some n commits run all of them. Without the variable, and with
+``STRETTO_TEST_ALL=1 make test``, all tests run.
 """
 
 from __future__ import annotations
