@@ -729,6 +729,112 @@ def dropout_modules() -> nn.Module:
     )
 
 
+class FoldedDropout(nn.Module):
+    """A dropout where samples are not alone in the first dimension."""
+
+    def __init__(self, there: Any, back: Any, drop: Any = None) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 6), nn.Linear(6, 3)
+        self.there, self.back = there, back
+        self.drop = nn.Dropout(0.4) if drop is None else drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.there(torch.tanh(self.one(x))))
+        return self.two(self.back(h + 1, x))
+
+
+def _folded(h: Tensor) -> Tensor:
+    return h.reshape(-1, h.shape[2])
+
+
+def _unfolded(h: Tensor, x: Tensor) -> Tensor:
+    return h.view(*x.shape[:2], -1)
+
+
+@right(sequence, draws=True)
+def dropout_of_folded_rows() -> nn.Module:
+    return FoldedDropout(_folded, _unfolded)
+
+
+@right(sequence, draws=True)
+def dropout_in_place_of_folded_rows() -> nn.Module:
+    return FoldedDropout(
+        _folded, _unfolded, lambda h: functional.dropout(h, 0.4, True, True)
+    )
+
+
+@right(sequence, draws=True)
+def dropout_of_time_before_samples() -> nn.Module:
+    return FoldedDropout(
+        lambda h: h.transpose(0, 1),
+        lambda h, _x: h.transpose(0, 1),
+        nn.AlphaDropout(0.4),
+    )
+
+
+class FoldedHeads(nn.Module):
+    """Attention with heads beside samples, and a dropout of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.drop = (
+            nn.Linear(8, 24),
+            nn.Linear(8, 3),
+            nn.Dropout(0.3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t = x.shape[:2]
+        rows = (
+            part.view(b, t, 2, 4).transpose(1, 2).reshape(b * 2, t, 4)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        q, k, v = rows
+        weights = self.drop(torch.softmax(torch.bmm(q, k.transpose(1, 2)), -1))
+        h = torch.bmm(weights, v).view(b, 2, t, 4).transpose(1, 2)
+        return self.out(h.reshape(b, t, 8))
+
+
+@right(sequence, draws=True)
+def dropout_of_folded_heads() -> nn.Module:
+    return FoldedHeads()
+
+
+class Frames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.drop, self.out = (
+            nn.Conv2d(3, 4, 3),
+            nn.Dropout2d(0.5),
+            nn.Linear(4, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(torch.tanh(self.conv(x.flatten(0, 1)))).mean((2, 3))
+        return self.out(h.view(*x.shape[:2], -1))
+
+
+@right(vectors(3, 3, 6, 6), draws=True)
+def dropout_of_channels_of_frames() -> nn.Module:
+    return Frames()
+
+
+@refused(sequence, "not its outer part")
+def dropout_of_samples_inside_a_fold() -> nn.Module:
+    return FoldedDropout(
+        lambda h: h.transpose(0, 1).reshape(-1, 6),
+        lambda h, x: h.view(x.shape[1], x.shape[0], 6).transpose(0, 1),
+    )
+
+
+@refused(sequence, "whose values do not show it")
+def dropout_of_ones_inside_a_fold() -> nn.Module:
+    return FoldedDropout(
+        lambda h: torch.ones_like(h).transpose(0, 1).reshape(-1, 6),
+        lambda h, x: h.view(x.shape[1], x.shape[0], 6).transpose(0, 1),
+    )
+
+
 @right(image, prepare=lambda m: m[0].eval())
 def frozen_statistics() -> nn.Module:
     return nn.Sequential(
@@ -2458,7 +2564,7 @@ def dropout_module_of_a_weight_in_a_hooked_block() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), _with_hook(DropsWeight(3, nn.Dropout(0.5))))
 
 
-@refused(flat, "the first dimension must be the batch")
+@right(flat, draws=True)
 def dropout_of_turned_rows() -> nn.Module:
     return Between(lambda h: functional.dropout(h.t(), 0.5).t())
 

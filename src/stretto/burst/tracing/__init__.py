@@ -68,6 +68,7 @@ Layers:
 - `layers`: `LayerGraph` and `LayerNode` (for `burst.graph`, and what runs layers).
 - `proof`: compute the layers: they equal the model and keep rows apart (for
   `burst.graph`).
+- `dropout_rows`: a row for each sample before a dropout (for `build` and `proof`).
 - `equal_layers`: layers that compute the same, of which some are checked (for
   `proof`).
 - `layer_runs`: run layers alone (for `proof`, `equal_layers` and `other_values`).

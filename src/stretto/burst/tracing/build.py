@@ -13,11 +13,13 @@ from torch.utils import _pytree as pytree
 
 from stretto.burst.tracing.comparing import BATCHES, Count
 from stretto.burst.tracing.copied_norms import plain_norm
+from stretto.burst.tracing.dropout_rows import as_before, by_sample, fold_of
 from stretto.burst.tracing.inner_calls import mixing
 from stretto.burst.tracing.names import Name, free_name
 from stretto.burst.tracing.own_rows import own_rows
 from stretto.burst.tracing.recorder import require_rows
 from stretto.burst.tracing.records import SOURCE, Fixed, Record, Recording, Ref
+from stretto.burst.tracing.torch_modules import Dropout
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -122,12 +124,10 @@ class Build:
         dropout = self._dropout(one, args, kwargs)
         mixes = None if one.norms else mixing(one.inner, two.inner, BATCHES)
         if dropout is not None:
-            for batch, recorded in zip(BATCHES, (one, two), strict=True):
-                for tensor in recorded.tensors.values():
-                    require_rows(tensor, batch, one.place)
-            name = free_name(f"dropout_{self._number}", self._module)
-            self._targets[name] = dropout
-            node = self.graph.call_module(name, (self._value(args[0]),))
+            name, module = dropout
+            self._targets[name] = module
+            given = args[0] if args else kwargs["input"]
+            node = self._dropped(one, two, self._value(given), name, module)
         else:
             target = one.target
             if one.kind == "call_module":
@@ -145,12 +145,13 @@ class Build:
             node = self.graph.create_node(
                 one.kind, target, self._value(args), self._value(kwargs)
             )
+        is_function = dropout is not None and one.kind == "call_function"
         node.meta |= {
             "place": one.place,
             "context": one.context,
-            "draws": one.draws and dropout is None,
-            "writes": None if dropout is not None else one.writes,
-            "aliases": one.aliases,
+            "draws": one.draws and not is_function,
+            "writes": None if is_function else one.writes,
+            "aliases": one.aliases or node.target is as_before,
             "norms": tuple(n for n in one.norms if n not in self._tables),
             "keeps_state": one.keeps_state or self._updates_table(one),
             "borrowed": one.borrowed,
@@ -217,8 +218,43 @@ class Build:
         norms = [self.held(name) for name in one.norms if name in self._tables]
         return any(norm.training and norm.track_running_stats for norm in norms)
 
-    def _dropout(self, one: Record, args: Any, kwargs: Any) -> nn.Module | None:
-        """Return a dropout function as a module, so that masks follow samples."""
+    def _dropped(
+        self, one: Record, two: Record, given: Any, name: str, module: nn.Module
+    ) -> fx.Node:
+        """Return the node of a dropout, whose masks are drawn for each sample.
+
+        See Note [Rows for a dropout] in `dropout_rows`.
+        """
+        shapes = one.tensors[()], two.tensors[()]
+        in_place = one.kind == "call_module" and one.writes is not None
+        fold = None if in_place else fold_of(*shapes, module)
+        if fold is None:
+            for batch, tensor in zip(BATCHES, shapes, strict=True):
+                require_rows(tensor, batch, one.place)
+            return self.graph.call_module(Name(name), (given,))
+        named: dict[str, Any] = {}
+        if fold.drops_channels:
+            named["drops_channels"] = True
+        where = fold.side, fold.each
+        rows = self.graph.call_function(by_sample, (given, *where), named)
+        kept = self.graph.call_module(Name(name), (rows,))
+        for node in (rows, kept):
+            node.meta |= {"place": one.place, "context": one.context, "draws": False}
+            node.meta |= {"writes": None, "aliases": node is rows, "norms": ()}
+            node.meta |= {"keeps_state": False, "borrowed": (), "mixes": None}
+            both = [by_sample(x, *where, **named) for x in shapes]
+            self.shapes[node] = both[0], both[1]
+        back = {**named, "is_contiguous": shapes[0].is_contiguous()}
+        return self.graph.call_function(as_before, (kept, *where), back)
+
+    def _dropout(
+        self, one: Record, args: Any, kwargs: Any
+    ) -> tuple[str, nn.Module] | None:
+        """Return an active dropout as a module, so that masks follow samples."""
+        if one.kind == "call_module":
+            held = self._module.get_submodule(one.target)
+            if isinstance(held, Dropout) and held.training and held.p:
+                return one.target, held
         kind = _DROPOUTS.get(one.target)
         if kind is None or one.kind != "call_function":
             return None
@@ -228,7 +264,7 @@ class Build:
         if not given.get("train", given["training"]) or not given["p"]:
             return None
         made: nn.Module = kind(given["p"])
-        return made.train()
+        return free_name(f"dropout_{self._number}", self._module), made.train()
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, fx.Node):

@@ -36,6 +36,7 @@ from stretto.burst.tracing.around import around_now
 from stretto.burst.tracing.backward_reads import BackwardReads
 from stretto.burst.tracing.caches import keep_attributes
 from stretto.burst.tracing.custom_backward import with_own_backward
+from stretto.burst.tracing.dropout_rows import by_sample, not_outside
 from stretto.burst.tracing.equal_layers import EqualLayers, kinds_of
 from stretto.burst.tracing.failing_backward import line_in_backward
 from stretto.burst.tracing.fakes import swapped
@@ -775,6 +776,8 @@ class _Check:
         op = op or self._first_mixing_others(node, values, full, some)
         if op is None:
             return None
+        if op.target is by_sample:
+            return not_outside(source_line_of(op))
         return _mixing(f"{source_line_of(op)}: {op.name!r}", way=_way_of(op))
 
     def _first_mixing_others(
@@ -828,6 +831,8 @@ class _Check:
             value = some[op]
             if not isinstance(want, Tensor) or not isinstance(value, Tensor):
                 continue
+            if op.target is by_sample and self._may_be_inside(op, full, some, index):
+                return op
             is_input_exact = exact.issuperset(op.all_input_nodes)
             for way in _rows_in(want, side, each, index):
                 if torch.equal(value, way):
@@ -840,6 +845,22 @@ class _Check:
                 if is_input_exact or has_gradient(want):
                     return op
         return None
+
+    def _may_be_inside(
+        self,
+        op: fx.Node,
+        full: dict[fx.Node, Any],
+        some: dict[fx.Node, Any],
+        index: Tensor,
+    ) -> bool:
+        """Return whether samples may be in several places of what a dropout gets."""
+        given, side, each, *_ = op.args
+        assert isinstance(given, fx.Node)  # noqa: S101
+        assert isinstance(side, int)  # noqa: S101
+        assert isinstance(each, int)  # noqa: S101
+        want, value = full[given], some[given]
+        ways = _rows_in(want, side, each, index)
+        return sum(self._near(value, way, largest_of(want)) for way in ways) > 1
 
     def _rows_of(
         self,

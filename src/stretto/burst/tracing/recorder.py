@@ -156,6 +156,8 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         self._seed = _SEED
         self._last_draw = ""
         self._in_dropout = 0
+        self._own_run: nn.Module | None = None
+        """The module that runs as one operation."""
         self._norms: list[str] = []
         self._keeps_state = False
         self._given: set[int] = set()
@@ -663,7 +665,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             self._norms.append(self._modules.get(id(module), ""))
         if not isinstance(module, Dropout):
             return call(module, *args, **kwargs)
-        if module.training and module.p:
+        if module.training and module.p and module is not self._own_run:
             given = next(iter((*args, *kwargs.values())), None)
             require_rows(given, self._batch, source_line())
         self._in_dropout += 1
@@ -704,7 +706,11 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             buffers = _buffers(module)
             versions = [_version(b) for _, b, _ in buffers]
             before = set(self._memory_written)
-            result = self.module(call, module, more, named)
+            self._own_run = module
+            try:
+                result = self.module(call, module, more, named)
+            finally:
+                self._own_run = None
             for (name, buffer, owner), version in zip(buffers, versions, strict=True):
                 new = storage_of(buffer) in self._memory_written - before
                 if _version(buffer) != version or new:
@@ -1080,7 +1086,8 @@ def require_rows(given: Any, batch: int, place: str) -> None:
     raise SpecError(
         f"{place}: drops from a tensor of shape {tuple(given.shape)} where the batch "
         f"has {batch} samples: masks are drawn for each sample, so the first dimension "
-        "must be the batch. Put the dropout where it is, or drop no parameters"
+        "must be the batch. Drop from such a tensor, and not from parameters; outside "
+        "of torch's own modules, and not in place, another dimension may be the batch"
     )
 
 
