@@ -54,8 +54,7 @@ What can't be split over samples or ranks:
 - `own_rows`: computed indexes into the batch, checked at each step (for `build` and
   `proof`).
 - `tables`: batch norms whose values do not come from the samples.
-- `custom_backward`: layers whose backward is not torch's own (for `proof` and
-  `equal_layers`).
+- `custom_backward`: layers whose backward is not torch's own (for `proof`).
 - `backward_reads`: what such backwards read and change (for `proof`).
 - `proven`: what a check by computing depends on (for `classify` and `proof`).
 - `overlap`: tensors that share memory (for `grouping` too).
