@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -18,6 +19,7 @@ from stretto.convert import (
     Kind,
     Target,
     convert_bytes,
+    script_of_notebook,
 )
 from stretto.errors import SpecError, StrettoError
 from support.conversions import convert, open_notes, refused
@@ -575,6 +577,56 @@ def test_a_notebook_keeps_all_but_the_changed_cells():
     assert "3 lines of magics are kept" in conversion.listed()
     assert "cell 5, line 2: `model` wrapped" in conversion.listed()
     assert conversion.after.endswith("}\n")
+
+
+def test_a_notebook_may_define_functions_before_it_imports():
+    book = json.loads(notebook())
+    first = {"cell_type": "code", "metadata": {}, "outputs": [], "source": []}
+    first["source"] = ["def twice(x):\n", "    return 2 * x\n"]
+    book["cells"].insert(0, first)
+    data = json.dumps(book).encode()
+    conversion = convert_bytes(data, name="n.ipynb", choices=Choices())
+    assert json.loads(conversion.after)["cells"][0] == first
+    first["source"] = ["torch = __import__('torch')\n", "torch.manual_seed(0)\n"]
+    with pytest.raises(SpecError, match="code runs before the first import"):
+        convert_bytes(json.dumps(book).encode(), name="n.ipynb", choices=Choices())
+
+
+def test_only_the_start_of_a_statement_in_a_notebook_can_be_a_magic():
+    """A second line that begins with ``%`` is an operator, or text of a string."""
+    book = json.loads(notebook())
+    code = """\
+print('epoch %d, "lr'
+      % (3), r"\\(", 'it\\'s (')
+rest = (7
+% 4
+)
+text = '''
+!not a shell
+really?
+'''
+rest = rest \\
+% 4
+"""
+    magics = """\
+!pip install \\
+  --quiet nothing
+?print
+if rest:
+    # isn't (
+    !echo \\
+  more
+"""
+    book["cells"][2]["source"] = code + magics
+    conversion = convert_bytes(
+        json.dumps(book).encode(), name="n.ipynb", choices=Choices()
+    )
+    after = json.loads(conversion.after)["cells"][2]["source"]
+    assert after.startswith("print0('epoch %d")
+    assert after.removeprefix("print0") == (code + magics).removeprefix("print")
+    run = script_of_notebook(conversion.after, name="n.ipynb")
+    assert code.removeprefix("print") in run
+    ast.parse(run)
 
 
 def test_an_error_in_a_notebook_names_its_cell():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -19,7 +19,8 @@ from stretto.convert._script import convert_source, converted
 from stretto.errors import SpecError
 
 _MAGIC = "# %%stretto magic "
-_LINE_MAGIC = re.compile(r"^(\s*)([%!].*|[\w.]+\?{1,2})$")
+_LINE_MAGIC = re.compile(r"^(\s*)([%!?].*|[\w.]+\?{1,2})$")
+_COMMENT_QUOTES_OR_BRACKET = re.compile(r"#|\"\"\"|'''|[\"'()\[\]{}]")
 _CELL_WITH_PYTHON = ("%%time", "%%timeit", "%%capture", "%%prun")
 
 
@@ -104,6 +105,45 @@ def _source(cell: dict[str, Any]) -> str:
     return source if isinstance(source, str) else "".join(source)
 
 
+@dataclass
+class _Statement:
+    """What a statement has open at the end of the lines read so far."""
+
+    brackets: int = 0
+    quotes: str = ""
+    backslash: bool = False
+
+    @property
+    def goes_on(self) -> bool:
+        return bool(self.brackets > 0 or self.quotes or self.backslash)
+
+    def read(self, line: str) -> None:
+        """Read one more line."""
+        at = 0
+        while True:
+            if self.quotes:
+                text = re.compile(rf"(?:\\.|(?!{self.quotes})[^\\])*").match(line, at)
+                at = text.end() if text else at
+                if not line.startswith(self.quotes, at):
+                    self.backslash = line.endswith("\\")
+                    if len(self.quotes) == 1 and not self.backslash:
+                        self.quotes = ""
+                    return
+                at += len(self.quotes)
+                self.quotes = ""
+            found = _COMMENT_QUOTES_OR_BRACKET.search(line, at)
+            if found is None or found[0] == "#":
+                self.backslash = found is None and line.endswith("\\")
+                return
+            at = found.end()
+            if found[0] in "([{":
+                self.brackets += 1
+            elif found[0] in ")]}":
+                self.brackets -= 1
+            else:
+                self.quotes = found[0]
+
+
 def _joined(notebook: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
     """Return the script, and each cell's first line and number from 1."""
     lines: list[str] = []
@@ -116,17 +156,23 @@ def _joined(notebook: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         source = _source(cell).split("\n")
         first = source[0].strip()
         foreign = first.startswith("%%") and not first.startswith(_CELL_WITH_PYTHON)
+        statement, in_magic = _Statement(), False
         for line in source:
-            match = _LINE_MAGIC.match(line)
-            if foreign:
+            # A line that continues a statement may begin with `%`, as an operator.
+            match = None if statement.goes_on else _LINE_MAGIC.match(line)
+            if foreign or in_magic:
+                in_magic = line.endswith("\\")
                 lines.append(f"{_MAGIC}{line}")
-            elif match and match[1]:
+                continue
+            in_magic = match is not None and line.endswith("\\")
+            if match is None:
+                statement.read(line)
+                lines.append(line)
+            elif match[1]:
                 # In its own block it must remain a statement.
                 lines.append(f"{match[1]}pass  {_MAGIC}{match[2]}")
-            elif match:
-                lines.append(f"{_MAGIC}{line}")
             else:
-                lines.append(line)
+                lines.append(f"{_MAGIC}{line}")
     return "\n".join(lines) + "\n", starts
 
 

@@ -96,7 +96,11 @@ def _runs_after(
 
 def _insert(work: Work, head: cst.CSTNode | None, nodes: list[cst.CSTNode]) -> None:
     if head is None:
-        raise work.job.refuse(work.tree.module, "the script imports nothing")
+        raise work.job.refuse(
+            work.tree.module,
+            "code runs before the first import, and what joins the ranks has to follow "
+            "imports. Move an import to the top",
+        )
     work.nodes_after(head, nodes)
 
 
@@ -168,6 +172,8 @@ def _last_import(work: Work) -> cst.CSTNode | None:
             True for _ in found(line.body, (cst.Import, cst.ImportFrom))
         ):
             last = line
+        elif last is None and isinstance(line, cst.FunctionDef) and not line.decorators:
+            continue
         elif not isinstance(line, cst.If | cst.Try) or is_main_guard(line):
             break
     return last
