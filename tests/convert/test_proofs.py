@@ -495,6 +495,13 @@ NEITHER = [
     "h, _ = nn.LSTM(3, 4, batch_first=True)(x)\nloss = h.pow(2).mean()",
     "loss = foreign(out, y)",
     "loss = crit(out, y) + 0.1 * foreign(out)",
+    "each = (out - y)[:, 0]\nloss = (each * each.roll(1)).mean()",
+    "each = (out - y)[:, 0]\nloss = each.unfold(0, 2, 2).prod(1).mean()",
+    "loss = out.renorm(2, 1, 1.0).mean()",
+    "loss = torch.fft.fft(out, dim=0).abs().mean()",
+    "loss = torch.fft.fft2(out).abs().mean()",
+    "each = (out - y).pow(2).view(-1)\nloss = sum(sorted(each)[-2:])",
+    "each = (out - y).pow(2).view(-1)\nloss = torch.stack(list(each)[1:]).mean()",
 ]
 
 
@@ -507,10 +514,43 @@ def test_a_loss_that_is_no_mean_is_listed(loss):
 
 
 @pytest.mark.parametrize(
+    "loss",
+    [
+        "loss = F.cross_entropy(out, y, reduction='none').topk(2)[0].mean()",
+        "each = nn.NLLLoss(reduction='none')(out, y)\nloss = each.sort()[0][:2].mean()",
+        "loss = F.l1_loss(out.view(-1), y, reduction='none').topk(2)[0].mean()",
+        "loss = (y.topk(2)[0] * out[:, 0]).mean()",
+    ],
+)
+def test_the_largest_of_labels_of_unknown_dimensions_are_listed(loss):
+    source = script(loss).replace("(data, ", "(Labeled(), ")
+    assert len(doubts(source)) == 1
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "loss = F.cross_entropy(out, y, reduction='none').mean()",
+        "loss = (F.cross_entropy(out, y, reduction='none') * y).sum() / len(x)",
+        "loss = F.mse_loss(out, y, reduction='none').mean(-1).mean()",
+        "loss = crit(out.topk(1)[0], y)",
+    ],
+)
+def test_means_of_labels_of_unknown_dimensions_are_not_listed(loss):
+    source = script(loss).replace("(data, ", "(Labeled(), ")
+    assert open_notes(convert(source)) == []
+
+
+@pytest.mark.parametrize(
     "draw",
     [
         "torch.randn(len(x), 3, generator=torch.Generator().manual_seed(0))",
         "torch.tensor(np.random.normal(0, 1, (x.shape[0], 3)))",
+        "torch.tensor(np.random.rand(len(x), 3))",
+        "torch.tensor(np.random.default_rng(0).normal(size=x.shape))",
+        "torch.tensor(np.random.RandomState(0).randn(*x.shape))",
+        "torch.empty_like(x).normal_(generator=torch.Generator().manual_seed(0))",
+        "x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))]",
     ],
 )
 def test_numbers_that_all_ranks_draw_alike_for_samples_are_listed(draw):

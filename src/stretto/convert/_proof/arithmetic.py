@@ -264,7 +264,7 @@ def rows_with_rows(op: str, a: Rows, b: Rows, node: cst.CSTNode) -> Value:
     return Rows(
         axis=axis,
         ndim=ndim,
-        least=max(a.least, b.least),
+        least=max(r.least if r.ndim is None else r.ndim for r in (a, b)),
         degree=degree,
         even=a.even and b.even,
         shifted=shifted,
@@ -274,7 +274,7 @@ def rows_with_rows(op: str, a: Rows, b: Rows, node: cst.CSTNode) -> Value:
         sorted=a.sorted,
         layer=a.layer if a.layer is not None else b.layer,
         rank=a.rank if a.layer is not None else b.rank,
-        thin=ndim is None and (a.thin or b.thin),
+        thin=ndim is None and any(r.thin or r.ndim == 1 for r in (a, b)),
         kind=a.kind if a.kind == b.kind else "",
     )
 

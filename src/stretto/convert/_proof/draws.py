@@ -35,25 +35,33 @@ def numpy_drawn(given: Given) -> Value:
         size = values[-1]
     if isinstance(size, Ref):
         return Fixed()
-    sizes = list(size.items) if isinstance(size, Seq) else [size]
-    if given.in_step and any(isinstance(s, Count | Shape) for s in sizes):
-        given.repeated.add(given.node)
-        return Rows()
     name = (
         given.node.func.attr.value if isinstance(given.node.func, cst.Attribute) else ""
     )
     asked = (
         given.args if name in ("rand", "randn") else (size,) if size is not None else ()
     )
+    sizes = list(size.items) if isinstance(size, Seq) else [size]
+    if given.in_step and any(isinstance(s, Count | Shape) for s in (*asked, *sizes)):
+        given.repeated.add(given.node)
+        return Rows()
     return Fixed(
         shape=made_shape(asked) if asked and isinstance(size, Seq | Fixed) else None
     )
+
+
+def note_generator(given: Given) -> None:
+    """Note that a generator draws the same numbers on each rank for its samples."""
+    generator = given.options.get("generator")
+    if given.in_step and generator is not None and generator != NONE:
+        given.repeated.add(given.node)
 
 
 def drawn(last: str, full: str, given: Given) -> Value:
     """Return random numbers: each rank draws its own once training has begun."""
     if full.startswith("numpy."):
         return numpy_drawn(given)
+    note_generator(given)
     if last == "randperm":
         return Rows(ndim=1, kind="order") if given.in_step else Fixed()
     if last in ("bernoulli", "multinomial", "poisson", "normal") and (
@@ -77,8 +85,6 @@ def drawn(last: str, full: str, given: Given) -> Value:
         sizes = list(sizes[2:])
     if len(sizes) == 1 and isinstance(sizes[0], Seq):
         sizes = list(sizes[0].items)
-    generator = given.options.get("generator")
-    repeated = generator is not None and generator != NONE
     first = sizes[0] if sizes else None
     if isinstance(first, Shape):
         out: Value = replace(first.of, raw=False, whole=False, kind="", opaque=None)
@@ -89,6 +95,6 @@ def drawn(last: str, full: str, given: Given) -> Value:
     else:
         counts = [i for i, s in enumerate(sizes) if isinstance(s, Count)]
         out = Rows(axis=counts[0] if counts else 0, ndim=len(sizes))
-    if repeated and isinstance(out, Rows):
-        given.repeated.add(given.node)
+    if not isinstance(out, Rows):
+        given.repeated.discard(given.node)
     return out

@@ -168,3 +168,12 @@ TRUSTED = (
     "adapters",
 )
 """Packages whose models return the mean loss."""
+
+
+GENERATORS = frozenset(
+    [
+        *("numpy.random.default_rng", "numpy.random.Generator"),
+        *("numpy.random.RandomState", "random.Random"),
+    ]
+)
+"""Objects that draw random numbers, the same ones on each rank."""

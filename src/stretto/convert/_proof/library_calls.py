@@ -33,7 +33,7 @@ from stretto.convert._proof.builtin_calls import builtin_call
 from stretto.convert._proof.containers import new_dict, new_list
 from stretto.convert._proof.counts import followed
 from stretto.convert._proof.draws import numpy_drawn
-from stretto.convert._proof.known_names import BUILTINS, SAME
+from stretto.convert._proof.known_names import BUILTINS, GENERATORS, SAME
 from stretto.convert._proof.library_modules import module_call
 from stretto.convert._proof.tensor_functions import tensor_function
 
@@ -142,6 +142,8 @@ def _library_call(run: Run, full: str, given: Given, frame: Frame) -> Value:
     combines = full.startswith("itertools.") and last in _COMBINING
     if combines and any(is_of_batch(v) or has_count(v) for v in given.all):
         return Bad(Why.ACROSS, node)
+    if full in GENERATORS:
+        return Made(full, node, given.args)
     if full.startswith(("random.", "numpy.random.")):
         rows = first_rows(given.all)
         return rows if rows is not None else numpy_drawn(given)

@@ -168,7 +168,8 @@ def _layer_call(made: Made, last: str, rows: Rows, given: Given) -> Value:
         return Bad(Why.ACROSS, node)
     if last == "Linear":
         size = known_ints(made.option("out_features", 1))
-        return replace(out, thin=False, single=size == [1])
+        least = max(out.least, 2) if out.axis == 0 else out.least
+        return replace(out, thin=False, single=size == [1], least=least)
     if last == "LayerNorm" and out.ndim is not None and out.axis == out.ndim - 1:
         return Bad(Why.ACROSS, node)
     if last in ("CosineSimilarity", "PairwiseDistance"):

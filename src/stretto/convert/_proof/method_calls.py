@@ -36,8 +36,14 @@ from stretto.convert._proof.batch_values import (
 from stretto.convert._proof.builtin_calls import number_in
 from stretto.convert._proof.containers import container_method
 from stretto.convert._proof.counts import followed
+from stretto.convert._proof.draws import numpy_drawn
 from stretto.convert._proof.given_arguments import as_call
-from stretto.convert._proof.known_names import PASSING, TENSOR_NAMES, TRUSTED
+from stretto.convert._proof.known_names import (
+    GENERATORS,
+    PASSING,
+    TENSOR_NAMES,
+    TRUSTED,
+)
 from stretto.convert._proof.loaders import batch_of, is_loader
 from stretto.convert._proof.objects import object_method
 from stretto.convert._proof.own_gradients import has_own_gradient
@@ -186,6 +192,9 @@ def _made_method(run: Run, on: Made, name: str, given: Given, frame: Frame) -> V
             if name == "parameters"
             else Iter(Seq((Fixed(), Fixed(grad=True))))
         )
+    if on.name in GENERATORS:
+        rows = first_rows(given.all)
+        return rows if rows is not None else numpy_drawn(given)
     if name in PASSING:
         return next((v for v in given.all if is_of_batch(v)), Fixed())
     own = first_rows([on])

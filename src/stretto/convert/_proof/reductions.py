@@ -47,6 +47,10 @@ _DEFAULT_DIMS = {
 }
 
 
+_OVER_ALL = frozenset(["roll", "take_along_dim", "take"])
+"""Functions along a dimension that without one see a tensor as a row of elements."""
+
+
 _DIM_PLACES = {
     "gumbel_softmax": 5,
     "normalize": 2,
@@ -135,10 +139,12 @@ def along_dim(name: str, on: Rows, given: Given) -> Value:
     place = _DIM_PLACES.get(name, 0) + 1
     dim = given.get("dim", place) or given.get("dims", place) or given.get("axis")
     dims = known_ints(dim)
+    pair = name in ("sort", "topk", "kthvalue")
+    if dims is None and dim is None and name in _OVER_ALL:
+        return Bad(Why.ACROSS, node)
     if dims is None:
         default = _DEFAULT_DIMS.get(name)
         dims = [default] if default is not None and dim is None else []
-    pair = name in ("sort", "topk", "kthvalue")
     if any(is_sample_dim(d, on) for d in dims):
         bad = Bad(Why.ACROSS, node)
         order = replace(on, kind="order", raw=False, whole=False, sorted=True)
@@ -147,7 +153,8 @@ def along_dim(name: str, on: Rows, given: Given) -> Value:
         if name == "sort":
             return Seq((replace(on, sorted=True) if on.raw else bad, order))
         return Seq((bad, bad)) if pair else bad
-    if any(may_be_sample_dim(d, on) for d in dims):
+    only = dim is None and pair and on.axis == 0 and on.ndim is None and on.least < 2
+    if only or any(may_be_sample_dim(d, on) for d in dims):
         bad = Bad(Why.UNREAD, node)
         return Seq((bad, bad)) if pair else bad
     if name not in ("flip", "roll", "cumsum"):

@@ -98,6 +98,8 @@ def _subscript_of(run: Run, on: Value, node: cst.Subscript, frame: Frame) -> Val
     if isinstance(on, Iter):
         if part is not None and has_count(part):
             return _places(on, on.item)
+        if part is not None and on.samples and not part.is_whole:
+            return replace(on, item=Bad(Why.PLACED, node))
         if part is None and on.samples and isinstance(first, Fixed):
             return Bad(Why.PLACED, node)
         return on if part is not None else on.item

@@ -153,12 +153,9 @@ def loss(
     if not isinstance(together, Rows):
         return together
     if how == "none":
-        ndim = together.ndim
-        if name in _REMOVING and ndim is not None:
-            ndim = 1 if ndim == 2 else ndim - 1
-        return replace(
-            together, ndim=ndim, raw=False, whole=False, opaque=None, kind=""
-        )
+        if name in _REMOVING:
+            together = _without_classes(together, rows[1:])
+        return replace(together, raw=False, whole=False, opaque=None, kind="")
     if how == "sum":
         return Linear(1)
     if not together.even:
@@ -166,6 +163,17 @@ def loss(
     if how == "batchmean" and together.axis not in (0, None):
         return Bad(Why.NONLINEAR, node)
     return Linear(0)
+
+
+def _without_classes(on: Rows, targets: list[Rows]) -> Rows:
+    """Return a tensor without its dimension of classes."""
+    if on.ndim is not None:
+        return replace(on, ndim=max(on.ndim - 1, 1))
+    if any(t.ndim == 1 for t in targets):
+        return replace(on, ndim=1)
+    least = max(1, on.least - 1, *(t.least for t in targets))
+    known = any(t.ndim is not None for t in targets)
+    return replace(on, least=least, thin=least < 2 and not known and on.axis == 0)
 
 
 def functional_loss(name: str, given: Given) -> Value:

@@ -30,6 +30,7 @@ from stretto.convert._proof.dimensions import (
     size_of,
     without_dims,
 )
+from stretto.convert._proof.draws import note_generator
 from stretto.convert._proof.fixed_tensors import (
     EVEN_METHODS,
     RANK_CHANGING,
@@ -75,6 +76,14 @@ _ARITHMETIC = {
 }
 
 
+_DRAWING = frozenset(
+    [
+        *("uniform_", "normal_", "random_", "bernoulli_", "exponential_", "cauchy_"),
+        *("geometric_", "log_normal_", "bernoulli", "multinomial"),
+    ]
+)
+
+
 def tensor_method(name: str, given: Given) -> Value | None:
     """Return the value of a method of a tensor, the first argument."""
     if not given.args:
@@ -82,6 +91,8 @@ def tensor_method(name: str, given: Given) -> Value | None:
     on = given.args[0]
     node = given.node
     _show_rank(name, on, given)
+    if name in _DRAWING and (is_of_batch(on) or getattr(on, "counted", False)):
+        note_generator(given)
     if isinstance(on, Alt):
         return joined(
             [
@@ -258,6 +269,17 @@ _EVEN = frozenset(
 """Functions of equal elements that return one of them, however many there are."""
 
 
+def _transformed(name: str, given: Given) -> list[int]:
+    """Return the dimensions of a Fourier transform, or of its shift."""
+    shift = name.endswith("shift")
+    dims = known_ints(given.options.get("dim", given.get("", 1 if shift else 2)))
+    if dims is not None:
+        return dims
+    if shift or name.endswith("n"):
+        return [0]
+    return [-2, -1] if name.endswith("2") else [-1]
+
+
 def _counted_method(name: str, on: Fixed, given: Given) -> Value:
     """Return the value of a method of a constant with as many elements as samples."""
     rest = list(given.args[1:])
@@ -350,6 +372,12 @@ def _rows_method(name: str, on: Rows, given: Given) -> Value | None:
         pads = given.get("pad", 1)
         count = len(pads.items) // 2 if isinstance(pads, Seq) else 0
         if None not in (on.axis, on.ndim) and (on.axis or 0) >= (on.ndim or 0) - count:
+            return Bad(Why.ACROSS, node)
+    if "fft" in name and any(is_sample_dim(d, on) for d in _transformed(name, given)):
+        return Bad(Why.ACROSS, node)
+    if name in ("unfold", "renorm") and not given.options:
+        dims = known_ints(given.get("", 1 if name == "unfold" else 2))
+        if dims and is_sample_dim(dims[0], on) is (name == "unfold"):
             return Bad(Why.ACROSS, node)
     if name.startswith(("tril", "triu")):
         ahead = None if on.ndim is None or on.axis is None else on.ndim - on.axis
