@@ -579,6 +579,30 @@ def test_a_notebook_keeps_all_but_the_changed_cells():
     assert conversion.after.endswith("}\n")
 
 
+def test_a_step_that_another_function_returns_is_refused_with_its_name():
+    source = """\
+import torch
+from torch.utils.data import DataLoader
+
+
+def make_step(model, opt):
+    def train_step(x):
+        loss = model(x).mean()
+        loss.backward()
+        opt.step()
+
+    return train_step
+
+
+model = torch.nn.Linear(2, 1)
+step = make_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for x in DataLoader(torch.ones(8, 2), batch_size=4):
+    step(x)
+"""
+    with pytest.raises(SpecError, match="nothing in this file calls `train_step` by"):
+        convert(source)
+
+
 def test_a_notebook_may_define_functions_before_it_imports():
     book = json.loads(notebook())
     first = {"cell_type": "code", "metadata": {}, "outputs": [], "source": []}

@@ -85,6 +85,7 @@ class BatchLoops:
         for call in self._backwards:
             around = self._batch_loops(call, set())
             if not around:
+                self._check_called(call)
                 inner = next((x for x in self._tree.loops(call)), None)
                 over = (
                     f" (line {self._tree.shown_line(inner)} iterates over "
@@ -102,6 +103,19 @@ class BatchLoops:
             for loop in around:
                 loops.setdefault(id(loop.node), loop)
         return list(loops.values())
+
+    def _check_called(self, call: cst.Call) -> None:
+        """Refuse a function that only code under another name may call."""
+        function = self._tree.function(call)
+        if function is None or self._flow.calls_of(function) or self._tree.loops(call):
+            return
+        name = function.name.value
+        raise self._refuse(
+            call,
+            f"backward() is called in `{name}`, and nothing in this file calls "
+            f"`{name}` by its name, so the loop that runs it is unknown. Call it by "
+            "its name in the loop over batches, or move backward() into that loop",
+        )
 
     def _batch_loops(self, node: cst.CSTNode, seen: set[int]) -> list[Loop]:
         for loop in self._tree.loops(node):
