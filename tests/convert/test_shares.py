@@ -106,6 +106,20 @@ def test_the_length_of_the_data_divides_and_is_not_a_count_of_the_rank(added, ho
     assert open_notes(conversion) == []
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "print((((x - y[:, None]) ** 2).sum() / (x - x.mean()).pow(2).sum()).item())",
+        "kept = (y > 0).sum()\nprint(((model(x).argmax(1) == y).sum() / kept).item())",
+        "print((x.sum() / torch.sum(x > 0)).item())",
+    ],
+)
+def test_a_share_of_a_number_that_differs_by_rank_is_listed(line):
+    asked = open_notes(with_line(line))
+    assert len(asked) == 1
+    assert "is a mean or a sum" in asked[0]
+
+
 def test_the_root_of_a_mean_is_listed():
     asked = open_notes(with_line("print(loss.sqrt().item())"))
     assert len(asked) == 1

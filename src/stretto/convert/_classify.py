@@ -216,7 +216,8 @@ class Classifier:
             return Amount.SUM if Amount.SUM in both else Amount.MEAN
         if isinstance(node.operator, cst.Divide):
             if left is Amount.SUM and right is Amount.SUM:
-                return Amount.MEAN
+                adds = self._adds_up(node.right, within, depth)
+                return Amount.UNKNOWN if adds else Amount.MEAN
             return left if right is Amount.SAME else Amount.UNKNOWN
         if isinstance(node.operator, cst.Add | cst.Subtract):
             if both == {Amount.SUM, Amount.SAME}:
@@ -224,6 +225,25 @@ class Classifier:
             rest = both - {Amount.SAME}
             return rest.pop() if len(rest) == 1 else Amount.UNKNOWN
         return Amount.UNKNOWN
+
+    def _adds_up(
+        self, node: cst.BaseExpression, within: cst.CSTNode, depth: int
+    ) -> bool:
+        """Return whether a divisor adds up values, so that ranks have other shares."""
+        if any(
+            self._tree.called(call) == "torch.sum"
+            or self._tree.method_called(call, "sum", "count_nonzero") is not None
+            for call in found(node, cst.Call)
+        ):
+            return True
+        path = dotted(node)
+        return depth > 0 and any(
+            self._adds_up(origin.value, within, depth - 1)
+            for origin in (
+                self._flow.assigned(path, self._tree.function(node)) if path else ()
+            )
+            if self._tree.within(origin.statement, within)
+        )
 
     def _of_call(self, node: cst.Call, within: cst.CSTNode, depth: int) -> Amount:
         full = self._tree.called(node)
