@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -90,6 +91,29 @@ def test_lanes_of_tried_plans_are_released_and_open_again(ranks: Any) -> None:
         ):
             assert many > one
             assert released <= one
+
+
+def rank_forks_and_drops(rank: int, size: int) -> tuple[list[int], list[int]]:
+    """Train, fork, and drop the model in the child, as a worker may."""
+    theirs, model = TorchDDP(net()), DistributedDataParallel(net())
+    wrong, ends = [], []
+    for step, lanes in enumerate((1, 2, 1, 2)):
+        model.apply_plan(model.deferred_plan(lanes, planner="test"))
+        expected, got = gradients(theirs, rank, step), gradients(model, rank, step)
+        if not all(map(torch.equal, got, expected)):
+            wrong.append(step)
+        child = os.fork()
+        if child == 0:
+            del model
+            gc.collect()
+            os._exit(5)
+        ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    return wrong, ends
+
+
+def test_a_forked_process_may_drop_its_parent_s_model(ranks: Any) -> None:
+    """Gloo's end without its threads was a segmentation fault."""
+    assert ranks(rank_forks_and_drops, 2, timeout_s=60) == [([], [5] * 4)] * 2
 
 
 _FAKE = """

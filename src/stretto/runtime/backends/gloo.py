@@ -30,10 +30,12 @@ cores).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import resource as process_limits
 import time
+import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any, final
 
@@ -183,6 +185,22 @@ class GlooBackend(AbstractBackend):
         del device
 
 
+# Note [Lanes in a forked process]
+# A forked process has Gloo's backends without their threads: ending them would wait for
+# these forever, or crash. PyTorch keeps its process groups until the process ends, but
+# a lane ends with its model, for instance in a worker that drops its parent's model or
+# collects garbage. So a forked process never ends them.
+_backends: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _keep_forever() -> None:
+    for backend in list(_backends):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+
+
+os.register_at_fork(after_in_child=_keep_forever)
+
+
 @final
 class GlooLanes(AbstractLanes):
     """Opens Gloo backends and ends their connections."""
@@ -201,6 +219,7 @@ class GlooLanes(AbstractLanes):
         self._lanes: dict[tuple[int, int], Any] = {}
         self._sockets: set[Socket] = set()
         self._made: Counter[tuple[int, int]] = Counter()
+        self._process = os.getpid()
         self._end_requests = end_requests or (lambda: None)
         """Ends requests that wait in the lanes' store."""
 
@@ -236,9 +255,11 @@ class GlooLanes(AbstractLanes):
             options._devices = [  # noqa: SLF001
                 _gloo_device(number + i) for i in range(connections)
             ]
-            return gloo(
+            made = gloo(
                 self._store_for(name), self._ranks.rank, self._ranks.size, options
             )
+            _backends.add(made)
+            return made
 
         try:
             return self._connect(number, name, connect)
@@ -348,9 +369,11 @@ class GlooLanes(AbstractLanes):
     def abort(self) -> None:
         """Shut down the lanes' sockets.
 
-        Gloo has no such call (its ``abort`` does nothing).
+        Gloo has no such call (its ``abort`` does nothing). A forked process shares the
+        sockets, and leaves them alone.
         """
-        shut(self._sockets)
+        if os.getpid() == self._process:
+            shut(self._sockets)
 
     def retain(self, lanes: Container[int]) -> None:
         """Release the backends of other lanes; each ends with its last user."""
