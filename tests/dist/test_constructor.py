@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import stretto
@@ -146,3 +148,114 @@ def test_the_signature_has_ddp_s_arguments_in_ddp_s_order() -> None:
     rows = [(p.name, p.kind, p.default) for p in theirs.values()]
     assert [(p.name, p.kind, p.default) for p in ours.values()][: len(rows)] == rows
     assert {"plan", "tune", "lane_backend"} <= ours.keys()
+
+
+class InOrder(nn.Module):
+    """Two equal layers, which ranks name in another order."""
+
+    def __init__(self, names: tuple[str, str]) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+class Wrapped(nn.Module):
+    """Adds a prefix to parameters' names, as `torch.compile` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = InOrder(("a", "b"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast("torch.Tensor", self.inner(x))
+
+
+def trained(model: Any, rank: int) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(12):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def alone(wrap: Any, rank: int) -> list[torch.Tensor]:
+    """Build models that DDP refuses on one rank, before it waits for others."""
+    if rank == 0:
+        for bad in (nn.ReLU(), frozen()):
+            with pytest.raises(RuntimeError, match="gradient"):
+                wrap(bad)
+    return trained(wrap(InOrder(("a", "b"))), rank)
+
+
+def after_a_message(wrap: Any, rank: int) -> list[torch.Tensor]:
+    """Send the parameters by hand, once rank 0 has built its model."""
+    module = InOrder(("a", "b"))
+    if rank == 0:
+        model = wrap(module, init_sync=False)
+    for p in module.parameters():
+        if rank == 0:
+            dist.send(p.data, 1)
+        else:
+            dist.recv(p.data, 0)
+    if rank != 0:
+        model = wrap(module, init_sync=False)
+    return trained(model, rank)
+
+
+def in_another_order(wrap: Any, rank: int) -> list[torch.Tensor]:
+    """Build two models, each rank beginning with another one."""
+    torch.manual_seed(0)
+    modules = [InOrder(("a", "b")), Wrapped()]
+    models: dict[int, Any] = {}
+    for number in (rank, 1 - rank):
+        models[number] = wrap(modules[number], init_sync=False)
+    return [*trained(models[0], rank), *trained(models[1], rank)]
+
+
+FORMS: dict[str, Any] = {
+    "an error on one rank": alone,
+    "a message between constructors": after_a_message,
+    "constructors in another order": in_another_order,
+    "other names": lambda wrap, rank: trained(
+        wrap(Wrapped() if rank else InOrder(("a", "b"))), rank
+    ),
+    "names in another order": lambda wrap, rank: trained(
+        wrap(InOrder(("b", "a") if rank else ("a", "b"))), rank
+    ),
+}
+
+
+def build_in_every_form(rank: int, size: int) -> list[str]:
+    os.environ["STRETTO_TUNE_SCHEDULE"] = "forced"
+    different = []
+    for name, form in FORMS.items():
+        torch.manual_seed(rank)
+        theirs = form(nn.parallel.DistributedDataParallel, rank)
+        torch.manual_seed(rank)
+        ours = form(stretto.DDP, rank)
+        if not all(map(torch.equal, theirs, ours)):
+            different.append(name)
+    return different
+
+
+def test_ranks_may_build_models_as_ddp_lets_them(ranks: Any) -> None:
+    assert ranks(build_in_every_form, 2, group_s=60.0) == [[], []]
+
+
+def groups_time_out_differently(rank: int, size: int) -> bool:
+    os.environ["STRETTO_TUNE_SCHEDULE"] = "forced"
+    group = dist.new_group(timeout=timedelta(seconds=60 + rank))
+    model = stretto.DDP(InOrder(("a", "b")), process_group=group)
+    trained(model, rank)
+    return model.plan is not None
+
+
+def test_timeouts_of_process_groups_may_differ(ranks: Any) -> None:
+    assert ranks(groups_time_out_differently, 2) == [True, True]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stretto import runtime
-from stretto.errors import SpecError, StrettoError
+from stretto.errors import RankDisagreement, SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.runtime import backends
 from stretto.runtime.ddp import UNSETTLED
@@ -91,6 +91,8 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         CommTimeout: a rank did not arrive in time.
     """
 
+    _begins_late = False
+
     @with_arguments_of(runtime.DistributedDataParallel.__init__)
     def __init__(
         self,
@@ -163,7 +165,26 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
                 weakref.finalize(self, self._keeper.end)
         self._tuning = wire_dtype, options
         self._may_forward = overlap == AUTO
-        if automatic and self._can_plan():
+        if not automatic or self._ranks.size == 1:
+            return
+        # Without a meeting in the constructor, ranks may build models in any order:
+        # tuning begins where all have reduced one.
+        self._begins_late = not self._meets_in_init
+        if not self._begins_late and self._can_plan():
+            self._auto = self._new_tuning()
+
+    def _begin_late(self) -> None:
+        """Begin tuning at the end of the first reduced backward, if ranks are equal."""
+        if self._join_config.enable:
+            return  # ranks may have different numbers of steps
+        self._begins_late = False
+        try:
+            self._meet_first()
+        except RankDisagreement as exc:
+            if self._ranks.rank == 0:
+                _log.warning("DDP's rule is kept: %s", exc)
+            return
+        if self._can_plan():
             self._auto = self._new_tuning()
 
     def _new_tuning(self) -> AutoPlan:
@@ -221,6 +242,9 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
 
     def _step_reduced(self) -> None:
         """Measure, plan and apply, until tuning is done."""
+        super()._step_reduced()
+        if self._begins_late:
+            self._begin_late()
         if self._auto is not None:
             self._auto.reduced()
             if self._auto is not None and self._auto.done:
@@ -276,14 +300,20 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
 
     def _stop_tuning(self, reason: str) -> None:
         """End tuning, because the caller has decided."""
-        auto, self._auto = self._auto, None
+        auto, self._auto, self._begins_late = self._auto, None, False
         if auto is not None:
             auto.abandon(reason)
 
     def __getstate__(self) -> dict[str, Any]:
         attributes = super().__getstate__()
         # A copy is a separate model, which its user may train or not.
-        return {**attributes, "_auto": None, "_keeper": None, "_counts_steps": False}
+        return {
+            **attributes,
+            "_auto": None,
+            "_keeper": None,
+            "_counts_steps": False,
+            "_begins_late": False,
+        }
 
 
 _WIRE_DTYPES = tuple(sorted({dtype for found in NARROWER.values() for dtype in found}))

@@ -68,8 +68,12 @@ class Agreement:
     def _store(self) -> Store:
         return PrefixStore(f"agree/{self.serial}", self._ranks.store)
 
-    def require_same(self, purpose: str, values: Mapping[str, str]) -> None:
+    def require_same(
+        self, purpose: str, values: Mapping[str, str], *, may_differ: str = ""
+    ) -> bool:
         """Require that all ranks pass equal values.
+
+        Return whether they also pass the same value under ``may_differ``.
 
         A value under ``trouble`` is not compared: if any rank has one, every other rank
         gets an error. Such a rank may leave out values that it does not know. Either
@@ -85,11 +89,14 @@ class Agreement:
         # Compare purposes first: with different purposes, other values differ too.
         keys = sorted({k for row in rows for k in row}, key=_order)
         for key in keys:
+            if key == may_differ:
+                continue
             if key == "trouble":
                 # Options follow: an unusable option necessarily differs.
                 self._refuse_trouble(rows)
                 continue
             self._refuse_different(key, rows)
+        return len({row.get(may_differ) for row in rows}) == 1
 
     def gather(self, purpose: str, text: str) -> list[str]:
         """Return every rank's text, by rank. A meeting, as `require_same`.
@@ -249,6 +256,10 @@ _REMEDY = {
 }
 
 
+_NAMES = "names"
+"""What tells the parameters' names; they may differ where there is no plan."""
+
+
 def require_matching_setup(
     agreement: Agreement,
     ranks: Ranks,
@@ -258,33 +269,39 @@ def require_matching_setup(
     plan: Plan | None,
     trouble: StrettoError | None,
     settings: Mapping[str, str],
-) -> None:
+) -> bool:
     """Require that all ranks have the same versions, model and plan.
 
     ``trouble`` is the error that prevents this rank from executing the plan;
-    ``settings`` are options that must be equal, by name.
+    ``settings`` are options that must be equal, by name. Without a plan, parameters
+    may have different names, as with DDP, which knows them by their order.
+
+    Returns: whether all ranks give the parameters the same names, in the same order.
 
     Raises:
         StrettoError: ``trouble``, if there is any.
         RankDisagreement: ranks differ, or another rank reports an error.
         CommTimeout: a rank did not arrive.
     """
+    same_names = True
     if ranks.size > 1:
+        named = [tuple(row) for row in rows]
+        compared = named if plan is not None else [("", *row[1:]) for row in named]
         values = {
             "stretto": __version__,
             "torch": torch.__version__,
             "model": (
                 f"{len(rows)} tensors of {sum(r.bytes for r in rows)} bytes, "
-                f"{tensors_digest(rows)}"
+                f"{tensors_digest(compared)}"
             ),
+            _NAMES: tensors_digest(named),
             "plan": "no plan" if plan is None else plan.digest,
-            "settings": f"timeout_s={ranks.timeout_s:g}",
             **{f"option {name}": value for name, value in settings.items()},
         }
         if trouble is not None:
             values["trouble"] = str(trouble)
         try:
-            agreement.require_same(purpose, values)
+            same_names = agreement.require_same(purpose, values, may_differ=_NAMES)
         except RankDisagreement:
             if trouble is None:
                 raise  # this rank's own error is more specific
@@ -298,6 +315,7 @@ def require_matching_setup(
             plan.ranks,
             ranks.size,
         )
+    return same_names
 
 
 def require_plan_applied(

@@ -17,6 +17,7 @@ import math
 import os
 import sys
 import weakref
+from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex, cast
 
@@ -24,7 +25,12 @@ import torch
 import torch.distributed as dist
 
 from stretto.autograd_engine import graph_task_id
-from stretto.errors import PlanMismatch, SpecError, StrettoError
+from stretto.errors import (
+    PlanMismatch,
+    RankDisagreement,
+    SpecError,
+    StrettoError,
+)
 from stretto.logs import get_logger
 from stretto.runtime import backends
 from stretto.runtime.agreement import require_plan_applied
@@ -85,6 +91,7 @@ _NOT_COPIED = (
     "_iterations",
     "_lane_pool",
     "_marker",
+    "_meets_in_init",
     "_micro_steps",
     "_negotiated",
     "_numerics",
@@ -100,7 +107,9 @@ _NOT_COPIED = (
     "_release_planned",
     "_rule_buckets",
     "_said_of_forward",
+    "_same_names",
     "_step_watch",
+    "_to_meet",
     "_trained",
     "_watched",
 )
@@ -154,6 +163,10 @@ class DistributedDataParallel(ReplaceableReducerDDP):
 
     _comm_ready = False
     _alone = False
+    _meets_in_init = True
+    _to_meet: tuple[Any, ...] | None = None
+    """What the first meeting compares, until it has taken place."""
+
     _micro_steps = False
     _asked_whether_compiled = False
     _warned_of_split = False
@@ -221,25 +234,30 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         compared = {
             **compared,
             "lane_backend": self._lane_backend,
+            "timeout_s": "the process group's"
+            if timeout_s is None
+            else f"{timeout_s:g}",
             "exact_clipping": repr(self._exact_clipping),
         }
         trouble = trouble or self._lane_backend_trouble()
         if trouble is None and backends.supported(self._lane_backend):
             backends.get(self._lane_backend).prepare_process()
-        self._meet(module, plan, "build a model", settings=compared, trouble=trouble)
-        if plan is not None:
-            try:
-                self._planned = self._build_group(module, group, plan)
-            except RuntimeError as exc:
-                self._raise_named("the opening of a plan's lanes", exc)
-                raise
-            self._plan = plan
-            self._own_planned()
+        # A rank whose arguments DDP itself refuses never comes to the others, and
+        # without `init_sync` DDP's constructor waits for no rank.
+        self._meets_in_init = (
+            plan is not None
+            or trouble is not None
+            or negotiates
+            or bool(arguments.get("init_sync", True))
+        )
+        self._to_meet = module, group, plan, compared, trouble
         try:
             super().__init__(module, *args, **kwargs)
         except RuntimeError as exc:
             self._raise_named("a collective of the model's set-up", exc)
             raise
+        if self._meets_in_init:
+            self._meet_first()  # where DDP has not built a Reducer
         self._comm_ready = True
         self._trained = self._table(self.module)
         self._stand_alone()
@@ -247,6 +265,37 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             self._negotiate(lanes, unit_bytes)
         if record is not None:
             self._observe(record)
+
+    def _build_params_for_reducer(self) -> Any:
+        """Return DDP's answer; the ranks meet before its first collective."""
+        parent: Any = super()
+        found = parent._build_params_for_reducer()  # noqa: SLF001
+        if self._meets_in_init:
+            self._meet_first()
+        return found
+
+    def _meet_first(self) -> None:
+        """Meet the other ranks and open the lanes of a first plan, if not done before.
+
+        Raises:
+            StrettoError: this rank can't continue.
+            RankDisagreement: ranks have different models, versions or settings.
+            CommTimeout: a rank did not arrive.
+        """
+        to_meet, self._to_meet = self._to_meet, None
+        if to_meet is None:
+            return
+        module, group, plan, settings, trouble = to_meet
+        self._meet(module, plan, "build a model", settings=settings, trouble=trouble)
+        if plan is None:
+            return
+        try:
+            self._planned = self._build_group(module, group, plan)
+        except RuntimeError as exc:
+            self._raise_named("the opening of a plan's lanes", exc)
+            raise
+        self._plan = plan
+        self._own_planned()
 
     def _negotiate(self, lanes: int | None, unit_bytes: int | None) -> None:
         """Replace the Reducer by the negotiated engine."""
@@ -267,8 +316,8 @@ class DistributedDataParallel(ReplaceableReducerDDP):
     def plan(self) -> Plan | None:
         """The plan in use; ``None`` means PyTorch's own rule.
 
-        A copied or unpickled model applies its plan in its first training step, which
-        is the first operation that all ranks do with it together.
+        A copied or unpickled model applies its plan at the end of its first reduced
+        backward, which is the first operation that all ranks do with it together.
         """
         return self._own_plan
 
@@ -335,12 +384,28 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         agree(trouble)  # before any rank waits for another in the opening of lanes
         self._replace_reducer(plan, agree)
 
-    def _apply_waiting_plan(self, plan: Plan) -> None:
-        """Apply the original's plan to a copy, unless the copy trains other tensors."""
+    def _step_reduced(self) -> None:
+        """Apply the original's plan to a copy; a subclass does more."""
+        parent: Any = super()
+        parent._step_reduced()  # noqa: SLF001
+        waits = self._waiting_plan is not None and not self._join_config.enable
+        if waits and not is_captured(self._device_used):
+            self._apply_waiting_plan()
+
+    def _apply_waiting_plan(self) -> None:
+        """Apply the original's plan to a copy, unless the copy trains other tensors.
+
+        Not in a forward, where DDP waits for no rank: a rank may make one of its own.
+        """
+        plan, self._waiting_plan = self._waiting_plan, None
+        if plan is None or self._comm_hooks or self._builtin_hook is not None:
+            return
         try:
-            self.apply_plan(plan)
-        except PlanMismatch as exc:
-            self._waiting_plan = None
+            self._meet(self.module, plan, "apply a plan")
+            self._change_plan(
+                plan, partial(require_plan_applied, self._agreement, self._ranks, plan)
+            )
+        except (PlanMismatch, RankDisagreement) as exc:
             if self._ranks.rank == 0:
                 _log.warning(
                     "the copied model keeps DDP's buckets, because the plan of the "
@@ -510,9 +575,6 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             self._micro_steps = not self.require_backward_grad_sync
             if self._gradient_counts is not None and not self._micro_steps:
                 self._gradient_counts.begin()
-            applies = self.training and not self._micro_steps and not captures
-            if self._waiting_plan and applies:
-                self._apply_waiting_plan(self._waiting_plan)
 
     # One rank.
 
@@ -635,6 +697,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = {k: v for k, v in state.items() if k not in _NOT_COPIED}
         self.__dict__.update(state)
+        self._counts_steps = self._waiting_plan is not None
         # DDP builds its Reducer in the default group; prepare for that.
         self.process_group = dist.distributed_c10d._get_default_group()  # noqa: SLF001
         self._attach(self.process_group, self.module, self._timeout_s)

@@ -61,6 +61,9 @@ class RankedDDP(TorchDDP):
     _nan: tuple[str, int]
     _ignored: frozenset[str]
     _unplannable: str | None
+    _same_names = True
+    """Whether all ranks give the parameters the same names."""
+
     _trained: list[tuple[TensorRow, nn.Parameter]] | None = None
     _lane_pool: LanePool | None = None
     _pools = 0
@@ -91,6 +94,11 @@ class RankedDDP(TorchDDP):
         device = self._device_used
         if self._unplannable is not None:
             return self._unplannable
+        if not self._same_names:
+            return (
+                "ranks give the model's parameters different names, or another order; "
+                "plans know parameters by name."
+            )
         if self._use_python_reducer:
             return "plans need DDP's own Reducer, not torch._dynamo's python_reducer."
         if not (
@@ -208,7 +216,7 @@ class RankedDDP(TorchDDP):
                 self._schedules(module, plan)
             except StrettoError as exc:
                 trouble = exc
-        require_matching_setup(
+        self._same_names = require_matching_setup(
             self._agreement,
             self._ranks,
             purpose=purpose,

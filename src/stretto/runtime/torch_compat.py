@@ -118,10 +118,19 @@ def arguments_of(
 def process_group_of(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dist.ProcessGroup:
-    """Return the process group that DDP will use with these arguments."""
+    """Return the process group that DDP will use with these arguments.
+
+    Raises:
+        TypeError: there is none that this rank is in.
+    """
     arguments = arguments_of(module, args, kwargs)
     given = arguments.get("process_group")
     mesh = arguments.get("device_mesh")
+    if isinstance(given, int):
+        raise TypeError(
+            "process_group is not a group: this rank is not among the ranks that "
+            "torch.distributed.new_group was given"
+        )
     if given is not None:
         return cast("dist.ProcessGroup", given)
     if mesh is not None and mesh.ndim == 1:
