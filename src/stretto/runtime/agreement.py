@@ -257,7 +257,7 @@ _REMEDY = {
 
 
 _NAMES = "names"
-"""What tells the parameters' names; they may differ where there is no plan."""
+"""The key of the parameters' names, which may differ where there is no plan."""
 
 
 def require_matching_setup(

@@ -121,7 +121,7 @@ def process_group_of(
     """Return the process group that DDP will use with these arguments.
 
     Raises:
-        TypeError: there is none that this rank is in.
+        TypeError: this rank is in no such group.
     """
     arguments = arguments_of(module, args, kwargs)
     given = arguments.get("process_group")
