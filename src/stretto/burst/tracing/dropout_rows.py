@@ -78,8 +78,9 @@ def as_before(
     is_contiguous: bool = False,
 ) -> Tensor:
     """Undo `by_sample`."""
-    rest = x.shape[1:]
-    rest = (rest[0] // each, *rest[1:]) if drops_channels else rest[1:]
+    size, *rest = x.shape[1:]
+    if drops_channels:
+        rest = [size // each, *rest]
     moved = x.reshape(x.shape[0] * each, *rest).movedim(0, side)
     return moved.contiguous() if is_contiguous else moved
 
