@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from stretto.burst.boundary import in_checkpoint
-from stretto.burst.tracing.torch_modules import Dropout
+from stretto.burst.tracing.torch_modules import Dropout, drops_rows
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -168,10 +168,11 @@ class DropoutDraw:
         return out
 
     def _kept(self, x: Tensor, chance: float, seeds: list[int]) -> Tensor:
-        """Return 1 where a value is kept; one for each value, or for each channel."""
+        """Return 1 where a value is kept; one for each value, channel or row."""
         shape = x.shape
         if not isinstance(self.module, (nn.Dropout, nn.AlphaDropout)):
-            shape = torch.Size((*x.shape[:2], *(1 for _ in x.shape[2:])))
+            sides = 1 if drops_rows(self.module, x.dim()) else 2
+            shape = torch.Size((*x.shape[:sides], *(1 for _ in x.shape[sides:])))
         kept = torch.empty(shape, dtype=x.dtype, device=x.device)
         generator = torch.Generator(device=x.device)
         for row, seed in zip(kept, seeds, strict=True):

@@ -31,3 +31,28 @@ def test_each_call_of_one_module_has_masks_of_its_own(drop):
 def test_a_layer_that_runs_again_has_the_same_masks(drop):
     for one, two in zip(masks(drop, "first", 2), masks(drop, "first", 2), strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (nn.Dropout, (50, 4)),
+        (nn.Dropout1d, (50, 4)),
+        (nn.Dropout1d, (50, 3, 4)),
+        (nn.Dropout2d, (50, 3, 4, 4)),
+        (nn.Dropout3d, (50, 3, 4, 4)),
+        (nn.Dropout3d, (50, 3, 2, 4, 4)),
+    ],
+    ids=str,
+)
+def test_what_torch_drops_as_a_whole_ranks_drop_as_a_whole(kind, shape):
+    module = kind(0.5)
+    torchs = module(torch.ones(shape)) > 0
+    drop = DropoutDraw(module, "drop", Draws(seed=0, device=torch.device("cpu")))
+    drop.layers = {"layer": 0}
+    drop.draws.begin("layer", range(shape[0]))
+    ours = drop(torch.ones(shape)) > 0
+    for sides in range(1, len(shape) + 1):
+        parts = [mask.reshape(*shape[:sides], -1) for mask in (torchs, ours)]
+        torchs_whole, ours_whole = (bool((p == p[..., :1]).all()) for p in parts)
+        assert torchs_whole == ours_whole

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, final
 from torch import nn
 
 from stretto.burst.tracing.comparing import BATCHES, follows
+from stretto.burst.tracing.torch_modules import drops_rows
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def fold_of(one: Tensor, two: Tensor, dropout: nn.Module) -> Fold | None:
     each = one.shape[side] // BATCHES[0]
     drops_channels = not isinstance(dropout, (nn.Dropout, nn.AlphaDropout))
     if (side, each) == (0, 1) or (drops_channels and (side or one.dim() < 3)):
+        return None
+    if drops_rows(dropout, one.dim()):
         return None
     return Fold(side=side, each=each, drops_channels=drops_channels)
 
