@@ -819,6 +819,30 @@ def dropout_of_channels_of_frames() -> nn.Module:
     return Frames()
 
 
+class DropsInPlace(nn.Module):
+    """Drops everything from a part, so that no masks differ, and ignores the result."""
+
+    def __init__(self, drop: Any) -> None:
+        super().__init__()
+        self.one, self.two, self.drop = nn.Linear(8, 6), nn.Linear(6, 3), drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.one(x)) * 2
+        self.drop(h[:, :2])
+        self.drop(h.view(-1, 2, 3)[..., 2])
+        return self.two(h)
+
+
+@right(flat)
+def dropout_in_place_of_a_part() -> nn.Module:
+    return DropsInPlace(lambda h: functional.dropout(h, 1.0, inplace=True))
+
+
+@right(flat)
+def dropout_module_in_place_of_a_part() -> nn.Module:
+    return DropsInPlace(nn.Dropout(1.0, inplace=True))
+
+
 @refused(sequence, "not its outer part")
 def dropout_of_samples_inside_a_fold() -> nn.Module:
     return FoldedDropout(

@@ -243,7 +243,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         if trouble is None and backends.supported(self._lane_backend):
             backends.get(self._lane_backend).prepare_process()
         # A rank whose arguments DDP itself refuses never comes to the others, and
-        # without `init_sync` DDP's constructor waits for no rank.
+        # with init_sync=False DDP's constructor waits for no rank.
         self._meets_in_init = (
             plan is not None
             or trouble is not None

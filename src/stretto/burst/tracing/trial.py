@@ -170,12 +170,13 @@ class ConstantDraws(TorchFunctionMode):
         if func is torch.randperm:
             return func(*args, **kwargs)
         if func in _DROPOUTS or func in _DROPOUTS_IN_PLACE:
-            x, kept = _dropout(*args, **kwargs)
+            x, kept, in_place = _dropout(*args, **kwargs)
             if kept != 1.0 and self._is_backward:
                 self._require_forwards(kwargs)
-            return x * kept if func in _DROPOUTS else x.mul_(kept)
+            in_place = in_place or func in _DROPOUTS_IN_PLACE
+            return x.mul_(kept) if in_place else x * kept
         if func is torch.native_dropout:
-            x, kept = _dropout(*args, **kwargs)
+            x, kept, _ = _dropout(*args, **kwargs)
             return x * kept, torch.ones_like(x, dtype=torch.bool)
         if name == "scaled_dot_product_attention":
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
@@ -280,9 +281,10 @@ def _dropout(
     inplace: bool = False,  # noqa: FBT001, FBT002
     *,
     train: bool | None = True,
-) -> tuple[Tensor, float]:
-    """Return a dropout's input, and what to scale it with."""
-    return input, 1.0 - p / 2 if training is not False and train is not False else 1.0
+) -> tuple[Tensor, float, bool]:
+    """Return a dropout's input, what to scale it with, and whether in place."""
+    is_active = training is not False and train is not False
+    return input, 1.0 - p / 2 if is_active else 1.0, inplace
 
 
 def _gumbel_softmax(
