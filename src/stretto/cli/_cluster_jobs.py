@@ -18,6 +18,7 @@ from stretto.cli._values import Whole
 from stretto.cluster import engine_local
 from stretto.cluster.folders import local_path
 from stretto.cluster.job_files import read_job
+from stretto.cluster.views import BATCH_OPTIMAL, DATA_PARALLEL, WEAK
 from stretto.errors import SpecError
 from stretto.schema import codec
 from stretto.units import format_s
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
     from stretto.cluster.folders import Folders
 
 _POLL_S = 0.2
+
+_PLANS = {
+    DATA_PARALLEL: "data parallel",
+    WEAK: "data parallel, a batch that grows with the devices",
+    BATCH_OPTIMAL: "data parallel, the batch that reaches the target soonest",
+}
 _CHUNK_BYTES = 1 << 20
 _ENDED = ("done", "failed", "stopped")
 _MAX_SEQ = 2**63 - 1
@@ -136,7 +143,7 @@ def _details(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
             "devices",
             ", ".join(f"{host}:{index}" for host, index in found["devices"]),
         )
-        yield "plan", found["method"]
+        yield "plan", _PLANS.get(found["method"], found["method"])
     yield "attempt", f"{found['attempt']}, {found['failures']} failed"
     if found["code"] is not None:
         yield "exit status", str(found["code"])

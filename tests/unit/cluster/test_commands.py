@@ -151,6 +151,7 @@ def test_show_says_why_a_job_waits(run: Run, tmp_path: Path) -> None:
     first = submitted(run, path)
     await_file(tmp_path / "ready")
     second = submitted(run, path)
+    assert "plan:       data parallel" in run("show", first)[1]
     assert "waits:      needs 2 devices, 0 are free" in run("show", second)[1]
     assert "waiting" in run("list")[1]
     assert run("stop", first, second)[0] == 0
