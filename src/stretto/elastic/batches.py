@@ -32,7 +32,7 @@ class BatchSize:
         Raises:
             SpecError: it is neither.
         """
-        kind, _, number = text.partition(":")
+        kind, _, number = str(text).partition(":")
         if kind not in ("global", "rank") or not number.isdecimal() or int(number) < 1:
             raise SpecError(
                 f"batch must be 'global:SAMPLES' or 'rank:SAMPLES', got {text!r}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,8 +19,8 @@ def test_shares_cover_all_samples_once(samples: int, ranks: int) -> None:
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-@pytest.mark.parametrize("text", ["512", "global", "rank:0", "all:3", "rank:-1"])
-def test_other_batch_sizes_are_refused(text: str) -> None:
+@pytest.mark.parametrize("text", ["512", 512, "global", "rank:0", "all:3", "rank:-1"])
+def test_other_batch_sizes_are_refused(text: Any) -> None:
     with pytest.raises(SpecError, match="global:SAMPLES"):
         BatchSize.of(text)
 
