@@ -360,11 +360,14 @@ def _check_lane_backend(name: str | None) -> None:
     """Refuse an unknown backend of lanes once, instead of on each rank.
 
     Raises:
-        PlanMismatch: there is no such backend.
+        SpecError: there is no such backend, or its package does not load.
     """
     if name is not None:
         from stretto.runtime import backends
 
+        if not backends.supported(name):
+            known = ", ".join(backends.names())
+            raise SpecError(f"--lane-backend must be one of {known}, got {name!r}")
         backends.get(name)
 
 

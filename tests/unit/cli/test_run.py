@@ -139,7 +139,7 @@ def test_torchrun_options_of_a_background_are_refused_with_their_own_reason(scri
         ("--plan", "none.json", "neither auto, ddp nor a file"),
         ("--trace", "no/such/folder/t.json", "does not exist"),
         ("--save-plan", ".", "is a folder"),
-        ("--lane-backend", "pigeon", "'pigeon'"),
+        ("--lane-backend", "pigeon", "--lane-backend must be one of gloo, nccl, local"),
     ],
 )
 def test_files_are_checked_before_anything_starts(script, option, value, says):
