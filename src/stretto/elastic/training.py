@@ -29,6 +29,7 @@ from stretto.resume.snapshots import JobSnapshots, copy_of
 from stretto.runtime.failure import forget_frames
 from stretto.runtime.presence import is_communication_error
 from stretto.runtime.regroup import MemberGroup
+from stretto.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -690,9 +691,9 @@ class Elastic:
         )
         if before and rank == 0:
             _log.warning(
-                "membership %d: %d ranks train from step %d on (before: %d)",
+                "membership %d: training continues on %s from step %d (before: %d)",
                 view.generation,
-                size,
+                counted(size, "rank"),
                 self._steps,
                 before,
             )
