@@ -236,6 +236,7 @@ _KEY_WORDS = {
     "torch": "ranks run different versions of PyTorch",
     "model": "ranks hold different models",
     "plan": "ranks hold different plans",
+    "names": "ranks give the model's parameters different names, or another order",
     "settings": "ranks have different settings",
 }
 _KEY_ORDER = {key: i for i, key in enumerate((*_KEY_WORDS, "trouble"))}
@@ -252,6 +253,7 @@ _REMEDY = {
     "torch": "Install one version everywhere.",
     "model": "Build the model with the same code and options on every rank.",
     "plan": "Give every rank the same plan file.",
+    "names": "Build the model with the same code and options on every rank.",
     "settings": "Give every rank the same arguments and environment.",
 }
 
@@ -286,13 +288,13 @@ def require_matching_setup(
     same_names = True
     if ranks.size > 1:
         named = [tuple(row) for row in rows]
-        compared = named if plan is not None else [("", *row[1:]) for row in named]
+        unnamed = [("", *row[1:]) for row in named]
         values = {
             "stretto": __version__,
             "torch": torch.__version__,
             "model": (
                 f"{len(rows)} tensors of {sum(r.bytes for r in rows)} bytes, "
-                f"{tensors_digest(compared)}"
+                f"{tensors_digest(unnamed)}"
             ),
             _NAMES: tensors_digest(named),
             "plan": "no plan" if plan is None else plan.digest,
@@ -301,7 +303,9 @@ def require_matching_setup(
         if trouble is not None:
             values["trouble"] = str(trouble)
         try:
-            same_names = agreement.require_same(purpose, values, may_differ=_NAMES)
+            same_names = agreement.require_same(
+                purpose, values, may_differ=_NAMES if plan is None else ""
+            )
         except RankDisagreement:
             if trouble is None:
                 raise  # this rank's own error is more specific
