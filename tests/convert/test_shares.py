@@ -120,6 +120,33 @@ def test_a_share_of_a_number_that_differs_by_rank_is_listed(line):
     assert "is a mean or a sum" in asked[0]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "print(((x - x.mean()) ** 2).mean().item())",
+        "print(torch.mean((x - x.mean(dim=0)).square()).item())",
+        "print((x / torch.max(x)).mean().item())",
+        "print((x - 1).mean().abs().item())",
+    ],
+)
+def test_a_mean_of_what_reads_all_samples_is_listed(line):
+    asked = open_notes(with_line(line))
+    assert len(asked) == 1
+    assert "is a mean or a sum" in asked[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "print(((x - x.mean(1, keepdim=True)) ** 2).mean().item())",
+        "print((model(x).max(1)[1] == y).float().mean().item())",
+        "print((x - 1).abs().mean().item())",
+    ],
+)
+def test_a_mean_of_what_reads_one_sample_is_the_mean_of_ranks(line):
+    assert open_notes(with_line(line)) == []
+
+
 def test_the_root_of_a_mean_is_listed():
     asked = open_notes(with_line("print(loss.sqrt().item())"))
     assert len(asked) == 1

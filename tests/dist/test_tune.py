@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import stretto
+from stretto.cost import fit
 from stretto.tune import TuneOptions, controller
 from stretto.tune import initial_profile as look
 from stretto.tune.drift_detector import REFERENCE_WINDOWS, WINDOW_STEPS
@@ -279,6 +280,7 @@ def test_a_trial_that_runs_out_of_memory_falls_back_on_every_rank(ranks):
 
 
 def drifts(rank: int, size: int) -> dict[str, Any]:
+    fit._MAX_ERROR = math.inf  # a busy machine's times fit no model
     options = TuneOptions(steps=8, memory=False)
     ours, settled, model = tuned(rank, options)
     ours.until(settled)

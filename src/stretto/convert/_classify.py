@@ -46,6 +46,9 @@ _THROUGH = frozenset(
     ]
 )
 
+_REDUCING = ("mean", "sum", "std", "var", "max", "min", "amax", "amin", "norm", "prod")
+"""Methods, and functions of torch, that reduce all of a tensor without a dimension."""
+
 
 class AbstractShares(Protocol):
     """Values computed from a rank's own samples."""
@@ -265,7 +268,10 @@ class Classifier:
         if full == "len" or method in ("size", "numel"):
             return Amount.SUM
         if method == "mean" or full == "torch.mean":
-            return Amount.MEAN
+            return Amount.UNKNOWN if self._averages_twice(node) else Amount.MEAN
+        if method == "abs" and isinstance(node.func, cst.Attribute):
+            inner = self.of(node.func.value, within, depth)
+            return inner if inner is Amount.SAME else Amount.UNKNOWN
         if method in _THROUGH and isinstance(node.func, cst.Attribute):
             return self.of(node.func.value, within, depth)
         kind = self.losses.criterion(node, self._tree.function(node))
@@ -282,6 +288,28 @@ class Classifier:
         if returned in ({Amount.MEAN}, {Amount.SUM}):
             return returned.pop()
         return Amount.UNKNOWN
+
+    def _averages_twice(self, node: cst.Call) -> bool:
+        """Return whether a mean is one of values computed from all samples.
+
+        Such is a variance, ``((x - x.mean()) ** 2).mean()``.
+        """
+        of_torch = self._tree.called(node) == "torch.mean"
+        parts = [arg.value for arg in node.args[:1]] if of_torch else [node.func]
+        return any(
+            self._reduces_all(call) for part in parts for call in found(part, cst.Call)
+        )
+
+    def _reduces_all(self, call: cst.Call) -> bool:
+        """Return whether a call reduces a tensor over all of its samples."""
+        if self._tree.called(call) in {f"torch.{name}" for name in _REDUCING}:
+            given = call.args[1:]
+        elif self._tree.method_called(call, *_REDUCING) is not None:
+            given = call.args
+        else:
+            return False
+        sides = [a for a in given if a.keyword is None or a.keyword.value == "dim"]
+        return not sides or self._tree.text(sides[0].value) == "0"
 
     def _of_sum(self, node: cst.BaseExpression, within: cst.CSTNode) -> Amount:
         """Return the kind of the sum of a tensor's elements."""
