@@ -89,7 +89,7 @@ def test_one_ranks_trouble_is_reported_to_the_others() -> None:
         ),
     )
     assert "rank 11 cannot continue: no such plan" in str(found[0])
-    assert found[1] is None
+    assert found[1] is True
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
@@ -108,8 +108,8 @@ def test_who_comes_too_late_stops_as_those_did_who_had_waited() -> None:
         agreements[1].require_same("meet", {})
     # The next meeting is everybody's again.
     assert everywhere(2, lambda rank: agreements[rank].require_same("go", {})) == [
-        None,
-        None,
+        True,
+        True,
     ]
 
 
@@ -168,3 +168,15 @@ def test_only_the_transports_errors_count_as_communication() -> None:
         RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:5] Read error")
     )
     assert not is_communication_error(RuntimeError("shapes can't be multiplied"))
+
+
+def test_a_value_that_may_differ_is_reported_and_refuses_no_rank() -> None:
+    agreements = [Agreement(r) for r in make_ranks(2)]
+    for names, same in ((("a", "a"), True), (("a", "b"), False)):
+        found = everywhere(
+            2,
+            lambda rank, names=names: agreements[rank].require_same(
+                "meet", {"plan": "no plan", "names": names[rank]}, may_differ="names"
+            ),
+        )
+        assert found == [same, same]
