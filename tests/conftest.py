@@ -99,12 +99,12 @@ def this_turn(items: list[pytest.Item], turn: int) -> list[pytest.Item]:
         if file in TAKE_TURNS:
             item.add_marker(pytest.mark.turns(TAKE_TURNS[file]), append=False)
         mark = item.get_closest_marker("turns")
-        if mark is None:
-            every = next((n for f, n in FOLDERS_TURNS.items() if file.startswith(f)), 1)
-            mark = pytest.mark.turns(every).mark
         if item.get_closest_marker("repeat"):
             continue
-        (every,) = mark.args
+        if mark is not None:
+            (every,) = mark.args
+        else:
+            every = next((n for f, n in FOLDERS_TURNS.items() if file.startswith(f)), 1)
         group = (str(item.path), every)
         seen[group] += 1
         if (seen[group] + turn) % every:

@@ -39,7 +39,6 @@ _THROUGH = frozenset(
         "data",
         "clone",
         "tolist",
-        "abs",
         "squeeze",
         "view",
         "reshape",

@@ -203,9 +203,7 @@ class Build:
                 own_rows, (self.node(index), sides[0], here, there, one.place)
             )
             node.meta |= self.node(index).meta
-            node.meta |= {"place": one.place, "context": one.context, "draws": False}
-            node.meta |= {"writes": None, "aliases": True, "norms": (), "mixes": None}
-            node.meta |= {"keeps_state": False, "borrowed": ()}
+            node.meta |= _added_beside(one, aliases=True)
             self.shapes[node] = shapes
             made[place] = node
         if isinstance(args[1], tuple):
@@ -239,9 +237,7 @@ class Build:
         rows = self.graph.call_function(by_sample, (given, *where), named)
         kept = self.graph.call_module(Name(name), (rows,))
         for node in (rows, kept):
-            node.meta |= {"place": one.place, "context": one.context, "draws": False}
-            node.meta |= {"writes": None, "aliases": node is rows, "norms": ()}
-            node.meta |= {"keeps_state": False, "borrowed": (), "mixes": None}
+            node.meta |= _added_beside(one, aliases=node is rows)
             both = [by_sample(x, *where, **named) for x in shapes]
             self.shapes[node] = both[0], both[1]
         back = {**named, "is_contiguous": shapes[0].is_contiguous()}
@@ -317,6 +313,21 @@ def _indexes_of(one: Record, args: tuple[Any, ...]) -> dict[int, int] | None:
     if name in ("gather", "index_select") and len(args) == 3:
         return {2: args[1]}
     return None
+
+
+def _added_beside(one: Record, *, aliases: bool) -> dict[str, Any]:
+    """Return what is known of an operation that forward itself does not have."""
+    return {
+        "place": one.place,
+        "context": one.context,
+        "draws": False,
+        "writes": None,
+        "aliases": aliases,
+        "norms": (),
+        "keeps_state": False,
+        "borrowed": (),
+        "mixes": None,
+    }
 
 
 def _each(shapes: tuple[Any, Any], dim: int) -> int:
