@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from stretto.burst.boundary import in_checkpoint
-from stretto.burst.tracing.torch_modules import Dropout, drops_rows
+from stretto.burst.tracing.torch_modules import DROPS_ELEMENTS, Dropout, drops_rows
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class DropoutDraw:
     def _kept(self, x: Tensor, chance: float, seeds: list[int]) -> Tensor:
         """Return 1 where a value is kept; one for each value, channel or row."""
         shape = x.shape
-        if not isinstance(self.module, (nn.Dropout, nn.AlphaDropout)):
+        if not isinstance(self.module, DROPS_ELEMENTS):
             sides = 1 if drops_rows(self.module, x.dim()) else 2
             shape = torch.Size((*x.shape[:sides], *(1 for _ in x.shape[sides:])))
         kept = torch.empty(shape, dtype=x.dtype, device=x.device)

@@ -15,14 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-from torch import nn
-
 from stretto.burst.tracing.comparing import BATCHES, follows
-from stretto.burst.tracing.torch_modules import drops_rows
+from stretto.burst.tracing.torch_modules import DROPS_ELEMENTS, drops_rows
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 @final
@@ -53,7 +51,7 @@ def fold_of(one: Tensor, two: Tensor, dropout: nn.Module) -> Fold | None:
         return None
     side = sides.index(True)
     each = one.shape[side] // BATCHES[0]
-    drops_channels = not isinstance(dropout, (nn.Dropout, nn.AlphaDropout))
+    drops_channels = not isinstance(dropout, DROPS_ELEMENTS)
     if (side, each) == (0, 1) or (drops_channels and (side or one.dim() < 3)):
         return None
     if drops_rows(dropout, one.dim()):

@@ -8,6 +8,9 @@ Dropout = nn.modules.dropout._DropoutNd  # noqa: SLF001
 BatchNorm = nn.modules.batchnorm._BatchNorm  # noqa: SLF001
 InstanceNorm = nn.modules.instancenorm._InstanceNorm  # noqa: SLF001
 
+DROPS_ELEMENTS = (nn.Dropout, nn.AlphaDropout)
+"""Dropouts of single elements; the others drop whole channels or rows."""
+
 
 def drops_rows(dropout: nn.Module, dimensions: int) -> bool:
     """Return whether a dropout takes a tensor for one sample without a batch.
