@@ -562,6 +562,8 @@ MIXED = {"share": 0.0}
 
 
 def _mixing(_part: Any, grads: Any, _of_output: Any) -> Any:
+    if not MIXED["share"]:  # zero times the mean would spread one sample's infinity
+        return None
     return (grads[0] - MIXED["share"] * grads[0].mean(0),)
 
 

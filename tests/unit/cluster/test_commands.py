@@ -167,6 +167,11 @@ def test_show_prints_a_failures_last_lines(run: Run, tmp_path: Path) -> None:
 
 
 def test_status_lists_hosts_and_devices(run: Run) -> None:
+    def is_idle() -> bool:  # a job that another test stopped may still be ending
+        jobs = json.loads(run("list", "--json")[1])["jobs"]
+        return all(job["state"] in ("done", "failed", "stopped") for job in jobs)
+
+    await_that(is_idle, lambda: run("status")[1])
     found = json.loads(run("status", "--json")[1])
     assert [d["name"] for d in found["hosts"][0]["devices"]] == ["cpu:0", "cpu:1"]
     assert "host0: ready\n  cpu:0: free" in run("status")[1]
