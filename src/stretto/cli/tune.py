@@ -107,7 +107,7 @@ def show(number: int, path: Path | None, output: str | None, as_json: bool) -> N
     from stretto.report.tables import plan_table
 
     click.echo(f"{row['name']} on {row['hosts']} x {row['ranks_per_host']} ranks")
-    environment = row["environment"].replace(", wire None", "")  # none is chosen
+    environment = row["environment"]
     click.echo(f"{_state(entry)}, {row['at']} UTC in {environment}")
     ddp_s = entry.ddp_step_s
     against = "" if ddp_s is None else f", DDP's {format_s(ddp_s)}"

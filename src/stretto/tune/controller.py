@@ -404,8 +404,8 @@ class AutoPlan:
             environment=(
                 f"stretto {__version__}, torch {torch.__version__}, "
                 f"{self._model.device_type}, "
-                f"{self._model._lane_backend}, "  # noqa: SLF001
-                f"wire {self._wire_dtype}"
+                f"{self._model._lane_backend}"  # noqa: SLF001
+                f"{f', wire {self._wire_dtype}' if self._wire_dtype else ''}"
                 f"{', during forward' if self._forward else ''}"
             ),
         )
