@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stretto.cli._rank_options import check_options_apart
 from stretto.errors import SpecError
 from stretto.main_module import require_script
 from stretto.members.launchers import placement_of
@@ -64,9 +65,16 @@ def run_elastic(
     arguments: tuple[str, ...],
     settings: dict[str, str | None],
     *,
+    overlap: str,
     convert: bool,
 ) -> None:
-    """Run a script's ranks under a keeper; exit with their status."""
+    """Run a script's ranks under a keeper; exit with their status.
+
+    ``overlap`` is the one in force, or empty.
+
+    Raises:
+        SpecError: an option is invalid or not supported.
+    """
     from stretto.members.keeper import RankKeeper
 
     refused = [f"--{name}" for name in _NOT_ELASTIC if settings[name] is not None]
@@ -74,6 +82,7 @@ def run_elastic(
     if refused:
         raise SpecError(f"--elastic does not support {refused[0]} yet")
     job = elastic_job(elastic, parse_arguments(arguments), os.environ)
+    check_options_apart(settings["plan"], settings["lane_backend"], overlap)
     sys.exit(RankKeeper(job).run())
 
 

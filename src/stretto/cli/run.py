@@ -13,6 +13,7 @@ import click
 
 from stretto.cli._elastic import MODULE, OPTIONS, run_elastic
 from stretto.cli._outputs import why_not_writable
+from stretto.cli._rank_options import check_options
 from stretto.errors import SpecError, StrettoError
 from stretto.main_module import require_script
 
@@ -198,7 +199,13 @@ def _torchrun_options() -> dict[str, argparse.Action]:
     help="(Experimental) Whether a script that uses stretto.Elastic with a checkpoint "
     "folder resumes from the newest snapshot.  [default: auto]",
 )
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, required=True)
+@click.argument(
+    "arguments",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    required=True,
+    metavar="SCRIPT [SCRIPT ARGUMENTS]",
+)
 def command(
     arguments: tuple[str, ...],
     convert: bool,
@@ -229,14 +236,14 @@ def command(
             os.environ[variable] = value
     if convert:
         os.environ["STRETTO_CONVERT"] = "1"
+    overlap = os.environ.get(SETTINGS["overlap"], "")
     if elastic is not None:
-        run_elastic(elastic, arguments, settings, convert=convert)
+        run_elastic(elastic, arguments, settings, overlap=overlap, convert=convert)
         return
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys() or settings["background"]:
         _run_here(arguments)
     else:
-        _check_plan(settings["plan"])
-        _check_lane_backend(settings["lane_backend"])
+        check_options(settings["plan"], settings["lane_backend"], overlap)
         _launch(arguments, convert=convert)
 
 
@@ -333,42 +340,6 @@ def _one_line_errors() -> Iterator[None]:
 def _one_line(error: Exception) -> str:
     """Return the first line of an error's text, without the stack that may follow."""
     return str(error).strip().partition("\n")[0].rstrip(".")
-
-
-def _check_plan(plan: str | None) -> None:
-    """Refuse once, instead of on each rank, a plan that no model can be run with.
-
-    Whether it fits the script's model is known only on the ranks, which compare it.
-
-    Raises:
-        SpecError: the file is not a plan, or does not fit the overlap.
-        PlanMismatch: the runtime does not support it.
-    """
-    if plan in ("auto", "ddp", None):  # a script may pass plans of its own
-        return
-    from stretto._api.ddp import BACKWARD, require_overlap
-    from stretto.runtime.plan_binding import check_features
-    from stretto.schema import Plan
-
-    loaded = Plan.load(plan)
-    check_features(loaded)
-    overlap = os.environ.get(SETTINGS["overlap"]) or BACKWARD
-    require_overlap(loaded, overlap, automatic=False)
-
-
-def _check_lane_backend(name: str | None) -> None:
-    """Refuse an unknown backend of lanes once, instead of on each rank.
-
-    Raises:
-        SpecError: there is no such backend, or its package does not load.
-    """
-    if name is not None:
-        from stretto.runtime import backends
-
-        if not backends.supported(name):
-            known = ", ".join(backends.names())
-            raise SpecError(f"--lane-backend must be one of {known}, got {name!r}")
-        backends.get(name)
 
 
 def _check_conversion(script: Path) -> None:

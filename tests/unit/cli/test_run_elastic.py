@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
 from stretto.cli._elastic import elastic_job, parse_arguments, parse_limits
+from stretto.cli._rank_options import check_options
 from stretto.errors import SpecError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SCRIPT = __file__
 
@@ -124,6 +129,23 @@ def test_tasks_of_srun_meet_at_the_step_s_first_node() -> None:
 def test_invalid_options_about_hosts_are_refused(options: list[str], why: str) -> None:
     with pytest.raises(SpecError, match=why):
         elastic_job("1:8", parse_arguments((*options, SCRIPT)), {})
+
+
+def test_options_of_ranks_are_checked_before_ranks_start(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text("{}")
+    row = [sys.executable, "-m", "stretto", "run", "--elastic", "1:1", "--plan"]
+    done = subprocess.run(
+        [*row, plan, SCRIPT], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == f"stretto: error: {plan}: $.kind: is missing\n"
+
+
+def test_a_backend_of_lanes_is_checked_too() -> None:
+    check_options("auto", "local", "")
+    with pytest.raises(SpecError, match="must be one of gloo, nccl, local"):
+        check_options("auto", "pigeon", "")
 
 
 def test_a_keeper_loads_no_torch_to_read_its_options() -> None:
