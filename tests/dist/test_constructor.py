@@ -7,12 +7,14 @@ import os
 from datetime import timedelta
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import stretto
+from stretto.errors import SpecError
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -88,6 +90,9 @@ INVALID: tuple[dict[str, Any], ...] = (
     {"record": "steps.json"},
     {"on_settled": "print"},
     {"lane_backend": "pigeon"},
+    {"lane_backend": ["local"]},
+    {"error_feedback": "no"},
+    {"exact_clipping": "no"},
 )
 
 
@@ -107,7 +112,7 @@ def test_an_option_that_is_invalid_on_one_rank_is_an_error_on_all(ranks: Any) ->
     """The others waited for as long as the process group lets them."""
     others, mine = ranks(one_rank_has_invalid_options, 2, group_s=100.0)
     assert others == ["RankDisagreement"] * len(INVALID)
-    assert mine == ["SpecError"] * (len(INVALID) - 1) + ["PlanMismatch"]
+    assert mine == ["SpecError"] * len(INVALID)
 
 
 def one_rank_tunes_on_another_schedule(rank: int, size: int) -> list[tuple[str, str]]:
@@ -130,10 +135,39 @@ def test_schedules_that_differ_or_do_not_exist_are_errors_on_all(ranks: Any) -> 
     assert [others[1][0], mine[1][0]] == ["RankDisagreement", "SpecError"]
 
 
+def rank_has_invalid_variables(rank: int, size: int) -> list[str]:
+    found = []
+    for name in ("OVERLAP", "CLIPPING", "LANE_BACKEND"):
+        os.environ[f"STRETTO_{name}"] = "perhaps"
+        try:
+            stretto.DDP(nn.Linear(2, 2))
+        except SpecError as exc:
+            found.append(str(exc))
+        del os.environ[f"STRETTO_{name}"]
+    return found
+
+
+def test_a_value_that_a_variable_cannot_have_is_an_error(ranks: Any) -> None:
+    for overlap, clipping, backend in ranks(rank_has_invalid_variables, 1):
+        assert overlap.startswith("overlap must be 'backward' or 'forward' or 'auto'")
+        assert clipping == "STRETTO_CLIPPING must be exact or parts, got 'perhaps'"
+        assert backend.startswith("STRETTO_LANE_BACKEND must be one of 'gloo', ")
+
+
+def options_in_other_types(rank: int, size: int) -> str:
+    value: Any = np.True_ if rank else True
+    model = stretto.DDP(nn.Linear(2, 2), exact_clipping=value, error_feedback=value)
+    return model.backend
+
+
+def test_true_of_numpy_equals_true_of_another_rank(ranks: Any) -> None:
+    assert ranks(options_in_other_types, 2) == ["gloo"] * 2
+
+
 def test_variables_that_are_empty_count_as_not_set(
     ranks: Any, monkeypatch: Any
 ) -> None:
-    for name in ("PLAN", "OVERLAP", "LANE_BACKEND", "TUNE_SCHEDULE"):
+    for name in ("PLAN", "OVERLAP", "CLIPPING", "LANE_BACKEND", "TUNE_SCHEDULE"):
         monkeypatch.setenv(f"STRETTO_{name}", "")
     assert ranks(builds, 2) == ["gloo"] * 2
 

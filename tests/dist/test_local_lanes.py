@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stretto.errors import CommTimeout, PlanMismatch, RankDisagreement
+from stretto.errors import CommTimeout, PlanMismatch, RankDisagreement, SpecError
 from stretto.lab.ports import free_port
 from stretto.process_identity import own_identity
 from stretto.runtime import DistributedDataParallel
@@ -191,7 +191,7 @@ def rank_chooses(rank: int, size: int) -> dict[str, Any]:
         try:
             made = DistributedDataParallel(net(), plan=plan_for(size), **arguments)
             gradients(made, rank, 0)
-        except (PlanMismatch, RankDisagreement) as exc:
+        except (PlanMismatch, RankDisagreement, SpecError) as exc:
             return type(exc).__name__, str(exc)
         return made.backend, type(made._pool().lane(0)).__name__
 
@@ -217,9 +217,11 @@ def test_lanes_use_the_chosen_backend(ranks: Any) -> None:
         assert kind == "RankDisagreement"
         assert "lane_backend: rank 0 reported gloo; rank 1 reported local" in text
         kind, text = found["unknown"]
-        assert kind == "PlanMismatch"
-        assert "'carrier pigeons'" in text
-        assert "gloo or nccl or local" in text
+        assert kind == "SpecError"
+        assert text == (
+            "lane_backend must be one of 'gloo', 'nccl', 'local', 'hierarchical', got "
+            "'carrier pigeons'"
+        )
 
 
 def rank_on_another_host(rank: int, size: int) -> tuple[str, str]:

@@ -41,10 +41,10 @@ CLIPPING_VARIABLE = "STRETTO_CLIPPING"
 """Set by `stretto run --clipping`; ``parts`` replaces a missing ``exact_clipping``."""
 
 BACKWARD = "backward"
-BY_PARTS = "parts"
+EXACT, BY_PARTS = CLIPPINGS = "exact", "parts"
 OVERLAPS = (BACKWARD, "forward", AUTO)
 
-_COMPARED = ("order", "lanes", "unit_bytes", "nan", "nan_patience", "error_feedback")
+_COMPARED = ("order", "lanes", "unit_bytes", "nan", "nan_patience")
 """Options of the runtime that must be equal on all ranks."""
 
 
@@ -151,8 +151,13 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
                 self._trouble = exc
         self._counts_steps = self._plans_itself = automatic
         if exact_clipping is None:
-            chosen = os.environ.get(CLIPPING_VARIABLE) == BY_PARTS
-            exact_clipping = negotiates or not chosen
+            chosen = os.environ.get(CLIPPING_VARIABLE) or EXACT
+            if chosen not in CLIPPINGS:
+                self._trouble = self._trouble or SpecError(
+                    f"{CLIPPING_VARIABLE} must be {' or '.join(CLIPPINGS)}, "
+                    f"got {chosen!r}"
+                )
+            exact_clipping = negotiates or chosen != BY_PARTS
         super().__init__(
             module, *args, plan=plan, exact_clipping=exact_clipping, **kwargs
         )

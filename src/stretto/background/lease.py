@@ -24,6 +24,7 @@ from stretto.background.pacing import (
 )
 from stretto.background.pair_measurement import PairMeasurement
 from stretto.background.program_change import leave_at_exec
+from stretto.boolean_options import bool_option
 from stretto.errors import BackgroundError, SpecError
 from stretto.logs import get_logger
 
@@ -111,6 +112,8 @@ class Background:
             SpecError: an argument is invalid.
             BackgroundError: another process is this device's background.
         """
+        adapts = bool_option("adapts", adapts)
+        isolates = bool_option("isolates", isolates)
         gate = Gate(depth=depth) if margin is None else Gate(depth=depth, margin=margin)
         self._controller = Controller(gate, max_loss=max_loss)
         gate.is_control = adapts

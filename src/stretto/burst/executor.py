@@ -144,6 +144,7 @@ class BurstParallel(nn.Module):
                 batch_norm,
                 bucket_bytes,
                 lanes,
+                verify,
             ),
         )
         self._parts = parts_of(module, settings, group, ranks, agreement, meeting)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from stretto.boolean_options import bool_option
 from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL
 from stretto.burst.tracing import grouping, operations, proof
 from stretto.burst.tracing.freezing import may_read_users
@@ -50,8 +51,9 @@ def capture(
 
     Raises:
         SpecError: the module can't be traced or split; the message names the line of
-            its code that prevents it.
+            its code that prevents it. Or ``verify`` is not true or false.
     """
+    verify = bool_option("verify", verify)
     _refuse_own_call(module)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     with _spared_full_collections(), (ambient or Ambient()).set(device):

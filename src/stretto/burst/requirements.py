@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from stretto.boolean_options import bool_option
 from stretto.burst.norm import KINDS
 from stretto.errors import SpecError, StrettoError
 from stretto.schema.burst import BurstPlan
@@ -86,6 +87,7 @@ def checked_plan(
     batch_norm: str,
     bucket_bytes: int,
     lanes: int,
+    verify: object,
 ) -> BurstPlan:
     """Return the plan, if the model's arguments are valid.
 
@@ -96,6 +98,7 @@ def checked_plan(
         batch_norm: one of `KINDS`.
         bucket_bytes: at least 1.
         lanes: at least 1.
+        verify: true or false.
 
     Raises:
         SpecError: an argument is invalid.
@@ -108,6 +111,7 @@ def checked_plan(
     for name, value in (("bucket_bytes", bucket_bytes), ("lanes", lanes)):
         if value < 1:
             raise SpecError(f"{name} must be >= 1, got {value}")
+    bool_option("verify", verify)
     _refuse_nested(module)
     _refuse_overlaps(module)
     return loaded(plan)

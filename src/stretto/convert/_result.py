@@ -6,6 +6,8 @@ import difflib
 import enum
 from dataclasses import dataclass, field
 
+from stretto.boolean_options import bool_option
+
 
 class Target(enum.Enum):
     """What the converted script trains with."""
@@ -30,6 +32,10 @@ class Choices:
     evaluation: Evaluation = Evaluation.ALL
     per_rank_batch: bool = False
     """Whether a loader's batch size becomes each rank's instead of all ranks'."""
+
+    def __post_init__(self) -> None:
+        value = bool_option("per_rank_batch", self.per_rank_batch)
+        object.__setattr__(self, "per_rank_batch", value)
 
 
 class Kind(enum.Enum):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from stretto._api.ddp import DistributedDataParallel
+from stretto.boolean_options import bool_option
 from stretto.elastic.batches import BatchSize, ShareSampler, Stamp, order_of, step_seed
 from stretto.elastic.digests import ParameterDigests, gathered, minority
 from stretto.elastic.draining import STATUS, Drain
@@ -121,13 +122,15 @@ class Elastic:
                 their state. Otherwise a warning names it.
 
         Raises:
-            SpecError: ``batch``, ``every`` or ``keep`` is invalid, or the snapshot was
-                made with another seed.
+            SpecError: an option is invalid, or the snapshot was made with another seed.
             PlanMismatch: the model has a feature that keeps its ranks.
             StrettoError: the ranks do not start, the keeper has ended, or a snapshot
                 cannot be read.
         """
         self._batch = BatchSize.of(batch)
+        repair = bool_option("repair", repair)
+        if resume is not None:
+            resume = bool_option("resume", resume)
         snapshots = None
         if checkpoint is not None:
             snapshots = JobSnapshots(checkpoint, every=every, keep=keep)
@@ -274,7 +277,7 @@ class Elastic:
             shuffle: whether each epoch has an order of its own.
 
         Raises:
-            SpecError: an option is about batches, or the data set is empty.
+            SpecError: an option is about batches or invalid, or the data set is empty.
             StrettoError: a batch was not trained in a `step` block.
         """
         options = dict(loader_options or {})
@@ -285,6 +288,7 @@ class Elastic:
             )
         if not len(dataset):
             raise SpecError("the data set is empty")
+        shuffle = bool_option("shuffle", shuffle)
         return self._epoch_of(dataset, options, shuffle=shuffle)
 
     def _epoch_of(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from stretto.boolean_options import bool_option
 from stretto.errors import SpecError
 from stretto.measure.load import convolutions
 from stretto.measure.steady import quartile_distance
@@ -111,8 +112,10 @@ def probe_network(
         progress: Called on every rank as the probe proceeds.
 
     Raises:
-        SpecError: there are fewer than 2 ranks, no size or lane, or too small a budget.
+        SpecError: there are fewer than 2 ranks, no size or lane, or too small a budget,
+            or ``contention`` is not true or false.
     """
+    contention = bool_option("contention", contention)
     probe = _Probe(
         group=group,
         agreement_group=agreement_group,

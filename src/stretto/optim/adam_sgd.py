@@ -32,6 +32,8 @@ from torch.optim import Optimizer
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+from stretto.boolean_options import bool_option
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -70,7 +72,7 @@ class AdamSGD(Optimizer):
         maximize: Whether to go up the gradient.
 
     Raises:
-        ValueError: an option is out of range.
+        ValueError: an option is out of range, or not true or false.
     """
 
     is_separable: ClassVar = True
@@ -103,6 +105,11 @@ class AdamSGD(Optimizer):
             raise ValueError(f"tolerance must be positive, not {tolerance}")
         if min_steps is not None and min_steps < 1:
             raise ValueError(f"min_steps must be at least 1 or None, not {min_steps}")
+        maximize = bool_option("maximize", maximize)
+        if foreach is not None:
+            foreach = bool_option("foreach", foreach)
+        if fused is not None:
+            fused = bool_option("fused", fused)
         if foreach and fused:
             raise ValueError("foreach and fused cannot both be True")
         defaults = {

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.autograd_engine import graph_task_id
+from stretto.boolean_options import bool_option
 from stretto.errors import (
     PlanMismatch,
     RankDisagreement,
@@ -157,7 +158,8 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         RankDisagreement: ranks have different plans, models or versions.
         CommTimeout: a rank did not arrive.
         SpecError: ``record``, ``order``, ``lanes``, ``unit_bytes``, ``nan``,
-            ``nan_patience`` or ``timeout_s`` is invalid. Ranks where it is not raise
+            ``nan_patience``, ``timeout_s``, ``lane_backend``, ``error_feedback`` or
+            ``exact_clipping`` is invalid. Ranks where it is not raise
             `RankDisagreement`.
     """
 
@@ -198,6 +200,12 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         # Attributes that a subclass sets before it calls this constructor.
         compared = self.__dict__.pop("_compared", {})
         trouble = self.__dict__.pop("_trouble", None) or unshardable
+        try:
+            error_feedback = bool_option("error_feedback", error_feedback)
+            exact_clipping = bool_option("exact_clipping", exact_clipping)
+        except SpecError as exc:
+            trouble = trouble or exc
+            error_feedback, exact_clipping = False, True
         given = {
             "lanes": lanes is not None,
             "unit_bytes": unit_bytes is not None,
@@ -219,13 +227,15 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             check_options(nan, nan_patience)
             _check_timeout(timeout_s)
             require_observer(record)
+            _check_name("lane_backend", lane_backend)
         except StrettoError as exc:
             # It still meets the other ranks, so that none of them waits.
             trouble = trouble or exc
             order, nan, timeout_s = STATIC, "off", None
+            lane_backend = lane_backend if isinstance(lane_backend, str) else None
         negotiates = order == NEGOTIATED
         self._error_feedback = error_feedback
-        self._exact_clipping = bool(exact_clipping)
+        self._exact_clipping = exact_clipping
         self._nan = (nan, nan_patience)
         self._chosen_lane_backend = lane_backend or _lane_backend_for(
             plan, group, module
@@ -237,7 +247,8 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             "timeout_s": "the process group's"
             if timeout_s is None
             else f"{timeout_s:g}",
-            "exact_clipping": repr(self._exact_clipping),
+            "exact_clipping": repr(exact_clipping),
+            "error_feedback": repr(error_feedback),
         }
         trouble = trouble or self._lane_backend_trouble()
         if trouble is None and backends.supported(self._lane_backend):
@@ -707,6 +718,16 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         if self.static_graph:
             self._count_gradients()
         self._stand_alone()
+
+
+def _check_name(name: str, value: object) -> None:
+    """Require a text, or None.
+
+    Raises:
+        SpecError: it is something else.
+    """
+    if value is not None and not isinstance(value, str):
+        raise SpecError(f"{name} must be a name or None, got {value!r}")
 
 
 def _check_count(name: str, value: object) -> None:

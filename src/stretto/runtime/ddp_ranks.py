@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from stretto.background.named_device import open_named
-from stretto.errors import PlanMismatch, StrettoError
+from stretto.errors import PlanMismatch, SpecError, StrettoError
 from stretto.foreground_marks import StepMarker
 from stretto.runtime import backends
 from stretto.runtime.agreement import Agreement, require_matching_setup
@@ -228,9 +228,16 @@ class RankedDDP(TorchDDP):
 
     def _lane_backend_trouble(self) -> StrettoError | None:
         """Return the error if the chosen backend of lanes can't be had."""
-        if self._lane_backend != self._backend:
+        name = self._lane_backend
+        if name != self._backend and not backends.supported(name):
+            source = backends.LANE_BACKEND_VARIABLE
+            if self._chosen_lane_backend is not None:
+                source = "lane_backend"
+            known = ", ".join(map(repr, backends.names()))
+            return SpecError(f"{source} must be one of {known}, got {name!r}")
+        if name != self._backend:
             try:
-                backends.get(self._lane_backend)
+                backends.get(name)
             except StrettoError as exc:
                 return exc
         return None

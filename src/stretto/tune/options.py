@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stretto.boolean_options import bool_option
 from stretto.errors import SpecError
 from stretto.tune.techniques import AbstractTechnique, technique_of
 from stretto.tune.techniques.aiacc import EXPLORATION, WINDOW
@@ -58,6 +59,9 @@ class TuneOptions:
     """Random seed of the techniques that sample."""
 
     def __post_init__(self) -> None:
+        for name in ("model", "watch", "memory"):
+            value = bool_option(name, getattr(self, name))
+            object.__setattr__(self, name, value)  # ranks compare the text of all
         if self.steps < 0:
             raise SpecError(f"steps must be >= 0, got {self.steps}", place=".steps")
         _ = self.limits  # which checks lost_ratio and patience

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from stretto.boolean_options import bool_option
 from stretto.burst.graph import capture
 from stretto.burst.profiling.layer_rounds import Rounds
 from stretto.burst.requirements import require_module
@@ -96,6 +97,7 @@ def profile(
     """
     if repetitions < 2:
         raise SpecError(f"repetitions must be >= 2, got {repetitions}")
+    cuda_graphs = bool_option("cuda_graphs", cuda_graphs)
     require_module(module, example_inputs, kwargs)
     example_inputs = tuple(example_inputs)
     if not any(parameter.requires_grad for parameter in module.parameters()):
