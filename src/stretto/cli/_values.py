@@ -21,6 +21,8 @@ _FASTEST = 1e15 / 8
 class Whole(click.IntRange):
     """A whole number: at most 10^9, unless ``max`` says otherwise."""
 
+    name = "integer"  # click's own is "integer range", which its errors print
+
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> int:
@@ -34,6 +36,8 @@ class Whole(click.IntRange):
 @final
 class Real(click.FloatRange):
     """A finite number: at most 10^9, unless ``max`` says otherwise."""
+
+    name = "number"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None

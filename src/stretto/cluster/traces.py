@@ -126,6 +126,8 @@ def _from_csv(text: str, source: str) -> tuple[str, Iterator[TraceJob | None]]:
             return name, _rows(_table(text), convert, source)
     if set(_PAI_COLUMNS) <= set(columns):
         return "pai", _pai(_table(text), source)
+    if not columns:
+        raise SpecError(f"{source}: is empty")
     raise SpecError(
         f"{source}: unknown kind of trace: known are Philly's JSON list, and CSV with "
         "the columns of Helios (gpu_num, submit_time, duration), of PAI's task table "

@@ -53,6 +53,17 @@ def test_every_number_is_checked() -> None:
     assert len(NUMBERS) > 60
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [(_values.Whole(1), "a valid integer."), (_values.Real(0.0), "a valid number.")],
+)
+def test_text_that_is_no_number_is_called_so(
+    kind: click.ParamType[object], text: str
+) -> None:
+    with pytest.raises(click.BadParameter, match=f"'x' is not {text}"):
+        kind.convert("x", None, None)
+
+
 @pytest.mark.parametrize("value", ["-1", "nan", "1e99", "inf", "", "9" * 23])
 def test_a_wrong_number_is_an_error_that_names_the_option(value: str) -> None:
     for name, option in NUMBERS.items():

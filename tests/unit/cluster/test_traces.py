@@ -88,7 +88,7 @@ def test_philly_takes_the_last_attempt_with_both_times(tmp_path):
     ("text", "error"),
     [
         ("a,b\n1,2\n", "unknown kind of trace"),
-        ("", "unknown kind of trace"),
+        ("", "is empty"),
         ("[1]", r"\$\[0\]"),
         ("[", "is not JSON"),
         ('[{"attempts": [], "attempts": []}]', r"\$\[0\].attempts: is a duplicate key"),
