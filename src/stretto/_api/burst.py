@@ -1,4 +1,4 @@
-"""Wiring of burst planning."""
+"""Profile models and plan bursts, for `stretto burst` and `stretto.plan_layers`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wiring of the measurements."""
+"""Probe networks and devices and fit the samples, for `stretto.probe`."""
 
 from __future__ import annotations
 

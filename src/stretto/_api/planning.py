@@ -1,4 +1,4 @@
-"""Wiring of planning and predicting."""
+"""Plan, compare and simulate, for `stretto.plan` and its like and for the commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wiring of replays: a plan's real communication beside emulated computation."""
+"""Replay a plan: its real communication beside emulated computation."""
 
 from __future__ import annotations
 

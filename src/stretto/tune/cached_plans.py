@@ -1,4 +1,4 @@
-"""Use a plan of an earlier run in this one."""
+"""Use a plan in this run that `plan_cache` kept from an earlier one."""
 
 from __future__ import annotations
 
