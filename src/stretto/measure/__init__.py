@@ -1,8 +1,8 @@
 """Measure a job and a network.
 
 - `backward`: a model's workload from real steps (for the tuner and, of an unmodified
-  script, for `script`); `clocks`: the host's clock or a device's; `steady`: whether
-  measurements agree.
+  script, for `script`); `hook_warnings`: no warning of its hooks; `clocks`: the host's
+  clock or a device's; `steady`: whether measurements agree.
 - `network`: times of all-reduces (for probes).
 - `contention`: the loop that reads contention, by `beside` (real collectives) or
   `synthetic` (a device without peers); `load`: the computation.

@@ -23,6 +23,7 @@ from stretto.autograd_engine import (
 )
 from stretto.errors import SpecError
 from stretto.measure.clocks import clock_for
+from stretto.measure.hook_warnings import QuietHooks
 from stretto.measure.network import barrier, device_of
 from stretto.measure.steady import (
     DEFAULT_MAX_SPREAD_RATIO,
@@ -182,6 +183,7 @@ class StepObserver:
         }
         self._prefixes = {**prefixes, id(self.model): ""}
         self._handles = [
+            QuietHooks(),
             register_module_forward_pre_hook(self._held(StepObserver._any_called)),
             register_module_forward_hook(self._held(StepObserver._any_returned)),
         ]
