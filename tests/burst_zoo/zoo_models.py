@@ -639,6 +639,56 @@ def function_without_gradients_before_the_only_output() -> nn.Module:
     return StoppedWhole()
 
 
+STOPS = {"now": False}
+
+
+class StopAtTimes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None if STOPS["now"] else grad
+
+
+class StoppedAtTimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = mlp(8, 8), mlp(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(StopAtTimes.apply(self.body(x)))
+
+
+def _stop(_model: nn.Module, step: int) -> None:
+    STOPS["now"] = step == 0
+
+
+@right(flat, change=_stop)
+def function_that_begins_to_give_gradients() -> nn.Module:
+    STOPS["now"] = True  # while it is captured
+    return StoppedAtTimes()
+
+
+class WrittenWithoutGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), mlp(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x) * 2
+        with torch.no_grad():
+            h.add_(x.tanh())
+            h[:, 0] = x[:, 1]
+        return self.head(h)
+
+
+@right(flat)
+def write_without_gradients() -> nn.Module:
+    return WrittenWithoutGradients()
+
+
 class Straight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

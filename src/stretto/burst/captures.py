@@ -145,21 +145,27 @@ class Captures:
             if graph.ambient == ambient and graph.outdated() is None:
                 if graph.changed_since(self._first_values) is not None:
                     return None
-                if graph.unproven() is None or self._is_proven_again(graph):
+                if self._is_proven(graph):
                     return graph
         return None
 
-    def _is_proven_again(self, graph: LayerGraph) -> bool:
-        """Check a capture again that holds, and return whether it can be used.
+    def _is_proven(self, graph: LayerGraph) -> bool:
+        """Return whether a capture that holds can be used; check it again if necessary.
 
         Raises:
             SpecError: its layers differ from the module, or mix samples.
         """
         if graph in self._other_gradients:
             return False
-        if graph.ambient.autocast:
-            graph.note_proven(self._plain(graph.ambient).proven)
+        if graph.unproven() is None:
             return True
+        if graph.ambient.autocast:
+            plain = self._plain(graph.ambient)
+            graph.note_proven(plain.proven)
+            own, now = (g.results.unreached(self._module) for g in (graph, plain))
+            if own != now:
+                self._other_gradients.add(graph)
+            return own == now
         begin, changed = time.monotonic(), graph.unproven()
         try:
             with self._stale_guard.opened():
@@ -192,7 +198,7 @@ class Captures:
         plain = Ambient(grad=ambient.grad)
         for graph in self._graphs:
             is_valid = graph.ambient == plain and graph.outdated() is None
-            if is_valid and (graph.unproven() is None or self._is_proven_again(graph)):
+            if is_valid and self._is_proven(graph):
                 return graph
         with self._stale_guard.opened():
             return capture(self._module, *self._example, ambient=plain)

@@ -62,9 +62,7 @@ def capture(
         graph = layers_of(traced, groups, type(module).__name__, {})
         if verify:
             never = proof.require_equal(graph, module, example_inputs, kwargs)
-            if never:
-                names = (name for name, _ in module.named_parameters())
-                graph.results.exclude(never, names)
+            graph.results.correct(never, module)
     return graph
 
 
@@ -110,9 +108,9 @@ def check_again(
     now = graph.proven
     if is_as_before and before is not None and now is not None:
         now.around |= before.around
-    return never.isdisjoint(
-        name for some in graph.results.output_parameters or () for name in some
-    )
+    reached = graph.results.output_parameters or ()
+    still = all(never.isdisjoint(some) for some in reached)
+    return still and graph.results.unreached(module) <= never
 
 
 def check_hooks(

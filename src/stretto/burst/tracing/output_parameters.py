@@ -2,7 +2,8 @@
 
 Read off the recorded operations, so that it does not depend on which parameters are
 frozen. Gradients pass neither operations under ``no_grad`` nor ``detach()`` nor values
-that are not floats.
+that are not floats. A write in place under ``no_grad`` leaves a tensor its gradient, so
+they pass to what was written to. `proof` compares with the gradients of the module.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ def parameters_of_outputs(
     """Return for each output the parameters that its gradient reaches, by name.
 
     Parameters that no operation shows, such as those that an ``autograd.Function``
-    reads by itself, count as reached from each output. So do operands of writes in
-    place, which change values that are read under other names. ``None``: every output's
+    reads by itself, count as reached from each output. ``None``: every output's
     gradient may reach every parameter.
     """
     packing = results.packing
@@ -50,13 +50,7 @@ def parameters_of_outputs(
     walk = partial(_parameters_of, root=root, names=names)
     found = [walk([part], shapes=shapes) for part in parts]
     shown = walk(list(root.graph.nodes), shapes=None)
-    written = [
-        operand
-        for node in root.graph.nodes
-        if _writes(node)
-        for operand in node.all_input_nodes[1:]
-    ]
-    each = frozenset(names.values()).difference(shown) | walk(written, shapes=shapes)
+    each = frozenset(names.values()).difference(shown)
     reached = tuple(frozenset(some | each) for some in found)
     return None if all(len(some) == len(names) for some in reached) else reached
 
@@ -85,6 +79,11 @@ def _parameters_of(
             if isinstance(held, Tensor) and id(held) in names:
                 found.add(names[id(held)])
             continue
+        if shapes is not None and _is_untracked(node):
+            position = node.meta.get("writes")
+            if position is not None:
+                left.append(node.args[position])
+            continue
         if shapes is not None and _stops(node, shapes):
             continue
         if node.op == "call_module":
@@ -101,20 +100,14 @@ def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", ""))
 
 
-def _writes(node: fx.Node) -> bool:
-    """Return whether an operation writes into its first operand."""
-    if node.op not in ("call_method", "call_function"):
-        return False
-    name = _name(node)
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    return is_in_place or name in ("setitem", "__setitem__") or "out" in node.kwargs
+def _is_untracked(node: fx.Node) -> bool:
+    """Return whether an operation ran under ``no_grad``."""
+    context = node.meta.get("context")
+    return context is not None and not context.grad
 
 
 def _stops(node: fx.Node, shapes: Mapping[fx.Node, tuple[Any, Any]]) -> bool:
     """Return whether no gradient passes an operation."""
-    context = node.meta.get("context")
-    if context is not None and not context.grad:
-        return True
     if node.op in ("call_method", "call_function") and _name(node) in _ENDS:
         return True
     given = shapes.get(node)

@@ -22,7 +22,9 @@ from stretto.burst.memory import in_memory
 from stretto.errors import SpecError, StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
 
     from stretto.burst.tracing.output_memory import View
 
@@ -419,12 +421,26 @@ class Results:
             self.output_parameters is not None and len(set(self.output_parameters)) > 1
         )
 
-    def exclude(self, never: frozenset[str], names: Iterable[str]) -> None:
-        """Record parameters that no output's gradient reaches, of all names."""
+    def correct(self, never: frozenset[str], module: nn.Module) -> None:
+        """Correct what operations show by the module's own gradients.
+
+        Args:
+            never: names of parameters that no output's gradient reaches.
+            module: the model.
+        """
+        names = frozenset(name for name, _ in module.named_parameters())
         reached = self.output_parameters
-        if reached is None:
-            reached = (frozenset(names),) * len(self.tensors)
+        if reached is None or not self.unreached(module) <= never:
+            reached = (names,) * len(self.tensors)
         self.output_parameters = tuple(some - never for some in reached)
+
+    def unreached(self, module: nn.Module) -> frozenset[str]:
+        """Return names of parameters that are trained and that no output reaches."""
+        if self.output_parameters is None:
+            return frozenset()
+        return frozenset(
+            name for name, p in module.named_parameters() if p.requires_grad
+        ).difference(*self.output_parameters)
 
     @property
     def shows_inputs(self) -> bool:
