@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -412,6 +413,46 @@ def keeps_all_if_finite(_ctx, grad):
 def test_a_backward_that_drops_all_gradients_for_one_is_refused(drops):
     with pytest.raises(SpecError, match=r"test_mixing.py:\d+: .*mixes samples in back"):
         capture(Inside(backward_that(drops)), (torch.randn(6, 4),))
+
+
+def clears_all_for_a_sum(grad):
+    return grad if math.isfinite(grad.sum().item()) else grad * 0.0
+
+
+def clears_all_for_minus_infinity(grad):
+    return grad * 0.0 if bool(grad.isneginf().any()) else grad
+
+
+def limits_all_from_a_large_one(grad):
+    return grad * 0.5 if float(grad.abs().max()) > 1e12 else grad
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        clears_all_for_a_sum,
+        clears_all_for_minus_infinity,
+        limits_all_from_a_large_one,
+    ],
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_backward_that_changes_all_for_an_extreme_one_is_refused(function, is_first):
+    """Also where the batch needs no gradient, or behind a matrix product."""
+    linear = nn.Linear(4, 4)
+    linear.register_full_backward_hook(lambda _m, grads, _: (function(grads[0]),))
+    own = Inside(backward_that(lambda _, grad: function(grad)))
+    model = own if is_first else nn.Sequential(nn.Linear(4, 4), linear)
+    with pytest.raises(SpecError, match=r"test_mixing.py:\d+: .*mixes samples in back"):
+        capture(model, (torch.randn(6, 4),))
+
+
+def test_a_hook_that_raises_for_infinite_gradients_is_captured():
+    def raises(_module, grads, _of_output):
+        assert bool(grads[0].isfinite().all())
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].register_full_backward_hook(raises)
+    capture(model, (torch.randn(6, 4),))
 
 
 def test_a_backward_that_replaces_each_infinite_gradient_is_captured():

@@ -141,17 +141,18 @@ def gradients_of(
     output: Tensor, cotangent: Tensor, tensors: list[Tensor]
 ) -> list[Tensor | None]:
     """Compute gradients by ``backward``, which reentrant checkpointing requires."""
-    with ConstantDraws(is_backward=True):  # a checkpoint may draw again
-        torch.autograd.backward(edges_of([output]), [cotangent])
-    found = [
-        grad.to_dense()
-        if (grad := tensor.grad) is not None and grad.is_sparse
-        else grad
-        for tensor in tensors
-    ]
-    for tensor in tensors:
-        tensor.grad = None
-    return found
+    try:
+        with ConstantDraws(is_backward=True):  # a checkpoint may draw again
+            torch.autograd.backward(edges_of([output]), [cotangent])
+        return [
+            grad.to_dense()
+            if (grad := tensor.grad) is not None and grad.is_sparse
+            else grad
+            for tensor in tensors
+        ]
+    finally:  # a backward of the program's own may raise an error in between
+        for tensor in tensors:
+            tensor.grad = None
 
 
 _PASSES_MODES = "handle_torch_function" in torch.autograd.backward.__code__.co_names

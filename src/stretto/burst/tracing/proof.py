@@ -102,9 +102,6 @@ rows to hold about ``_MANY_NUMBERS`` numbers."""
 _SCALES = (1e4, 1e-4)
 """Scales of gradients, because a backward may treat large or small ones differently."""
 
-_NOT_FINITE = (math.nan, math.inf)
-"""Gradients of a sample for which a backward may drop or limit all of them."""
-
 _NOISES = (1.0, 0.1, 0.0)
 """Sizes of perturbations, relative to the usual; smaller ones where it gives NaN."""
 
@@ -933,10 +930,9 @@ class _Check:
     def _not_finite(
         self, node: LayerNode, values: dict[str, Tensor], given: Tensor
     ) -> SpecError | None:
-        """Return where a sample's gradients that are not finite change others'."""
-        for number in _NOT_FINITE if given.is_floating_point() else ():
-            cotangents = {node.name: given.clone()}
-            cotangents[node.name][list(_REST)] = number
+        """Return where a sample's extreme gradients change others'."""
+        for extreme in _extremes_of(given):
+            cotangents = {node.name: extreme}
             try:
                 whole = self._part(node, values, cotangents, _EVERY)
                 self._part(node, values, cotangents, _REST)
@@ -945,7 +941,31 @@ class _Check:
             found = self._rows_of(node, values, cotangents, whole)
             if found is not None:
                 return found
+            if self._changes_others(node, values, cotangents):
+                return self._mixes(node, values, backward=True)
         return None
+
+    def _changes_others(
+        self, node: LayerNode, values: dict[str, Tensor], cotangents: dict[str, Tensor]
+    ) -> bool:
+        """Return whether gradients of `_SOME` depend on those of `_REST`.
+
+        Also those of the batch: one value that is not finite hides others in the sums
+        that are parameters' gradients.
+        """
+        try:
+            _, whole, _ = self._part(node, values, cotangents, _EVERY, to_batch=True)
+            _, alone, _ = self._part(node, values, cotangents, _SOME, to_batch=True)
+        except (Exception, SystemExit):  # noqa: BLE001 - the batch may need no gradient
+            return False
+        rows = list(_SOME)
+        usual = {name: given[rows] for name, given in cotangents.items()}
+        rounding = self._rounding(node, values, usual)
+        return not all(
+            self._near(mine, all_rows[rows], None, rounding)
+            for mine, all_rows in zip(alone, whole, strict=True)
+            if mine is not None and all_rows is not None
+        )
 
     def _wide(
         self, node: LayerNode, values: dict[str, Tensor], full: Tensor
@@ -1012,8 +1032,13 @@ class _Check:
         values: dict[str, Tensor],
         cotangents: dict[str, Tensor],
         rows: tuple[int, ...],
+        *,
+        to_batch: bool = False,
     ) -> _Found:
-        inputs = [leaf_of(values[name][list(rows)], name) for name in node.inputs]
+        inputs = [
+            leaf_of(values[name][list(rows)], "" if to_batch else name)
+            for name in node.inputs
+        ]
         output = run_layer(node, inputs)
         if node.name not in cotangents or not output.requires_grad:
             return output.detach(), [None for _ in inputs], {}
@@ -1065,6 +1090,26 @@ class _Check:
             if op.meta.get("place"):
                 return f"{source_line_of(op)}: layer {node.name!r}"
         return f"layer {node.name!r}"
+
+
+def _extremes_of(given: Tensor) -> Iterator[Tensor]:
+    """Yield gradients of which a sample's may make a backward drop or limit all.
+
+    A matrix product makes NaN of a row of infinities, but not of a single one, or of
+    large numbers.
+    """
+    if not given.is_floating_point():
+        return
+    rows = list(_REST)
+    for number in (math.nan, math.inf, math.sqrt(torch.finfo(given.dtype).max)):
+        extreme = given.clone()
+        extreme[rows] = number
+        yield extreme
+    for number in (math.inf, -math.inf) if given.numel() else ():
+        extreme = given.clone()
+        for row in rows:
+            extreme[(row, *(0 for _ in given.shape[1:]))] = number
+        yield extreme
 
 
 def _hook_in(node: LayerNode) -> Any:
