@@ -47,6 +47,8 @@ HOOK = Hook()
 
 def mixed(grads: Any, share: Any) -> Any:
     """Return gradients with a share of other samples' ones."""
+    if not share:  # zero times the mean would spread one sample's infinity
+        return grads
     return (grads[0] - share * grads[0].mean(0),)
 
 
