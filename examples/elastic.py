@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import stretto
 from stretto.testing import replay_memberships
 
-BATCH, STEPS = "global:48", 600
+BATCH, EPOCHS = "global:48", 29
 
 
 def job() -> tuple[nn.Module, torch.optim.Optimizer, list[tuple[Tensor, int]]]:
@@ -42,7 +42,7 @@ if __name__ == "__main__":
     net, optimizer, samples = job()
     run = stretto.Elastic(net, optimizer, batch=BATCH)
     losses = {}
-    while run.steps < STEPS:
+    for _ in run.epochs(EPOCHS):
         for batch in run.batches(samples):
             with run.step() as step:
                 loss = loss_of(run.model, batch)

@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(
 ) -> None:
     """Choose this turn's tests; begin with those that take minutes."""
     turn = os.environ.get("STRETTO_TEST_TURN")
-    if turn is not None:
+    if turn:
         kept = this_turn(items, int(turn))
         left_out = set(items) - set(kept)
         config.hook.pytest_deselected(items=list(left_out))
