@@ -689,6 +689,26 @@ def write_without_gradients() -> nn.Module:
     return WrittenWithoutGradients()
 
 
+class RepeatedParameters(nn.Module):
+    """Repeats each row of parameters as often as there are samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = mlp(8, 8), mlp(8, 3)
+        self.token = nn.Parameter(torch.randn(1, 4, 8))
+        self.outer = nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)[:, None] * torch.repeat_interleave(self.token, len(x), dim=0)
+        outer = self.outer.repeat_interleave(x.shape[0], 0).view(3, len(x), 8)
+        return self.head(h.sum(1) + (outer * x).sum(0))
+
+
+@right(flat)
+def parameters_repeated_row_by_row() -> nn.Module:
+    return RepeatedParameters()
+
+
 class Straight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

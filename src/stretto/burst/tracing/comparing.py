@@ -55,6 +55,7 @@ _SHAPING = {
     "randint",
     "randn",
     "repeat",
+    "repeat_interleave",
     "tile",
     "reshape",
     "split",
