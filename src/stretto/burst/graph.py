@@ -61,8 +61,8 @@ def capture(
         groups = grouping.groups_of(traced)
         graph = layers_of(traced, groups, type(module).__name__, {})
         if verify:
-            never = proof.require_equal(graph, module, example_inputs, kwargs)
-            graph.results.correct(never, module)
+            never, graphs = proof.require_equal(graph, module, example_inputs, kwargs)
+            graph.results.correct(never, module, graphs)
     return graph
 
 
@@ -104,12 +104,15 @@ def check_again(
     before = graph.proven
     is_as_before = before is not None and before.changed_inside() is None
     with _spared_full_collections(), graph.ambient.set(device):
-        never = proof.require_equal(graph, module, example_inputs, kwargs)
+        never, graphs = proof.require_equal(graph, module, example_inputs, kwargs)
     now = graph.proven
     if is_as_before and before is not None and now is not None:
         now.around |= before.around
     reached = graph.results.output_parameters or ()
-    still = all(never.isdisjoint(some) for some in reached)
+    still = all(never.isdisjoint(some) for some in reached) and all(
+        graph_reach.names - never <= some
+        for some, graph_reach in zip(reached, graphs, strict=False)
+    )
     return still and graph.results.unreached(module) <= never
 
 

@@ -64,6 +64,34 @@ def written_with_and_without_gradients(model, h):
     return made
 
 
+def multiplied_in_a_list_without_gradients(model, h):
+    made = model.c(h)
+    with torch.no_grad():
+        torch._foreach_mul_([made], 0.5)
+    return made.tanh()
+
+
+def dropped_without_gradients(model, h):
+    made = model.c(h) + model.d(h)
+    with torch.no_grad():
+        torch.nn.functional.dropout(made, 0.0, training=True, inplace=True)
+    return made
+
+
+def of_anothers_type(model, h):
+    return model.c(h).type_as(model.d(h))
+
+
+def of_anothers_shape(model, h):
+    made = model.d(h)
+    more = made.new_full(h.shape, 2.0) + torch.zeros_like(model.b(h)) + made.data
+    return model.c(h).view_as(made) * more
+
+
+def of_a_parameters_shape(model, h):
+    return model.c(h) + model.d.weight.new_ones(h.shape) + model.d.bias.data
+
+
 def filled_without_gradients(model, h):
     made = model.c(h).detach()
     with torch.no_grad():
@@ -81,9 +109,14 @@ def filled_without_gradients(model, h):
         augmented_without_gradients,
         written_with_and_without_gradients,
         filled_without_gradients,
+        multiplied_in_a_list_without_gradients,
+        dropped_without_gradients,
+        of_anothers_type,
+        of_anothers_shape,
+        of_a_parameters_shape,
     ],
 )
-def test_the_same_parameters_get_a_gradient_after_writes_in_place(function):
+def test_each_output_gives_gradients_to_the_same_parameters_as_the_module(function):
     torch.manual_seed(0)
     model = Model(function)
     x = torch.randn(6, 4)
@@ -130,10 +163,23 @@ def test_a_capture_is_not_used_for_a_backward_that_gives_other_gradients(is_open
     assert not check_again(graph, model, (x,))
 
 
+def test_a_capture_is_checked_again_when_what_a_backward_may_withhold_is_unfrozen():
+    model, x = Gated(), torch.randn(6, 4)
+    GATE["open"] = False
+    graph = capture(model, (x,))
+    model.one.requires_grad_(False)
+    GATE["open"] = True
+    check_again(graph, model, (x,))
+    assert graph.unproven() is None
+    model.one.requires_grad_(True)
+    assert graph.unproven() is not None
+    assert not check_again(graph, model, (x,))
+
+
 def test_gradients_that_no_operation_shows_count_for_all_outputs():
     model, x = Model(multiplied), torch.randn(6, 4)
     results = capture(model, (x,)).results
     results.output_parameters = (frozenset(), frozenset())
-    results.correct(frozenset({"d.bias"}), model)
+    results.correct(frozenset({"d.bias"}), model, [])
     every = {name for name, _ in model.named_parameters()} - {"d.bias"}
     assert results.output_parameters == (every, every)

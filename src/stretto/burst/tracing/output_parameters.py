@@ -3,7 +3,8 @@
 Read off the recorded operations, so that it does not depend on which parameters are
 frozen. Gradients pass neither operations under ``no_grad`` nor ``detach()`` nor values
 that are not floats. A write in place under ``no_grad`` leaves a tensor its gradient, so
-they pass to what was written to. `proof` compares with the gradients of the module.
+they pass to what was written to. For parameters that are trained, `proof` then replaces
+this by what the module's own autograd graph reaches, see `graph_reach`.
 """
 
 from __future__ import annotations

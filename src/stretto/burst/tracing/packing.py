@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from stretto.burst.tracing.graph_reach import GraphReach
     from stretto.burst.tracing.output_memory import View
 
 _EXACT_BITS = {
@@ -421,18 +422,31 @@ class Results:
             self.output_parameters is not None and len(set(self.output_parameters)) > 1
         )
 
-    def correct(self, never: frozenset[str], module: nn.Module) -> None:
+    def correct(
+        self, never: frozenset[str], module: nn.Module, graphs: Sequence[GraphReach]
+    ) -> None:
         """Correct what operations show by the module's own gradients.
 
         Args:
             never: names of parameters that no output's gradient reaches.
             module: the model.
+            graphs: what the module's graph of each of several outputs reaches. It lacks
+                parameters that are frozen at present.
         """
         names = frozenset(name for name, _ in module.named_parameters())
-        reached = self.output_parameters
-        if reached is None or not self.unreached(module) <= never:
-            reached = (names,) * len(self.tensors)
-        self.output_parameters = tuple(some - never for some in reached)
+        trained = frozenset(n for n, p in module.named_parameters() if p.requires_grad)
+        if self.output_parameters is None:
+            self.output_parameters = (names,) * len(self.tensors)
+        if len(graphs) == len(self.output_parameters):
+            pairs = zip(self.output_parameters, graphs, strict=True)
+            self.output_parameters = tuple(
+                (some - trained if graph.is_complete else some) | graph.names
+                for some, graph in pairs
+            )
+            self.share_memory(self.views)
+        if not self.unreached(module) <= never:
+            self.output_parameters = (names,) * len(self.tensors)
+        self.output_parameters = tuple(some - never for some in self.output_parameters)
 
     def unreached(self, module: nn.Module) -> frozenset[str]:
         """Return names of parameters that are trained and that no output reaches."""

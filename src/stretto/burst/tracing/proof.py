@@ -40,6 +40,7 @@ from stretto.burst.tracing.dropout_rows import by_sample, not_outside
 from stretto.burst.tracing.equal_layers import EqualLayers, kinds_of
 from stretto.burst.tracing.failing_backward import line_in_backward
 from stretto.burst.tracing.fakes import swapped
+from stretto.burst.tracing.graph_reach import GraphReach
 from stretto.burst.tracing.layer_runs import (
     Twins,
     as_real,
@@ -61,6 +62,7 @@ from stretto.burst.tracing.layer_runs import (
 from stretto.burst.tracing.layers import INPUT
 from stretto.burst.tracing.other_values import other_values
 from stretto.burst.tracing.own_rows import OtherRows
+from stretto.burst.tracing.packing import tensors_in
 from stretto.burst.tracing.proven import Proven
 from stretto.burst.tracing.questions import (
     Questions,
@@ -120,12 +122,13 @@ def require_equal(
     module: nn.Module,
     example_inputs: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
-) -> frozenset[str]:
+) -> tuple[frozenset[str], list[GraphReach]]:
     """Check captured layers against the module, and that they keep samples apart.
 
     Returns:
         Names of parameters that get no gradient at all, because a backward that is not
-        torch's own returns ``None``.
+        torch's own returns ``None``; and for each of several outputs the parameters
+        that the module's own graph reaches.
 
     Raises:
         SpecError: naming the line from which they differ.
@@ -135,6 +138,7 @@ def require_equal(
     devices = [device] if device.type == "cuda" else []
     mixed: list[SpecError] = []
     missing: list[frozenset[str]] = []
+    reached: list[GraphReach] = []
     reads, around = None, around_now()
     own_backward = with_own_backward(graph.nodes)
     if graph.ambient.grad and own_backward:
@@ -151,6 +155,8 @@ def require_equal(
         for seed in (1, 2):
             found, check = check_with(seed)
             missing.append(check.missing)
+            pairs = zip(check.reached, reached or check.reached, strict=True)
+            reached = [one.joined(before) for one, before in pairs]
             if found is None:
                 break
             mixed.append(found)
@@ -166,7 +172,7 @@ def require_equal(
             )
     watch, active = (reads.watch(), reads.active) if reads is not None else (None, ())
     graph.note_proven(Proven(module, watch, active, changing, around))
-    return frozenset.intersection(*missing)
+    return frozenset.intersection(*missing), reached
 
 
 def run_module(
@@ -308,6 +314,8 @@ class _Check:
         """Layers whose output needs a gradient."""
         self.missing: frozenset[str] = frozenset()
         """Names of the parameters that got no gradient from the module itself."""
+        self.reached: list[GraphReach] = []
+        """For each of several outputs, the parameters that the module's graph has."""
 
     def _near(
         self,
@@ -461,6 +469,7 @@ class _Check:
         with fresh_buffers(self._module), ConstantDraws():
             with self._around_noted():
                 output = self._module.forward(*args, **kwargs)
+            self._note_reached(tensors_in(output))
             wanted = self._graph.results.packed(output, len(packed))
             parameters = self._trained()
             if not wanted.requires_grad:
@@ -469,6 +478,11 @@ class _Check:
             with self._noted(wanted):
                 grads = gradients_of(wanted, self._cotangent, parameters)
         return wanted, grads
+
+    def _note_reached(self, outputs: list[Tensor]) -> None:
+        if len(outputs) > 1:
+            names = {id(p): name for name, p in self._module.named_parameters()}
+            self.reached = [GraphReach.of(output, names) for output in outputs]
 
     def _with_own_tensors(
         self, packed: Tensor, around: Results | None = None

@@ -77,6 +77,9 @@ class Proven:
         }
         self.around = {self._settled(around)}
         self._functions = _functions_now()
+        # A backward of the user's may give or withhold gradients of what is unfrozen.
+        self._parameters = [] if watch is None else list(module.parameters())
+        self._trained = {id(p) for p in self._parameters if p.requires_grad}
         parts = list(module.modules())
         self._kinds = list(dict.fromkeys(map(type, parts)))
         self._calls = list(map(_calls_of, self._kinds))
@@ -104,4 +107,8 @@ class Proven:
             return "the forward of a class"
         if list(map(_own_forward, self._held)) != self._own:
             return "the forward of a module"
+        if any(
+            p.requires_grad and id(p) not in self._trained for p in self._parameters
+        ):
+            return "a parameter that was frozen"
         return None if self.watch is None else self.watch.changed()
