@@ -259,7 +259,9 @@ class Captures:
                 verify=not ambient.autocast,
             )
             if ambient.autocast:
-                graph.note_proven(self._plain(ambient).proven)
+                plain = self._plain(ambient)
+                graph.note_proven(plain.proven)
+                graph.results.output_parameters = plain.results.output_parameters
             ambient = Ambient(grad=ambient.grad)
             check_hooks(self._module, *self._example, ambient=ambient)
         # There may be fewer layers: some run in training only.
