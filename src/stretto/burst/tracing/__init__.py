@@ -63,8 +63,8 @@ What can't be split over samples or ranks:
 Layers:
 
 - `grouping`: group operations, and make each group a module (for `layers`).
-- `output_parameters`: the parameters from which each output is computed;
-  `graph_reach`: those that its autograd graph reaches (for `proof`).
+- `output_parameters`: the parameters from which each output is computed.
+- `graph_reach`: those that an output's autograd graph reaches (for `proof`).
 - `layers`: `LayerGraph` and `LayerNode` (for `burst.graph`, and what runs layers).
 - `proof`: compute the layers: they equal the model and keep rows apart (for
   `burst.graph`).
