@@ -108,7 +108,8 @@ def check_again(
     now = graph.proven
     if is_as_before and before is not None and now is not None:
         now.around |= before.around
-    reached = graph.results.output_parameters or ()
+    names = frozenset(name for name, _ in module.named_parameters())
+    reached = graph.results.output_parameters or (names,)
     still = all(never.isdisjoint(some) for some in reached) and all(
         graph_reach.names - never <= some
         for some, graph_reach in zip(reached, graphs, strict=False)

@@ -446,7 +446,9 @@ class Results:
             self.share_memory(self.views)
         if not self.unreached(module) <= never:
             self.output_parameters = (names,) * len(self.tensors)
-        self.output_parameters = tuple(some - never for some in self.output_parameters)
+        found = tuple(some - never for some in self.output_parameters)
+        # Ranks join what was reached only where this differs.
+        self.output_parameters = None if {*found} == {names} else found
 
     def unreached(self, module: nn.Module) -> frozenset[str]:
         """Return names of parameters that are trained and that no output reaches."""
