@@ -97,7 +97,9 @@ class Lab:
 
     def assert_nothing_left(self):
         assert self.wait_for(lambda: not self.processes(), 5.0), self.processes()
-        assert list(self.temporary.iterdir()) == []
+        left = [path.name for path in self.temporary.iterdir()]
+        # PyTorch makes the folder of its compiler's cache when it is loaded.
+        assert [name for name in left if not name.startswith("torchinductor_")] == []
         assert outside_state() == self.before
 
 
