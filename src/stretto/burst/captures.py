@@ -157,7 +157,7 @@ class Captures:
         """
         if graph in self._other_gradients:
             return False
-        if graph.unproven() is None:
+        if (changed := graph.unproven()) is None:
             return True
         if graph.ambient.autocast:
             plain = self._plain(graph.ambient)
@@ -166,7 +166,7 @@ class Captures:
             if own != now:
                 self._other_gradients.add(graph)
             return own == now
-        begin, changed = time.monotonic(), graph.unproven()
+        begin = time.monotonic()
         try:
             with self._stale_guard.opened():
                 is_usable = check_again(graph, self._module, *self._example)

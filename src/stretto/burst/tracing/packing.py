@@ -434,7 +434,7 @@ class Results:
                 parameters that are frozen at present.
         """
         names = frozenset(name for name, _ in module.named_parameters())
-        trained = frozenset(n for n, p in module.named_parameters() if p.requires_grad)
+        trained = _trained_in(module)
         if self.output_parameters is None:
             self.output_parameters = (names,) * len(self.tensors)
         if len(graphs) == len(self.output_parameters):
@@ -454,9 +454,7 @@ class Results:
         """Return names of parameters that are trained and that no output reaches."""
         if self.output_parameters is None:
             return frozenset()
-        return frozenset(
-            name for name, p in module.named_parameters() if p.requires_grad
-        ).difference(*self.output_parameters)
+        return _trained_in(module).difference(*self.output_parameters)
 
     @property
     def shows_inputs(self) -> bool:
@@ -509,6 +507,10 @@ class Results:
         for i, first in zip(self._places, self._same_as, strict=True):
             leaves[i] = found[first]  # programs write in place into outputs
         return self._rebuild(leaves)
+
+
+def _trained_in(module: nn.Module) -> frozenset[str]:
+    return frozenset(n for n, p in module.named_parameters() if p.requires_grad)
 
 
 def tensors_in(output: Any) -> list[Tensor]:
