@@ -171,6 +171,62 @@ def test_clipping_over_gradients_that_one_rank_lacks_is_one_process_s(
         assert max(found) < 1e-9
 
 
+class Gate(torch.autograd.Function):
+    """Lets a gradient through once its switch is on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, switch: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(switch)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (switch,) = ctx.saved_tensors
+        return grad * 2 if bool(switch) else None, None
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.middle = nn.Linear(6, 5), nn.Linear(5, 5)
+        self.head = nn.Linear(5, 2)
+        self.register_buffer("switch", torch.tensor(False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.middle(self.body(x).tanh())
+        return self.head(Gate.apply(h, self.switch))
+
+
+def gated(rank: int, size: int, widths: Widths) -> Any:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    ours, theirs = (Gated() for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    example = torch.zeros(2, 6)
+    plan = plan_of(ours, example, lambda i: widths[i % len(widths)], size)
+    model = BurstParallel(ours, plan, example_inputs=(example,))
+    parts = shares_of(BATCH, size, "uneven")
+    whole = torch.randn(BATCH, 6)
+    for one, x in ((model, part(whole, parts, rank)), (theirs, whole)):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.1, weight_decay=0.3)
+        switch = ours.switch if one is model else theirs.switch
+        for step in range(4):
+            switch.fill_(step > 1)
+            optimizer.zero_grad()
+            one(x).square().mean().backward()
+            optimizer.step()
+    state = model.full_state_dict()
+    return max(float((state[n] - v).abs().max()) for n, v in theirs.named_parameters())
+
+
+@pytest.mark.parametrize("widths", [[(0, 2)], [(0, 1), (1, 1)], [(1, 1), (0, 2)]])
+def test_a_gradient_that_a_backward_withheld_at_first_arrives(
+    ranks: Any, widths: Widths
+) -> None:
+    for apart in ranks(gated, 2, widths, timeout_s=60, group_s=20):
+        assert apart < 1e-9
+
+
 class Features(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -354,6 +354,7 @@ class BackwardPass:
             sync = self._sync_to_end()
             self._require_one_share()
             # See Note [Outputs that no loss uses] in `stretto.burst.reach`.
+            self.reached.arrived_at_layers(sync.layer_gradients())
             with self._rank_groups.guard("joining the outputs that losses use"):
                 self.reached.join(self._rank_groups.reduce_number, self._device)
             sync.finish(self.reached.unreached())

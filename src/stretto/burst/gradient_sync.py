@@ -32,7 +32,7 @@ from stretto.runtime.bucket_schedule import BucketSchedule, Slice
 from stretto.runtime.sender import BucketSender
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Sequence
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
     from stretto.burst.checks.hook_use import HookUse
     from stretto.burst.rank_groups import GroupLanes, RankGroups
@@ -282,6 +282,11 @@ class GradientSync:
             self._launched.append(bucket)
 
     # When backward has ended.
+
+    def layer_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        """Yield the parameters with their gradient on this rank, not yet delivered."""
+        for slot in self._slots.values():
+            yield slot.parameter, self._shadows.grad(slot.parameter)
 
     @torch.no_grad()
     def finish(self, unreached: Container[int] = ()) -> None:

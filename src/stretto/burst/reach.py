@@ -8,7 +8,8 @@ optimizer with weight decay or momentum would still move their parameters. The c
 finds which parameters each output's gradient reaches. Each rank records from which
 outputs a backward starts, and the ranks join these records when it ends. Parameters
 that no output reaches, because of ``detach()`` or an index between them, get no
-gradient.
+gradient. A gradient that arrives there all the same is kept if it is not zero: a
+backward of the user's may return ``None`` when it is checked, and a gradient later.
 """
 
 from __future__ import annotations
@@ -63,6 +64,17 @@ class Reached:
         """Record that a loss uses a parameter directly."""
         self._mask[self._of_id[id(parameter)]] = 1
 
+    def arrived_at_layers(
+        self, gradients: Iterable[tuple[nn.Parameter, Tensor | None]]
+    ) -> None:
+        """Record the gradients of parameters that no output reached, except zeros."""
+        if not self._is_on:
+            return
+        for parameter, grad in gradients:
+            number = self._of_id[id(parameter)]
+            if grad is not None and not self._mask[number] and _has_values(grad):
+                self._mask[number] = 1
+
     def join(self, reduce: Callable[[Tensor, Any], None], device: torch.device) -> None:
         """Join the parameters reached on all ranks. Collective."""
         if self._is_on:
@@ -83,3 +95,12 @@ class Reached:
     def reset(self) -> None:
         """Start again: gradients were sent or dropped."""
         self._mask.zero_()
+
+
+def _has_values(grad: Tensor) -> bool:
+    """Return whether a gradient is finite and not zero somewhere.
+
+    Zero times infinity is not a number also where no loss uses the result.
+    """
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    return bool(((values != 0) & values.isfinite()).any())
