@@ -11,7 +11,6 @@ import dataclasses
 import enum
 import inspect
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -415,7 +414,7 @@ class Results:
         self.trial_values = "elements"
         """How inputs are made with which the model can compute, see `trial.VALUES`."""
 
-    @cached_property
+    @property
     def differs(self) -> bool:
         """Whether gradients of different tensors reach different parameters."""
         return (
@@ -435,18 +434,17 @@ class Results:
         """
         names = frozenset(name for name, _ in module.named_parameters())
         trained = _trained_in(module)
-        if self.output_parameters is None:
-            self.output_parameters = (names,) * len(self.tensors)
-        if len(graphs) == len(self.output_parameters):
-            pairs = zip(self.output_parameters, graphs, strict=True)
-            self.output_parameters = tuple(
-                (some - trained if graph.is_complete else some) | graph.names
-                for some, graph in pairs
+        reached = self.output_parameters or (names,) * len(self.tensors)
+        if len(graphs) == len(reached):
+            reached = self._with_views(
+                [
+                    (some - trained if graph.is_complete else some) | graph.names
+                    for some, graph in zip(reached, graphs, strict=True)
+                ]
             )
-            self.share_memory(self.views)
-        if not self.unreached(module) <= never:
-            self.output_parameters = (names,) * len(self.tensors)
-        found = tuple(some - never for some in self.output_parameters)
+        if not trained.difference(*reached) <= never:
+            reached = (names,) * len(self.tensors)
+        found = tuple(some - never for some in reached)
         # Ranks join what was reached only where this differs.
         self.output_parameters = None if {*found} == {names} else found
 
@@ -468,11 +466,17 @@ class Results:
         """
         self.views = views
         if self.output_parameters is not None:
-            reached = list(self.output_parameters)
-            for view, own in zip(views, self.output_parameters, strict=True):
-                if view is not None and not (view.of_input or view.is_detached):
-                    reached[view.number] |= own
-            self.output_parameters = tuple(reached)
+            self.output_parameters = self._with_views(self.output_parameters)
+
+    def _with_views(
+        self, reached: Sequence[frozenset[str]]
+    ) -> tuple[frozenset[str], ...]:
+        """Add what a view's gradient reaches to what it is a view of."""
+        found = list(reached)
+        for view, own in zip(self.views, reached, strict=True):
+            if view is not None and not (view.of_input or view.is_detached):
+                found[view.number] |= own
+        return tuple(found)
 
     def packed(self, output: Any, rows: int) -> Tensor:
         """Return the result's tensors as one; the first call records their shapes."""
