@@ -149,7 +149,9 @@ def rank_has_invalid_variables(rank: int, size: int) -> list[str]:
 
 def test_a_value_that_a_variable_cannot_have_is_an_error(ranks: Any) -> None:
     for overlap, clipping, backend in ranks(rank_has_invalid_variables, 1):
-        assert overlap.startswith("overlap must be 'backward' or 'forward' or 'auto'")
+        assert overlap.startswith(
+            "overlap (or STRETTO_OVERLAP) must be 'backward' or 'forward' or 'auto'"
+        )
         assert clipping == "STRETTO_CLIPPING must be exact or parts, got 'perhaps'"
         assert backend.startswith("STRETTO_LANE_BACKEND must be one of 'gloo', ")
 

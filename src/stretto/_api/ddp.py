@@ -356,7 +356,9 @@ def require_overlap(plan: Plan | None, overlap: str | None, *, automatic: bool) 
     """
     if overlap not in OVERLAPS:
         choices = " or ".join(map(repr, OVERLAPS))
-        raise SpecError(f"overlap must be {choices}, got {overlap!r}")
+        raise SpecError(
+            f"overlap (or {OVERLAP_VARIABLE}) must be {choices}, got {overlap!r}"
+        )
     if overlap == "forward" and (plan is None or plan.overlap != "forward"):
         what = "plan='auto'" if automatic else "DDP's own buckets"
         if plan is not None:

@@ -111,7 +111,7 @@ def summary(settled: TuningResult) -> str:
         parts.append(_against_bound(settled.step_s, settled.bound_s))
     figures = ", ".join(parts)
     if not settled.applied:
-        return f"left as DDP does it: {figures}"
+        return f"DDP's buckets kept: {figures}"
     plan = settled.plan
     slices = sorted({bucket.slices for bucket in plan.buckets})
     numbers = "-".join(str(s) for s in (slices[0], slices[-1])[: len(slices)])
@@ -144,7 +144,7 @@ def _gain(settled: TuningResult) -> str:
         assert settled.ddp_step_s is not None  # noqa: S101
         if not settled.applied:
             return (
-                f"measured step {format_s(settled.step_s)} with DDP's buckets, no "
+                f"measured step {format_s(settled.step_s)}, no "
                 "plan was faster by more than the noise"
             )
         when = " when it settled" if settled.from_cache else ""

@@ -67,7 +67,7 @@ def test_lanes_without_a_slice_are_not_counted(
 def test_where_ddp_s_buckets_stay_nothing_is_saved(settled: TuningResult) -> None:
     kept = replace(settled, plan=settled.ddp, step_s=0.34, ddp_step_s=0.34)
     line = summary(kept)
-    assert line.startswith("left as DDP does it: measured step 340 ms")
+    assert line.startswith("DDP's buckets kept: measured step 340 ms")
     assert "saved" not in line
     assert kept.saved_ratio == 0
 
