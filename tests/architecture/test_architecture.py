@@ -24,21 +24,26 @@ def imported_by(file):
     """What a file imports of stretto, for types and in functions too."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            names = [name.name for name in node.names]
+            found = [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module == "stretto":
-            names = [f"stretto.{name.name}" for name in node.names]
+            found = [f"stretto.{name.name}" for name in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
+            found = [node.module or ""]
         else:
             continue
-        yield from (n.split(".")[1] for n in names if n.startswith("stretto."))
+        yield from (n.split(".")[1] for n in found if n.startswith("stretto."))
+
+
+def names():
+    """Every package, and the module `script`."""
+    found = {p.parent.name for p in PACKAGE.glob("*/__init__.py")} - {"testing"}
+    return {*found, "script"}
 
 
 @functools.cache
 def packages():
-    """Each package's imports of other packages, and of the module `script`."""
-    found = {p.parent.name for p in PACKAGE.glob("*/__init__.py")} - {"testing"}
-    imports = {name: set() for name in {*found, "script"}}
+    """Each package's imports of others."""
+    imports = {name: set() for name in names()}
     for file in PACKAGE.rglob("*.py"):
         if top_of(file) in imports:
             imports[top_of(file)] |= {*imported_by(file)} & imports.keys()
@@ -57,17 +62,17 @@ def rows():
     return found
 
 
-def cell(names):
+def cell(some):
     """A cell of the table, packages in the order of its rows."""
     order = [*rows(), *sorted(packages())]
-    return ", ".join(f"`{name}`" for name in sorted(names, key=order.index)) or "-"
+    return ", ".join(f"`{name}`" for name in sorted(some, key=order.index)) or "-"
 
 
 def test_the_table_has_every_package():
     assert rows().keys() == packages().keys()
 
 
-@pytest.mark.parametrize("name", sorted(packages()))
+@pytest.mark.parametrize("name", sorted(names()))
 def test_the_table_says_what_a_package_imports_and_what_imports_it(name):
     imports, importers = rows()[name]
     assert cell(imports) == cell(packages()[name])
