@@ -109,27 +109,18 @@ def test_the_length_of_the_data_divides_and_is_not_a_count_of_the_rank(added, ho
 @pytest.mark.parametrize(
     "line",
     [
+        # A share of a number that differs by rank.
         "print((((x - y[:, None]) ** 2).sum() / (x - x.mean()).pow(2).sum()).item())",
         "kept = (y > 0).sum()\nprint(((model(x).argmax(1) == y).sum() / kept).item())",
         "print((x.sum() / torch.sum(x > 0)).item())",
-    ],
-)
-def test_a_share_of_a_number_that_differs_by_rank_is_listed(line):
-    asked = open_notes(with_line(line))
-    assert len(asked) == 1
-    assert "is a mean or a sum" in asked[0]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
+        # A mean of what reads all samples.
         "print(((x - x.mean()) ** 2).mean().item())",
         "print(torch.mean((x - x.mean(dim=0)).square()).item())",
         "print((x / torch.max(x)).mean().item())",
         "print((x - 1).mean().abs().item())",
     ],
 )
-def test_a_mean_of_what_reads_all_samples_is_listed(line):
+def test_a_share_or_mean_that_reads_what_differs_by_rank_is_listed(line):
     asked = open_notes(with_line(line))
     assert len(asked) == 1
     assert "is a mean or a sum" in asked[0]
