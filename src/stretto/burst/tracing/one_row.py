@@ -27,8 +27,13 @@ def normalized(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return norm(x)
     out = norm(x.contiguous())
     if out.requires_grad:
-        out.register_hook(plain_row)
+        out.register_hook(_plain_gradient)
     return out
+
+
+def _plain_gradient(grad: Tensor | None) -> Tensor | None:
+    """Return a gradient with the usual strides; a user's backward may give none."""
+    return None if grad is None else plain_row(grad)
 
 
 @final
