@@ -17,6 +17,7 @@ A recording:
 - `around`: modes and hooks around a call (for `recorder`, `reads`, `backward_reads`,
   `custom_backward`, `proof` and `proven`).
 - `questions`: what code does with its rank, or the seed (for `recorder` and `proof`).
+- `writes`: which writes of a forward are rejected, and why (for `recorder`).
 - `views`: writes in place through a view of another tensor (for `recorder`).
 - `torch_modules`: kinds of modules that are treated in ways of their own (for
   `recorder`, `layers`, and files of `burst`).
@@ -68,7 +69,8 @@ Layers:
 - `layers`: `LayerGraph` and `LayerNode` (for `burst.graph`, and what runs layers).
 - `proof`: compute the layers: they equal the model and keep rows apart (for
   `burst.graph`).
-- `dropout_rows`: a row for each sample before a dropout (for `build` and `proof`).
+- `dropout_rows`: a row for each sample before a dropout (for `build`, `recorder` and
+  `proof`).
 - `equal_layers`: layers that compute the same, of which some are checked (for
   `proof`).
 - `layer_runs`: run layers alone (for `proof`, `equal_layers` and `other_values`).

@@ -13,11 +13,15 @@ from torch.utils import _pytree as pytree
 
 from stretto.burst.tracing.comparing import BATCHES, Count
 from stretto.burst.tracing.copied_norms import plain_norm
-from stretto.burst.tracing.dropout_rows import as_before, by_sample, fold_of
+from stretto.burst.tracing.dropout_rows import (
+    as_before,
+    by_sample,
+    fold_of,
+    require_rows,
+)
 from stretto.burst.tracing.inner_calls import mixing
 from stretto.burst.tracing.names import Name, free_name
 from stretto.burst.tracing.own_rows import own_rows
-from stretto.burst.tracing.recorder import require_rows
 from stretto.burst.tracing.records import SOURCE, Fixed, Record, Recording, Ref
 from stretto.burst.tracing.torch_modules import Dropout
 from stretto.errors import SpecError
@@ -228,7 +232,7 @@ class Build:
         fold = None if in_place else fold_of(*shapes, module)
         if fold is None:
             for batch, tensor in zip(BATCHES, shapes, strict=True):
-                require_rows(tensor, batch, one.place)
+                require_rows(tensor, batch, one.place, module)
             return self.graph.call_module(Name(name), (given,))
         named: dict[str, Any] = {}
         if fold.drops_channels:
@@ -411,12 +415,19 @@ def graph_of(
 def require_no_state(node: fx.Node, build: Build) -> None:
     """Reject an operation without users that would update statistics or buffers."""
     changes = bool(node.meta.get("keeps_state"))
+    also = ""
     for name in node.meta.get("norms", ()):
         norm = build.held(name)
-        changes |= bool(norm.training and norm.track_running_stats)
+        if norm.training and norm.track_running_stats:
+            changes = True
+            also = (
+                "; or, if nobody needs its statistics, set track_running_stats = False "
+                f"of {name!r} before the model is captured"
+            )
     if changes:
         raise SpecError(
             f"{node.meta['place']}: the output of {node.target} is not used, but it "
             "updates the module's buffers in each call. Layers that no output depends "
-            "on are not run: leave out the call, or use its output"
+            "on are not run: leave out the call (in a loop over blocks, in the last "
+            f"one), or use its output{also}"
         )

@@ -13,14 +13,16 @@ equal in both orders, which would hide that.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor
 
 from stretto.burst.tracing.comparing import BATCHES, follows
 from stretto.burst.tracing.torch_modules import DROPS_ELEMENTS, drops_rows
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 
 @final
@@ -92,4 +94,44 @@ def not_outside(place: str) -> SpecError:
         f"{place}: drops from samples that are folded with another dimension and are "
         "not its outer part, or whose values do not show it: masks are drawn for each "
         "sample. Fold them as (batch, other), or drop before they are folded"
+    )
+
+
+def require_rows(
+    given: Any, batch: int, place: str, within: nn.Module | None = None
+) -> None:
+    """Reject a dropout of a tensor that has no row for each sample.
+
+    Args:
+        given: What the dropout gets.
+        batch: The number of samples.
+        place: Its line.
+        within: The module of torch that runs it, if one does.
+    """
+    if not isinstance(given, Tensor) or given.shape[:1] == (batch,):
+        return
+    raise SpecError(
+        f"{place}: drops from a tensor of shape {tuple(given.shape)} where the batch "
+        f"has {batch} samples: masks are drawn for each sample, so the first dimension "
+        f"must be the batch. {_way_of(within)}"
+    )
+
+
+def _way_of(module: nn.Module | None) -> str:
+    """Return what to do about a dropout that a module runs, or that is in it."""
+    kind = type(module).__name__
+    for part in module.modules() if module is not None else ():
+        if getattr(part, "batch_first", True) is False:
+            return (
+                f"Create {kind} with batch_first=True, and give it tensors that begin "
+                "with the batch"
+            )
+    if getattr(module, "inplace", False):
+        return (
+            f"Create {kind} with inplace=False, which allows another dimension to be "
+            "the batch, or drop before the dimensions change"
+        )
+    return (
+        "Drop from such a tensor, and not from parameters; outside of torch's own "
+        "modules, and not in place, another dimension may be the batch"
     )

@@ -31,6 +31,7 @@ from stretto.burst.tracing.around import (
     saved_hooks_now,
 )
 from stretto.burst.tracing.copied_norms import CopiedNorms, is_of, torch_forward
+from stretto.burst.tracing.dropout_rows import require_rows
 from stretto.burst.tracing.fakes import AbstractRecorder, held_by, storage_of, swapped
 from stretto.burst.tracing.freezing import may_read_users
 from stretto.burst.tracing.inner_calls import (
@@ -46,6 +47,13 @@ from stretto.burst.tracing.settings import Settings
 from stretto.burst.tracing.source_lines import line_setting, source_line
 from stretto.burst.tracing.torch_modules import BatchNorm, Dropout
 from stretto.burst.tracing.views import step_of, viewed, written_through
+from stretto.burst.tracing.writes import (
+    buffers_of,
+    is_torchs,
+    require_known_state,
+    write_error,
+    written_argument,
+)
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -529,14 +537,16 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         )
         if kind == "call_method" and target == "__setitem__":
             record.kind, record.target = "call_function", set_item
-        self._note_writes(record, written, args)
+        self._note_writes(record, written, args, kwargs)
         number = len(self.recording.records)
         self._add(record, args[0] if record.target is set_item else result, tensors)
         if written:
             self._write_owner(written[0], record, number)
         return result
 
-    def _note_writes(self, record: Record, written: list[Tensor], args: Any) -> None:
+    def _note_writes(
+        self, record: Record, written: list[Tensor], args: Any, kwargs: Any
+    ) -> None:
         if not written:
             return
         target = written[0]
@@ -553,14 +563,8 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
                     f"{record.place}: writes into a tensor that no module holds: make "
                     "it with torch.tensor or torch.empty, or copy it with clone()"
                 )
-            raise SpecError(_written(record.place, what))
-        positions = [i for i, a in enumerate(args) if a is target]
-        if not positions:
-            raise SpecError(
-                f"{record.place}: writes into the tensor given as out=: write it as an "
-                "operation that gives a new tensor"
-            )
-        record.writes = positions[0]
+            raise SpecError(write_error(record.place, what, record))
+        record.writes = written_argument(record, args, kwargs, target)
         if target._is_view():  # noqa: SLF001
             record.aliases = True
         number = len(self.recording.records)
@@ -667,7 +671,8 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             return call(module, *args, **kwargs)
         if module.training and module.p and module is not self._own_run:
             given = next(iter((*args, *kwargs.values())), None)
-            require_rows(given, self._batch, source_line())
+            within = self._root.get_submodule(self._running) if self._running else None
+            require_rows(given, self._batch, source_line(), within)
         self._in_dropout += 1
         try:
             return call(module, *args, **kwargs)
@@ -703,7 +708,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
 
         def run(*more: Any, **named: Any) -> Any:
             # Counted as within itself: a norm or dropout is recorded as such.
-            buffers = _buffers(module)
+            buffers = buffers_of(module)
             versions = [_version(b) for _, b, _ in buffers]
             before = set(self._memory_written)
             self._own_run = module
@@ -714,10 +719,11 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             for (name, buffer, owner), version in zip(buffers, versions, strict=True):
                 new = storage_of(buffer) in self._memory_written - before
                 if _version(buffer) != version or new:
-                    _require_known_state(owner, name, place)
+                    require_known_state(owner, name, place)
                     self._keeps_state |= not isinstance(owner, BatchNorm)
             own = {storage_of(buffer) for _, buffer, _ in buffers}
-            self._require_no_writes(self._memory_written - before - own, place)
+            if not is_torchs(module):
+                self._require_no_writes(self._memory_written - before - own, place)
             return result
 
         return self.operation(
@@ -775,14 +781,14 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         """Reject what hooks of a module write into buffers of other modules."""
         if not storages:
             return
-        for name, buffer, owner in _buffers(self._root):
+        for name, buffer, owner in buffers_of(self._root):
             if storage_of(buffer) in storages:
                 where = self._modules.get(id(owner), "")
                 full = f"{where}.{name}" if where else name
                 raise SpecError(
                     f"{place}: a hook or the code of a module writes into the buffer "
                     f"{full!r} of another in forward: ranks would differ in it, as "
-                    "each sees other samples. Update it outside of the model"
+                    "each runs other layers and samples. Update it outside of the model"
                 )
 
     def function(
@@ -947,7 +953,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         """
         if (left := self._copied.left()) is not None:
             name = f"{self._modules[id(left[0])]}.num_batches_tracked"
-            raise SpecError(_written(left[1], repr(name)))
+            raise SpecError(write_error(left[1], repr(name)))
         self.recording.output = output
         self.recording.refs = self._refs
         return self.recording
@@ -1015,45 +1021,10 @@ def _attribute(tensor: Tensor, name: str) -> Any:
     return getattr(tensor, name)
 
 
-def _written(place: str, what: str) -> str:
-    return (
-        f"{place}: writes into the parameter or buffer {what} in forward: only ranks "
-        "that run this layer would do so, each with its own samples. Update it in the "
-        "training loop, or use a torch.nn module that does"
-    )
-
-
 def set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
     """Write into a part of a tensor and return the tensor."""
     tensor[index] = value
     return tensor
-
-
-def _buffers(module: nn.Module) -> list[tuple[str, Tensor, nn.Module]]:
-    return [
-        (name, buffer, part)
-        for part in module.modules()
-        for name, buffer in part._buffers.items()  # noqa: SLF001
-        if buffer is not None
-    ]
-
-
-def _require_known_state(owner: nn.Module, name: str, place: str) -> None:
-    """Require that only norms and parametrizations change buffers in forward."""
-    if isinstance(owner, BatchNorm):
-        return
-    kind = type(owner).__module__
-    if kind.startswith("torch.nn.utils.param") or hasattr(owner, f"{name}_orig"):
-        return
-    if any(hasattr(owner, f"{name.rpartition('_')[0]}{end}") for end in ("_orig",)):
-        return  # torch.nn.utils.spectral_norm keeps its vectors so
-    way = "update it outside of the model"
-    if getattr(owner, "track_running_stats", False):
-        way = "pass track_running_stats=False, or " + way
-    raise SpecError(
-        f"{place}: {type(owner).__name__} writes into its buffer {name!r} in forward: "
-        f"ranks would differ in it, as each sees other samples. To train it, {way}"
-    )
 
 
 def _require_own_forwards(module: nn.Module, name: str) -> None:
@@ -1077,18 +1048,6 @@ def _require_own_forwards(module: nn.Module, name: str) -> None:
             f"compute torch's {kind} there instead. Remove the hooks, or don't derive "
             f"{type(part).__name__} from torch's {kind}"
         )
-
-
-def require_rows(given: Any, batch: int, place: str) -> None:
-    """Reject a dropout of a tensor that has no row for each sample."""
-    if not isinstance(given, Tensor) or given.shape[:1] == (batch,):
-        return
-    raise SpecError(
-        f"{place}: drops from a tensor of shape {tuple(given.shape)} where the batch "
-        f"has {batch} samples: masks are drawn for each sample, so the first dimension "
-        "must be the batch. Drop from such a tensor, and not from parameters; outside "
-        "of torch's own modules, and not in place, another dimension may be the batch"
-    )
 
 
 def _version(tensor: Tensor) -> int:
