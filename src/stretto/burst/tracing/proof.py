@@ -264,12 +264,16 @@ def _checked(
                 "and use operations that have a backward"
             ) from first
     where = f"{line}: " if line else line_of_forward(module) or f"{graph.name}: "
+    way = (
+        f"Forward must take 1 to {_ROWS} samples of values like the example's: give an "
+        "example of several different rows, as in training"
+    )
+    if "only supports boolean masks" in text:
+        way = "Give a mask of type bool, such as mask.bool()"
     raise SpecError(
         f"{where}computing with random rows like the "
         f"example's fails ({type(first).__name__}: {text}), so the layers of "
-        f"{graph.name} can't be checked. Forward must take 1 to {_ROWS} samples of "
-        "values like the example's: give an example of several different rows, as in "
-        "training"
+        f"{graph.name} can't be checked. {way}"
     ) from first
 
 

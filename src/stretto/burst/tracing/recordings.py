@@ -67,6 +67,18 @@ _WAYS = {
         "Grouped products, such as those of experts, can't be recorded: with "
         "transformers call model.set_experts_implementation('batched_mm') before"
     ),
+    "aten._pack_padded_sequence": (
+        "Packed sequences can't be recorded, as their sizes are values of the lengths. "
+        "Give the module the padded tensor with the batch first, and take what you "
+        "need of its output by lengths in an input: the last step of each sequence by "
+        "out.gather(1, (lengths - 1).view(-1, 1, 1).expand(-1, 1, out.size(2))), or "
+        "torch.where with a mask. The backward direction of a bidirectional one would "
+        "begin at the padding: flip each sequence within its length by gather"
+    ),
+    "tensors used as indices must be": (
+        "A mask of type uint8 can't be recorded as an index: select with torch.where "
+        "and mask.bool(), or index by numbers that are computed outside of forward"
+    ),
     "aten.nonzero": (
         "Which rows are computed must not depend on values: compute all, and select "
         "with torch.where or a mask of zeros and ones. For experts of transformers "
@@ -194,8 +206,9 @@ def _constants_kept(
         raise SpecError(
             f"{place or (made and made + ': ')}forward of {type(module).__name__} "
             f"keeps a tensor in its attribute or variable {name!r}, computed from "
-            f"{source}, which ranks that do not run this layer would not have: compute "
-            "it in each call, or return it as another output of the model"
+            f"{source}, which ranks that do not run this layer would not have: use a "
+            "local variable, pass it to later code as an argument, or return it as "
+            "another output of the model"
         )
     return kept
 

@@ -1,0 +1,172 @@
+"""A refusal says what is true of the line, and what to write in its place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import rnn
+
+from stretto.burst.graph import capture
+from stretto.errors import SpecError
+
+
+class Net(nn.Module):
+    """Computes what a test gives between two layers."""
+
+    def __init__(self, between, **parts):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.between = between
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x, *more):
+        return self.two(self.between(self, self.one(x), *more))
+
+
+def refusal(between, *more, shape=(6, 4), **parts):
+    with pytest.raises(SpecError) as raised:
+        capture(Net(between, **parts), (torch.randn(shape), *more))
+    return str(raised.value)
+
+
+def packed(net, h, lengths):
+    given = rnn.pack_padded_sequence(h, lengths.cpu(), batch_first=True)
+    return rnn.pad_packed_sequence(net.rnn(given)[0], batch_first=True)[0]
+
+
+def last_steps(net, h, lengths):
+    out = net.rnn(h)[0]
+    return out.gather(1, (lengths - 1).view(-1, 1, 1).expand(-1, 1, out.size(2)))
+
+
+def test_packed_sequences_have_a_way_that_is_captured():
+    recurrent, lengths = nn.GRU(4, 4, batch_first=True), torch.arange(6, 0, -1)
+    message = refusal(packed, lengths, shape=(6, 6, 4), rnn=recurrent)
+    assert "out.gather(1, (lengths - 1).view(-1, 1, 1)" in message
+    capture(Net(last_steps, rnn=recurrent), (torch.randn(6, 6, 4), lengths))
+
+
+def unused(net, h):
+    net.norm(h)
+    return h
+
+
+def test_an_unused_batch_norm_has_a_way_that_is_captured():
+    norm = nn.BatchNorm1d(4)
+    assert "set track_running_stats = False of 'norm'" in refusal(unused, norm=norm)
+    norm.track_running_stats = False
+    capture(Net(unused, norm=norm), (torch.randn(6, 4),))
+
+
+def counted(net, h):
+    net.norm.num_batches_tracked += 1
+    return h
+
+
+def averaged(net, h):
+    net.norm.running_mean.copy_(h.detach().mean())
+    return h
+
+
+@pytest.mark.parametrize("between", [counted, averaged])
+def test_a_written_buffer_is_said_to_follow_samples_only_if_it_does(between):
+    message = refusal(between, norm=nn.BatchNorm1d(4))
+    assert "writes into the parameter or buffer 'norm." in message
+    assert "Update it in the training loop" in message
+    assert ("computed from samples" in message) is (between is averaged)
+
+
+def relu_by_name(net, h):
+    return functional.relu_(input=h)
+
+
+def constant_by_name(net, h):
+    return h + nn.init.constant_(tensor=torch.empty(len(h), 4), val=2.0)
+
+
+@pytest.mark.parametrize("between", [relu_by_name, constant_by_name])
+def test_an_argument_that_is_written_may_have_a_name(between):
+    net = Net(between)
+    graph = capture(net, (torch.randn(6, 4),))
+    assert {node.name for node in graph.nodes} == {"one", "two"}
+
+
+def into_out(net, h):
+    made = torch.empty(len(h), 4)
+    torch.add(h.detach(), 1, out=made)
+    return h + made
+
+
+def drawn_into(net, h):
+    return h + nn.init.normal_(torch.empty(len(h), 4))
+
+
+@pytest.mark.parametrize(
+    ("between", "name"), [(into_out, "out"), (drawn_into, "tensor")]
+)
+def test_the_written_argument_is_called_by_its_name(between, name):
+    assert f"writes into the tensor {name}=" in refusal(between)
+
+
+def selected(net, h):
+    return h + h[(h > 0).byte()].sum()
+
+
+def written_where(net, h):
+    h = h.clone()
+    h[(h > 0).byte()] = 0.0
+    return h
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype")
+@pytest.mark.parametrize("between", [selected, written_where])
+def test_a_mask_of_bytes_is_named(between):
+    assert "mask.bool()" in refusal(between)
+
+
+def kept(net, h):
+    net.features = h
+    return h
+
+
+def test_a_kept_tensor_has_a_way():
+    assert "use a local variable" in refusal(kept)
+
+
+def turned(net, h):
+    return net.part(h.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("part", "way"),
+    [
+        (nn.TransformerEncoderLayer(4, 2, 8), "with batch_first=True"),
+        (nn.Dropout(0.5, inplace=True), "with inplace=False"),
+    ],
+)
+def test_a_dropout_beside_the_batch_has_the_way_of_its_module(part, way):
+    message = refusal(turned, shape=(6, 5, 4), part=part)
+    assert f"Create {type(part).__name__} {way}" in message
+
+
+class NoGradient(torch.autograd.Function):
+    """Gives no gradient, not even zeros."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def without_gradient(net, h):
+    return h + NoGradient.apply(net.norm(h))
+
+
+def test_a_batch_norm_may_get_no_gradient():
+    capture(Net(without_gradient, norm=nn.BatchNorm1d(4)), (torch.randn(6, 4),))
