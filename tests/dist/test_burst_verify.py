@@ -155,3 +155,30 @@ def test_a_wrong_capture_is_one_error_on_all_ranks(ranks: Any) -> None:
         assert "the output differs by" in found["first"][1]
         assert found["first"] == found["second"]
     assert everyone[0] == everyone[1] == everyone[2]
+
+
+class Recurrent(nn.Module):
+    """Has a layer that runs sample by sample, and a bias without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.recurrent = nn.LSTM(4, 16, num_layers=2, dropout=0.5, batch_first=True)
+        self.middle, self.norm = nn.Linear(16, 8), nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        steps, _ = self.recurrent(self.first(x))
+        out: torch.Tensor = self.last(self.norm(self.middle(steps[:, -1])))
+        return out
+
+
+def rank_of_rounding(_rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(8, 5, 4)
+    plan = plan_of(model, x, lambda _: (0, 1), size)
+    BurstParallel(model, plan, example_inputs=(x,), verify=True)
+
+
+def test_what_is_only_rounding_is_not_a_wrong_capture(ranks: Any) -> None:
+    ranks(rank_of_rounding, 1, timeout_s=100)
