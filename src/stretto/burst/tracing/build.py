@@ -421,8 +421,8 @@ def require_no_state(node: fx.Node, build: Build) -> None:
         if norm.training and norm.track_running_stats:
             changes = True
             also = (
-                "; or, if nobody needs its statistics, set track_running_stats = False "
-                f"of {name!r} before the model is captured"
+                "; or, if its statistics are not needed, set track_running_stats = "
+                f"False of {name!r} before the model is captured"
             )
     if changes:
         raise SpecError(
