@@ -135,12 +135,12 @@ class Cluster:
 
     def end(self) -> None:
         """End everything at once."""
-        self.folders.mark_down([])
+        self.folders.mark_down()
         hosts = self.folders.hosts(self.settings)
         self._kill_holders([*self._locks().values()])  # no actor is left, either
         for host in hosts:
             if self.node(host).root.is_dir():
-                self.node(host).mark_down([])  # an agent may be about to start
+                self.node(host).mark_down()  # an agent may be about to start
         self._kill_holders([self.node(host).agent_lock(host) for host in hosts])
         if self.settings.ray is not None:
             shutil.rmtree(Path(self.settings.ray.temp).parent, ignore_errors=True)

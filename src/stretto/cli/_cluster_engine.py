@@ -249,6 +249,7 @@ def _echo_status(found: dict[str, Any]) -> None:
         state = "ready" if row["joined"] else "not heard from"
         if row["drained"]:
             state += ", drained"
+            state += " until `stretto cluster down` has ended" if row["ending"] else ""
         click.echo(f"{row['host']}: {state}")
         for device in row["devices"]:
             jobs = [device[role] for role in ("foreground", "background")]

@@ -130,15 +130,16 @@ class Coordinator:
         self._check_store()
         self._request(self.ledger.stop(job, self._clock(), user=user))
 
-    def drain(self, host: str, *, user: str = "") -> None:
-        """Move a host's attempts, and start nothing new there.
+    def drain(self, host: str, *, user: str = "", ends: bool = False) -> None:
+        """Move a host's attempts, and start nothing new there, see `Ledger.drain`.
 
         Raises:
             SpecError: there is no such host.
             StoreUnavailable: the request cannot be kept.
         """
         self._check_store()
-        self._request(self.ledger.drain(host, self._clock(), user=user))
+        now_s = self._clock()
+        self._request(self.ledger.drain(host, now_s, user=user, ends=ends))
 
     def open(self, host: str, *, user: str = "") -> None:
         """Use a drained host again.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import signal
 import sys
 import time
@@ -30,7 +31,7 @@ from stretto.cluster.roles import (
 from stretto.errors import ClusterError, Infeasible, SpecError, StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
 COORDINATOR_ENDS = ": the coordinator ends: "
 """In the line with which a coordinator says why it cannot run."""
@@ -162,6 +163,34 @@ def start(folders: Folders, settings: Settings) -> dict[str, Any]:
         ClusterError: it runs already, or does not start.
     """
     folders.create()
+    with _locked(folders.starting) as has_lock:
+        if not has_lock:
+            raise ClusterError(
+                f"another command starts a cluster in {folders.root}: see `stretto "
+                "cluster status`, or start another with --folder"
+            )
+        return _start(folders, settings)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, *, shared: bool = False) -> Iterator[bool]:
+    """Hold a file's lock; yield whether others do not have it.
+
+    The kernel releases it however this process ends.
+    """
+    try:
+        descriptor = processes.lock(path, shared=shared)
+    except OSError:  # no file can be created on a full disk
+        yield True
+        return
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _start(folders: Folders, settings: Settings) -> dict[str, Any]:
     if processes.is_locked(folders.keeper_lock) or processes.is_locked(
         folders.coordinator_lock
     ):
@@ -171,8 +200,10 @@ def start(folders: Folders, settings: Settings) -> dict[str, Any]:
         )
     _refuse_strangers(folders, settings)
     folders.save_settings(settings)
+    with contextlib.suppress(OSError):
+        folders.ending.touch(mode=0o600)  # now: later the disk may be full
     folders.found_hosts.unlink(missing_ok=True)
-    drained = folders.take_down_mark()
+    folders.down.unlink(missing_ok=True)
     log_bytes = _size(folders.coordinator_log)
     start_keeper(folders)
     limit_s = _START_S if settings.ray is None else _RAY_START_S
@@ -184,7 +215,7 @@ def start(folders: Folders, settings: Settings) -> dict[str, Any]:
             if found["hosts"] and all(row["joined"] for row in found["hosts"]):
                 break
         if why := _refused(folders, log_bytes):
-            folders.mark_down(drained)  # it would be started again and again
+            folders.mark_down()  # it would be started again and again
             raise ClusterError(why)
         time.sleep(0.02)
     else:
@@ -194,9 +225,6 @@ def start(folders: Folders, settings: Settings) -> dict[str, Any]:
             f"the cluster in {folders.root} did not start within {limit_s:g} s: see "
             f"{', '.join(map(str, logs))}, and end it with `stretto cluster down`"
         )
-    for host in drained:
-        if host in {row["host"] for row in found["hosts"]}:
-            ask(folders, {"do": "drain", "host": host, "open": True, "user": "start"})
     return ask(folders, {"do": "status"})
 
 
@@ -285,7 +313,7 @@ def down(
 ) -> bool:
     """End a cluster: its jobs stop with their grace, and wait for the next start.
 
-    If this is interrupted, the cluster continues.
+    If this is interrupted or killed, the coordinator uses the hosts again.
 
     Args:
         folders: of the cluster.
@@ -304,21 +332,18 @@ def down(
     except ClusterError:
         if folders.down.exists() or not processes.is_locked(folders.keeper_lock):
             raise
-        _end_processes(folders, [])
+        _end_processes(folders)
         return False
-    drained = [row["host"] for row in status["hosts"] if not row["drained"]]
-    try:
-        for host in drained:
+    # Without this lock, the coordinator uses drained hosts again.
+    with _locked(folders.ending, shared=True):
+        for row in status["hosts"]:
+            host = row["host"]
             with contextlib.suppress(ClusterError):  # it cannot be kept, on a full disk
-                ask(folders, {"do": "drain", "host": host, "user": "down"})
+                ask(
+                    folders, {"do": "drain", "host": host, "user": "down", "ends": True}
+                )
         has_ended = _await_ends(folders, timeout_s, report)
-    except BaseException:
-        for host in drained:
-            with contextlib.suppress(StrettoError):
-                again = {"do": "drain", "host": host, "open": True, "user": "down"}
-                ask(folders, again, patience_s=1.0)
-        raise
-    _end_processes(folders, drained)
+        _end_processes(folders)
     return has_ended
 
 
@@ -331,8 +356,8 @@ def _await_ends(
     while True:
         try:
             status = ask(folders, {"do": "status"})
-        except ClusterError:
-            return False
+        except ClusterError:  # another `down` was faster, or nothing answers
+            return folders.down.exists() and not _runs_any(folders)
         if not status["attempts"]:
             return True
         passed_s = now_s() - began_s
@@ -356,9 +381,17 @@ def _waits_for(status: dict[str, Any], timeout_s: float) -> str:
     return f"waits at most {timeout_s:g} s for {jobs}"
 
 
-def _end_processes(folders: Folders, drained: Sequence[str]) -> None:
-    """End a cluster's processes, and note the hosts that this has drained."""
-    folders.mark_down(drained)
+def _runs_any(folders: Folders) -> bool:
+    """Return whether an attempt may still run; on other hosts nothing is known."""
+    if folders.load_settings().ray is not None:
+        return True
+    locks = folders.root.glob(f"hosts/*/attempts/*/{LOCK_FILE}")
+    return any(map(processes.is_locked, locks))
+
+
+def _end_processes(folders: Folders) -> None:
+    """End a cluster's processes."""
+    folders.mark_down()
     for stage in stages(folders, folders.load_settings()):
         end_holders([role.lock for role in stage], timeout_s=2 * _ANSWER_S)
     end_holders([folders.keeper_lock], timeout_s=2 * _ANSWER_S)

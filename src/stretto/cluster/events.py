@@ -15,7 +15,8 @@ REFUSED = "refused"
 STOP_REQUESTED = "stop-requested"
 """A user wants the job to end. Data: ``by``."""
 DRAINED = "drained"
-"""Nothing new starts on ``host``; its attempts are moved. Data: ``by``."""
+"""Nothing new starts on ``host``; its attempts are moved. Data: ``by``, and ``ends`` if
+it is because the cluster ends: the next start uses the host again."""
 OPENED = "opened"
 """``host`` accepts attempts again. Data: ``by``."""
 

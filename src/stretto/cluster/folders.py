@@ -109,6 +109,12 @@ class Folders:
         self.down = root / "down.json"
         """Exists while the cluster is to be down: nothing is started again."""
 
+        self.starting = root / "starting.lock"
+        """Locked while a command starts the cluster."""
+
+        self.ending = root / "ending.lock"
+        """Locked while a command ends the cluster."""
+
     def of_node(self, host: str) -> Folders:
         """Return the folders of a host that an actor of Ray serves."""
         return Folders(self.root / "nodes" / host)
@@ -142,30 +148,16 @@ class Folders:
         """Return the lock of a host's agent."""
         return self.host(host) / "agent.lock"
 
-    def mark_down(self, drained: Sequence[str]) -> None:
-        """Record that the cluster is to be down, and which hosts that has drained.
-
-        On a full disk the names are lost: the hosts stay drained.
+    def mark_down(self) -> None:
+        """Record that the cluster is to be down.
 
         Raises:
             ClusterError: not even an empty file can be created.
         """
         try:
-            write_json(self.down, list(drained))
-        except OSError:
-            try:
-                self.down.touch(mode=0o600)
-            except OSError as exc:
-                raise _unwritable(self.down, exc) from exc
-
-    def take_down_mark(self) -> list[str]:
-        """Return the hosts that `mark_down` has noted, and remove the note."""
-        try:
-            found = json.loads(self.down.read_bytes())
-        except (OSError, ValueError):
-            found = []
-        self.down.unlink(missing_ok=True)
-        return [str(host) for host in found]
+            self.down.touch(mode=0o600)
+        except OSError as exc:
+            raise _unwritable(self.down, exc) from exc
 
     def attempts(self, host: str) -> Path:
         """Return the folder of a host's attempts."""

@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from stretto.cluster.commands import Command
     from stretto.cluster.policies.base import AbstractPolicy
     from stretto.cluster.records import Record
-    from stretto.cluster.views import ClusterView, JobView
+    from stretto.cluster.views import ClusterView, HostView, JobView
     from stretto.schema.job import Job
 
 _logger = logging.getLogger(__name__)
@@ -164,13 +164,26 @@ class Ledger:
         )
         return self._applied([event])
 
-    def drain(self, host: str, now_s: float, *, user: str = "") -> list[Event]:
+    def drain(
+        self, host: str, now_s: float, *, user: str = "", ends: bool = False
+    ) -> list[Event]:
         """Move a host's attempts, and start nothing new there.
+
+        Args:
+            host: its name.
+            now_s: the time.
+            user: who wants it.
+            ends: it is because the cluster ends; a host that a user has drained stays
+                so afterwards.
 
         Raises:
             SpecError: there is no such host.
         """
-        return self._set_drained(host, now_s, user, ev.DRAINED)
+        found = self._host(host)
+        if found.is_drained and (ends or not found.is_ending):
+            return []
+        data = {"by": user} | ({"ends": True} if ends else {})
+        return self._applied([Event(ev.DRAINED, now_s, host=host, data=data)])
 
     def open(self, host: str, now_s: float, *, user: str = "") -> list[Event]:
         """Use a drained host again.
@@ -178,18 +191,16 @@ class Ledger:
         Raises:
             SpecError: there is no such host.
         """
-        return self._set_drained(host, now_s, user, ev.OPENED)
+        if not self._host(host).is_drained:
+            return []
+        return self._applied([Event(ev.OPENED, now_s, host=host, data={"by": user})])
 
-    def _set_drained(
-        self, host: str, now_s: float, user: str, kind: str
-    ) -> list[Event]:
+    def _host(self, host: str) -> HostView:
         found = self.cluster.hosts.get(host)
         if found is None:
             names = ", ".join(self.cluster.hosts) or "none has joined"
             raise SpecError(f"host {host!r} is unknown; hosts: {names}")
-        if found.is_drained == (kind == ev.DRAINED):
-            return []
-        return self._applied([Event(kind, now_s, host=host, data={"by": user})])
+        return found
 
     def _check_fits(self, spec: Job) -> None:
         """Refuse what the known hosts could not run even if they were empty."""

@@ -86,20 +86,22 @@ def kill_marked(variable: str, value: str, *, attempts: int = 50) -> bool:
     return False
 
 
-def lock(path: Path, *, patience_s: float = 0.2) -> int | None:
+def lock(path: Path, *, shared: bool = False, patience_s: float = 0.2) -> int | None:
     """Return a descriptor that holds a file's lock; ``None`` if another holds it.
 
     The kernel releases the lock when the last process with the descriptor ends.
 
     Args:
         path: the file, which is created if needed.
+        shared: others may hold it, too, if they share it.
         patience_s: how long to try; `is_locked` holds a lock for a moment.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     deadline_s = time.monotonic() + patience_s
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline_s:
                 os.close(descriptor)

@@ -106,6 +106,7 @@ def status(
                 "host": name,
                 "joined": is_up and name in connected,
                 "drained": host is not None and host.is_drained,
+                "ending": host is not None and host.is_ending,
                 "devices": [
                     {
                         "name": device,

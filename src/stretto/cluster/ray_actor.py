@@ -212,7 +212,7 @@ class HostActor:
 
     async def end(self) -> None:
         """End the host's agent, for good."""
-        self._folders.mark_down([])
+        self._folders.mark_down()
         self._signal_agent()
 
     async def stop(self) -> None:

@@ -33,7 +33,7 @@ from stretto.cluster.policies import registry
 from stretto.cluster.roles import StoppedHolders
 from stretto.cluster.store import Store, read_events, read_only
 from stretto.cluster.wire import event_of, plain_command, plain_event
-from stretto.errors import SpecError, StrettoError
+from stretto.errors import SpecError, StoreUnavailable, StrettoError
 from stretto.logs import get_logger
 from stretto.schema import codec
 from stretto.schema.job import Job
@@ -122,12 +122,14 @@ class Server:
             }
         )
         self._listener = self._listen()
+        self._undo_end()
         self._tick_soon()
         # Agents do so, too, but only if they do not find this coordinator.
         self._loop.every(_KEEPER_S, self._start_keeper)
         stopped = StoppedHolders(lambda: served_locks(self.folders))
         self._loop.every(_KEEPER_S, stopped.look)
         self._loop.every(_KEEPER_S, self._keep_socket)
+        self._loop.every(_KEEPER_S, self._undo_end)
         self._loop.run()
         self._listener.close()
         with contextlib.suppress(OSError):
@@ -159,6 +161,20 @@ class Server:
     def _start_keeper(self) -> None:
         with contextlib.suppress(OSError):
             start_keeper(self.folders)  # unless one runs
+
+    def _undo_end(self) -> None:
+        """Use hosts again that a `down` has drained, unless one is at work.
+
+        It may have ended the cluster, which runs again now, or have been killed.
+        """
+        hosts = self.ledger.cluster.hosts.values()
+        ending = [host.name for host in hosts if host.is_ending]
+        if not ending or processes.is_locked(self.folders.ending):
+            return
+        with contextlib.suppress(StoreUnavailable):  # later
+            for host in ending:
+                self.coordinator.open(host, user="the end of `down`")
+        self._tick_soon()
 
     # messages
 
@@ -310,9 +326,11 @@ class Server:
         return {"job": job}
 
     def _drain(self, message: dict[str, Any]) -> dict[str, Any]:
-        host, opens = self._known(message), bool(message.get("open"))
-        act = self.coordinator.open if opens else self.coordinator.drain
-        act(host, user=str(message.get("user", "")))
+        host, user = self._known(message), str(message.get("user", ""))
+        if message.get("open"):
+            self.coordinator.open(host, user=user)
+        else:
+            self.coordinator.drain(host, user=user, ends=bool(message.get("ends")))
         return {"host": host}
 
     def _known(self, message: dict[str, Any]) -> str:

@@ -171,6 +171,7 @@ class State:
     def _drained(self, event: Event) -> None:
         host = self.cluster.hosts[event.host]
         host.is_drained = event.kind == ev.DRAINED
+        host.is_ending = host.is_drained and bool(event.data.get("ends"))
         self._refresh(event.host)
 
     # Agents.

@@ -271,6 +271,9 @@ class HostView:
     is_drained: bool = False
     """Nothing new starts on it."""
 
+    is_ending: bool = False
+    """It is drained because the cluster ends, and only until then."""
+
 
 @final
 class ClusterView:

@@ -40,21 +40,24 @@ Not tested: a GCS with RocksDB that ends alone (an alpha of Ray).
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
 import pytest
 
 from stretto import zoo
 from stretto.cluster import engine_local, processes, server
-from stretto.cluster.folders import Folders
+from stretto.cluster.folders import Folders, Settings
 from stretto.cluster.part_spec import ATTEMPT_VARIABLE
 from stretto.cluster.processes import marked_processes
 from stretto.errors import ClusterError, Infeasible, SpecError
@@ -63,6 +66,7 @@ from stretto.schema.collocation import Collocation
 from stretto.schema.job import BurstOptions
 from support.clusters import (
     ENGINES,
+    LIMIT_S,
     WAITS,
     Cluster,
     await_file,
@@ -487,11 +491,65 @@ def test_the_end_of_a_cluster_on_a_full_disk_says_what_it_waits_for(
 def test_a_cluster_goes_on_if_its_end_is_interrupted(
     shared: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupt = Mock(side_effect=KeyboardInterrupt)
+    def drained() -> list[str]:
+        return [row["host"] for row in shared.ask("status")["hosts"] if row["drained"]]
+
+    def interrupt(*_: object) -> None:
+        assert drained()
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(engine_local, "_await_ends", interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine_local.down(shared.folders, timeout_s=60.0)
-    assert not any(row["drained"] for row in shared.ask("status")["hosts"])
+    await_that(lambda: not drained(), lambda: "hosts stay drained")
+
+
+def test_only_hosts_that_a_user_has_drained_stay_so_after_the_end(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path / "c") as found:
+        found.ask("drain", host="host0")
+        for host in ("host0", "host1"):  # by a `down` that was killed
+            found.ask("drain", host=host, ends=True)
+        assert engine_local.down(found.folders, timeout_s=60.0)
+        engine_local.start(found.folders, found.settings)
+        rows = {row["host"]: row for row in found.ask("status")["hosts"]}
+        assert [rows[host]["drained"] for host in ("host0", "host1")] == [True, False]
+        found.ask("drain", host="host0", open=True)
+
+
+def test_two_commands_do_not_start_one_cluster(tmp_path: Path) -> None:
+    folders = Folders(tmp_path / "c")
+    folders.create()
+    settings = Settings(hosts={"host0": ("cpu:0",)}, policy="fifo")
+    other = processes.lock(folders.starting)
+    assert other is not None
+    with pytest.raises(ClusterError, match="another command starts a cluster in "):
+        engine_local.start(folders, settings)
+    os.close(other)
+    assert not folders.settings.exists()
+
+
+def test_two_commands_may_end_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_wait, await_ends = threading.Barrier(2), engine_local._await_ends
+
+    def wait(*arguments: Any) -> bool:
+        both_wait.wait(LIMIT_S)
+        (tmp_path / "go").touch()
+        return await_ends(*arguments)
+
+    with cluster(tmp_path / "c", hosts=1) as found:
+        name = found.submit(job(tmp_path, f"trap '' TERM; touch ready; {WAITS}"))
+        await_file(tmp_path / "ready")
+        with monkeypatch.context() as patch, ThreadPoolExecutor() as pool:
+            patch.setattr(engine_local, "_await_ends", wait)
+            end = functools.partial(engine_local.down, found.folders, timeout_s=60.0)
+            assert all(each.result() for each in [pool.submit(end), pool.submit(end)])
+        engine_local.start(found.folders, found.settings)
+        assert not any(row["drained"] for row in found.ask("status")["hosts"])
+        found.await_state(name, "done")
 
 
 # processes that a signal has stopped

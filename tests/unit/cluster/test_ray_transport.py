@@ -321,7 +321,7 @@ def with_gateway(
         try:
             await test(ray, folders)
         finally:
-            folders.mark_down([])
+            folders.mark_down()
             gateway.end()
             await asyncio.wait_for(task, LIMIT_S)
             for actor in ray.actors.values():
