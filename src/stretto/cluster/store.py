@@ -7,7 +7,6 @@ same transaction, and are what a fold of the events gives.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import sqlite3
@@ -250,20 +249,19 @@ def _locked(folder: Path) -> int:
     Raises:
         ClusterError: another coordinator has it, or it cannot be created.
     """
+    path = folder / LOCK
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # With patience: who looks whether a coordinator runs has it for a moment.
+        lock = processes.lock(path)
+        text = path.read_text(errors="replace").strip() if lock is None else ""
     except OSError as exc:
         raise ClusterError(f"{folder}: cannot be opened: {exc.strerror}") from exc
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as exc:
-        text = os.pread(lock, 64, 0).decode(errors="replace").strip()
-        os.close(lock)
+    if lock is None:
         raise ClusterError(
             f"{folder}: another coordinator has it (process {text or 'unknown'}): use "
             "that one, or end it with `stretto cluster down`"
-        ) from exc
+        )
     processes.note_owner(lock)
     return lock
 

@@ -10,7 +10,7 @@ import stat
 import pytest
 
 from stretto.cluster import events as ev
-from stretto.cluster import server, wire
+from stretto.cluster import processes, server, wire
 from stretto.cluster import store as stores
 from stretto.cluster.coordinator import Clock, Coordinator
 from stretto.cluster.folders import Folders, Settings
@@ -134,6 +134,12 @@ def test_readers_see_jobs_with_and_without_a_coordinator(world, store):
 def test_a_second_coordinator_is_refused_by_name(store):
     with pytest.raises(ClusterError, match=f"another coordinator.*{os.getpid()}"):
         Store(store._folder)
+
+
+def test_a_look_at_the_lock_refuses_no_coordinator(tmp_path, monkeypatch):
+    looks = processes.lock(tmp_path / stores.LOCK)
+    monkeypatch.setattr(processes.time, "sleep", lambda _: os.close(looks))
+    Store(tmp_path).close()
 
 
 def test_a_coordinator_whose_lock_was_removed_writes_nothing_more(tmp_path):
