@@ -298,13 +298,17 @@ class Supervisor:
         size = before.world_size - len(before.devices) + len(names)
         self._part = dataclasses.replace(before, devices=names, world_size=size)
         numbers = self._numbers(names)
-        running = {rank.device for rank in self._ranks if rank.runs}
+        if before.gang == INDEPENDENT:  # what has ended does not start again
+            self._ranks = [r for r in self._ranks if r.runs or r.device in names]
+            has_rank = {rank.device for rank in self._ranks}
+        else:
+            has_rank = set()
         try:
             self._part.save(self._folder)
             if self._part.gang != INDEPENDENT:  # all of its ranks start again
                 self._steps = self._new_steps()
             commands = rank_commands(self._part, self._folder, numbers)
-            self._start_ranks([c for c in commands if c.device not in running])
+            self._start_ranks([c for c in commands if c.device not in has_rank])
         except OSError as error:
             self._fail_to_start(error)
             return

@@ -21,7 +21,7 @@ from stretto.cluster.loop import now_s
 from stretto.cluster.part_spec import ATTEMPT_VARIABLE, LOCK_FILE, SOCKET_FILE, PartSpec
 from stretto.cluster.step_reports import StepReports
 from stretto.step_counts import StepCounter
-from support.clusters import part_spec_of
+from support.clusters import await_that, part_spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -375,6 +375,31 @@ def test_single_processes_come_and_go_with_their_devices(folder: Path) -> None:
     assert agent.event("using")["devices"] == ["cpu:1", "cpu:3"]
     await_file(folder / "on-cpu:3")
     assert not (folder / "on-cpu:1").exists()  # it went on, and did not start again
+
+
+def test_a_single_process_that_has_ended_does_not_start_again(folder: Path) -> None:
+    command = shell(
+        "echo >> on-$STRETTO_DEVICE; [ $STRETTO_DEVICE = cpu:0 ] || exec sleep 600"
+    )
+    part = part_spec_of(
+        folder,
+        *command,
+        devices=("cpu:0", "cpu:1"),
+        gang="none",
+        role="background",
+    )
+    agent = started(folder, part)
+    await_file(folder / "on-cpu:1")
+    pid = int(agent.event("started")["pid"])
+    await_that(
+        lambda: len(processes.children_of(pid)) == 1, lambda: "two processes run"
+    )
+    agent.send(do="use", devices=["cpu:0", "cpu:1", "cpu:2"])
+    agent.event("using")
+    await_file(folder / "on-cpu:2")
+    agent.send(do="use", devices=["cpu:0"])  # no process is left: the attempt is over
+    assert agent.event("ended")["code"] == 0
+    assert (folder / "on-cpu:0").read_text() == "\n"
 
 
 def test_a_gang_starts_again_on_its_new_devices(folder: Path) -> None:
