@@ -217,6 +217,9 @@ def logs_command(
             break
         time.sleep(_POLL_S)
         found = engine_local.ask(folders, {"do": "show", "job": job})
+    if not number:
+        why = f", {found['why']}" if found["why"] else ""
+        raise SpecError(f"{job}: has not started; it is {found['state']}{why}")
     if not log.exists:
         raise SpecError(
             f"{job}: rank {rank} of attempt {number} has no log ({log.path}); the job "

@@ -466,7 +466,7 @@ class State:
         self._no_attempt(record)
         record.view.state = event.kind
         record.why = event.data.get("why", "")
-        record.code = event.data.get("code")
+        record.code = 0 if event.kind == ev.DONE else event.data.get("code")
         record.ended_s = event.at_s
         record.needs_plan = False
         for name in self.dependents.pop(event.job, ()):

@@ -127,7 +127,7 @@ def test_a_log_is_followed_to_the_end_of_a_line(
 
 def test_logs_as_json_name_rank_and_attempt(run: Run, tmp_path: Path) -> None:
     job = submitted(run, job_file(tmp_path, "echo a; echo b"))
-    await_end(run, job)
+    assert await_end(run, job)["code"] == 0
     lines = [json.loads(line) for line in run("logs", job, "--json")[1].splitlines()]
     assert lines[1] == {"rank": 0, "attempt": 1, "line": "b"}
 
@@ -154,6 +154,9 @@ def test_show_says_why_a_job_waits(run: Run, tmp_path: Path) -> None:
     assert "plan:       data parallel" in run("show", first)[1]
     assert "waits:      needs 2 devices, 0 are free" in run("show", second)[1]
     assert "waiting" in run("list")[1]
+    why = f"{second}: has not started; it is waiting, needs 2 devices, 0 are free"
+    code, _, err = run("logs", second)
+    assert (code, why in err) == (2, True)
     assert run("stop", first, second)[0] == 0
     assert await_end(run, second)["state"] == "stopped"
 
