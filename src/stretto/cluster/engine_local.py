@@ -65,7 +65,10 @@ class Keeper:
         self._loop = Loop()
 
     def run(self) -> None:
-        """Keep them running until a signal, then end them."""
+        """Keep them running; end them once the cluster is to be down.
+
+        A signal ends this process alone: the coordinator starts another one.
+        """
         ends = self._loop.stop
         self._loop.on_signals(
             {
@@ -79,17 +82,22 @@ class Keeper:
         self._loop.every(_LOOK_S, self._look)
         self._loop.every(_STOPPED_LOOK_S, self._stopped.look)
         self._loop.run()
+        if not self._is_over():
+            return
         for stage in self._stages:
             end_holders([role.lock for role in stage], timeout_s=_ANSWER_S)
 
     def _look(self) -> None:
-        if self._folders.down.exists() or not self._folders.root.exists():
+        if self._is_over():
             self._loop.stop()
             return
         for role in itertools.chain(*self._stages):
             # A disk may be full, or processes may be scarce: try again later.
             with contextlib.suppress(OSError):
                 role.look()
+
+    def _is_over(self) -> bool:
+        return self._folders.down.exists() or not self._folders.root.exists()
 
 
 def stages(folders: Folders, settings: Settings) -> list[list[Role]]:

@@ -12,7 +12,8 @@ What fails, and the test of it, here (on both engines) unless a file is named:
 - a supervisor without an agent for its watchdog's time: test_supervisor.py,
   test_without_a_reset_watchdog_the_supervisor_ends_the_attempt
 - the keeper: test_a_killed_keeper_is_replaced_when_the_coordinator_dies_too,
-  test_a_killed_keeper_is_replaced_and_starts_an_agent_that_died_too
+  test_a_killed_keeper_is_replaced_and_starts_an_agent_that_died_too,
+  test_a_keeper_that_a_signal_ends_is_replaced_and_ends_nothing
 - a coordinator or a supervisor that a signal has stopped:
   test_a_stopped_coordinator_is_continued_and_loses_no_host,
   test_a_stopped_supervisor_is_continued
@@ -396,6 +397,16 @@ def test_a_killed_keeper_is_replaced_and_starts_an_agent_that_died_too(
     keeper, agent = shared.kill("keeper"), shared.kill("host0")
     await_that(lambda: shared.pid("keeper") != keeper, lambda: "no other keeper")
     await_that(lambda: shared.pid("host0") != agent, lambda: "no other agent")
+
+
+def test_a_keeper_that_a_signal_ends_is_replaced_and_ends_nothing(
+    shared: Cluster,
+) -> None:
+    before = {role: shared.pid(role) for role in ("keeper", "coordinator", "host0")}
+    os.kill(before["keeper"], signal.SIGTERM)
+    await_that(lambda: shared.pid("keeper") != before["keeper"], lambda: "no other")
+    for role in ("coordinator", "host0"):
+        assert shared.pid(role) == before[role]
 
 
 def test_a_full_disk_refuses_submissions_and_running_jobs_go_on(
