@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 from pathlib import Path
@@ -135,12 +136,12 @@ class PlanChanges:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=base_environment() | mark | {"OMP_NUM_THREADS": "1"},
-                preexec_fn=_before_exec,
+                preexec_fn=functools.partial(_before_exec, os.getpid()),
             )
         except OSError:
             self._replanning.planned(None)
 
 
-def _before_exec() -> None:
-    syscalls.die_with_parent()
+def _before_exec(parent: int) -> None:
+    syscalls.die_with(parent)
     os.nice(_NICE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -66,7 +67,7 @@ class RankProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=own_session,
                 process_group=None if own_session else 0,
-                preexec_fn=_before_exec,
+                preexec_fn=functools.partial(_before_exec, os.getpid()),
             )
         except OSError as error:
             what = f"{error.filename or words[0]}: {error.strerror}"
@@ -142,6 +143,6 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _before_exec() -> None:
-    syscalls.die_with_parent()
+def _before_exec(parent: int) -> None:
+    syscalls.die_with(parent)
     os.umask(_UMASK)

@@ -75,6 +75,19 @@ def die_with_parent() -> None:
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
 
 
+def die_with(parent: int) -> None:
+    """Make the kernel kill this forked process when a parent ends, or has ended.
+
+    Between the fork and this call the parent may have been killed.
+
+    Args:
+        parent: its process id, from before the fork.
+    """
+    die_with_parent()
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def adopt_orphans() -> None:
     """Make this process the parent of every descendant whose parent ends."""
     _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")

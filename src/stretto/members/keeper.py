@@ -9,6 +9,7 @@ starts and sees the ranks of its host only.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -342,7 +343,7 @@ class RankKeeper:
         process = subprocess.Popen(
             self._job.command,
             env=environment,
-            preexec_fn=syscalls.die_with_parent,
+            preexec_fn=functools.partial(syscalls.die_with, os.getpid()),
         )
         made = _Rank(member, local_rank, process, joins=joins)
         made.counts, made.slot = StepCounts(steps), rank

@@ -20,6 +20,7 @@ from stretto.cluster.channel import connected, encoded
 from stretto.cluster.loop import now_s
 from stretto.cluster.part_spec import ATTEMPT_VARIABLE, LOCK_FILE, SOCKET_FILE, PartSpec
 from stretto.cluster.step_reports import StepReports
+from stretto.lab import syscalls
 from stretto.step_counts import StepCounter
 from support.clusters import await_that, part_spec_of
 
@@ -348,6 +349,15 @@ def test_a_killed_supervisor_takes_its_ranks_with_it(folder: Path) -> None:
     while processes.marked_processes(ATTEMPT_VARIABLE, str(folder)):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+def test_a_rank_whose_supervisor_was_killed_as_it_forked_does_not_run() -> None:
+    def other_parent() -> None:
+        syscalls.die_with(1)
+
+    with subprocess.Popen(["true"], preexec_fn=other_parent) as process:
+        pass
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_a_log_on_a_full_disk_loses_lines_and_the_job_goes_on(folder: Path) -> None:
