@@ -333,7 +333,8 @@ class Supervisor:
 
     def _stop(self, why: str, name: str, grace_s: float) -> None:
         """End the ranks; the first cause is the outcome, the shortest grace holds."""
-        if self._end is not None:
+        self._on_child()  # ranks that have ended did so by themselves
+        if self._end is not None or self._has_ended:
             return
         self._is_signaled = True
         if not self._why:
@@ -385,8 +386,12 @@ class Supervisor:
     def _check_watchdog(self) -> None:
         if now_s() < self._watchdog_until_s:
             return
+        self._on_child()
         if self._end is not None:
             self._loop.stop()  # the file says how it ended
+            return
+        if self._ranks and self._has_ended:
+            self._finish()
             return
         if not self._why:
             watchdog_s = self._part.watchdog_s

@@ -21,6 +21,7 @@ from stretto.cluster.loop import now_s
 from stretto.cluster.part_spec import ATTEMPT_VARIABLE, LOCK_FILE, SOCKET_FILE, PartSpec
 from stretto.cluster.step_reports import StepReports
 from stretto.lab import syscalls
+from stretto.process_identity import stat_row
 from stretto.step_counts import StepCounter
 from support.clusters import await_that, part_spec_of
 
@@ -260,6 +261,27 @@ def test_the_job_files_signal_is_sent(folder: Path) -> None:
     await_file(folder / "ready")
     agent.send(do="stop", grace_s=LIMIT_S)
     assert agent.event("ended")["why"] == "on request"
+
+
+def test_a_rank_that_had_ended_when_it_was_stopped_has_ended_by_itself(
+    folder: Path,
+) -> None:
+    command = shell("while [ ! -e go ]; do sleep 0.01; done")
+    agent = started(folder, part_spec_of(folder, *command))
+    pid = int(agent.event("started")["pid"])
+    (rank,) = processes.children_of(pid)
+
+    def has_ended() -> bool:
+        row = stat_row(rank)
+        return row is not None and row[0] == "Z"
+
+    os.kill(pid, signal.SIGSTOP)  # it does not wait for its rank
+    (folder / "go").touch()
+    await_that(has_ended, lambda: "the rank runs")
+    agent.send(do="stop")
+    os.kill(pid, signal.SIGCONT)
+    end = agent.event("ended")
+    assert (end["code"], end["signaled"]) == (0, False)
 
 
 def test_what_ignores_the_signal_is_killed_after_the_grace(folder: Path) -> None:
