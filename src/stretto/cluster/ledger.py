@@ -182,7 +182,7 @@ class Ledger:
         found = self._host(host)
         if found.is_drained and (ends or not found.is_ending):
             return []
-        data = {"by": user} | ({"ends": True} if ends else {})
+        data = {"by": user, "ends": ends}
         return self._applied([Event(ev.DRAINED, now_s, host=host, data=data)])
 
     def open(self, host: str, now_s: float, *, user: str = "") -> list[Event]:

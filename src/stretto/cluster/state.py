@@ -171,7 +171,9 @@ class State:
     def _drained(self, event: Event) -> None:
         host = self.cluster.hosts[event.host]
         host.is_drained = event.kind == ev.DRAINED
-        host.is_ending = host.is_drained and bool(event.data.get("ends"))
+        # Earlier stores only say who drained it.
+        ends = event.data.get("ends", event.data.get("by") == "down")
+        host.is_ending = host.is_drained and bool(ends)
         self._refresh(event.host)
 
     # Agents.

@@ -214,6 +214,18 @@ def test_a_job_without_a_profile_is_profiled_on_one_device(world):
     assert world.ledger.job(job).speeds is not None
 
 
+def test_a_drain_for_the_end_is_known_also_in_earlier_stores(world):
+    host = world.ledger.cluster.hosts["h0"]
+    world.ledger.apply(ev.Event(ev.DRAINED, 0.0, host="h0", data={"by": "down"}))
+    assert (host.is_drained, host.is_ending) == (True, True)
+    world.coordinator.drain("h0", user="down")  # a user of that name
+    assert (host.is_drained, host.is_ending) == (True, False)
+    world.coordinator.drain("h0", ends=True)
+    assert not host.is_ending
+    world.coordinator.open("h0")
+    assert (host.is_drained, host.is_ending) == (False, False)
+
+
 def test_a_drained_host_is_left_and_not_used(world):
     job = world.submit(minimum=2)
     world.advance(2.0, 2)
