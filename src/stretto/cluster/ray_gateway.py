@@ -81,6 +81,8 @@ class Gateway:
         self._addresses = {
             host: address for host, (address, _) in folders.noted_hosts().items()
         }
+        self._unused: set[tuple[str, str]] = set()
+        """Names and addresses of nodes whose name another one has."""
         self._moved_s: dict[str, float] = {}
         """Since when a host's name is known at another address."""
 
@@ -114,7 +116,7 @@ class Gateway:
         with contextlib.suppress(OSError):
             start_keeper(self._folders)  # unless one runs
         nodes = await _in_thread(self._ray.nodes)
-        found = members(nodes, own, self._settings.hosts)
+        found = members(nodes, own, self._settings.hosts, self._addresses, self._unused)
         for host, member in found.items():
             known = self._relays.get(host)
             if known is not None and known[0] == member:

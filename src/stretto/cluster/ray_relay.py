@@ -61,20 +61,33 @@ def members(
     nodes: Iterable[Mapping[str, Any]],
     own_node: str,
     own_hosts: Mapping[str, tuple[str, ...]],
+    addresses: Mapping[str, str],
+    unused: set[tuple[str, str]],
 ) -> dict[str, Member]:
     """Return the hosts on Ray's living nodes, by name.
 
     The node of this process has the hosts of the settings, if they name any. Another
     node is one host, called by its node name or else its host name. Its devices are
-    the GPUs that Ray has there, or as many processors.
+    the GPUs that Ray has there, or as many processors. Of two nodes of one name, the
+    one that has been used stays: its jobs run.
 
     Args:
         nodes: as of ``ray.nodes()``.
         own_node: id of this process's node.
         own_hosts: names of devices, by host.
+        addresses: of the hosts that have been used.
+        unused: names and addresses of living nodes that are not used because another
+            has the name. Warns of those that are new there, and changes it.
     """
     found: dict[str, Member] = {}
-    for node in sorted(nodes, key=lambda n: (n["NodeID"] != own_node, n["NodeID"])):
+    known = frozenset(unused)
+    unused.clear()
+
+    def order(node: Mapping[str, Any]) -> tuple[bool, bool, str]:
+        is_used = addresses.get(_name(node)) == node["NodeManagerAddress"]
+        return node["NodeID"] != own_node, not is_used, node["NodeID"]
+
+    for node in sorted(nodes, key=order):
         if not node["Alive"]:
             continue
         identity, address = node["NodeID"], node["NodeManagerAddress"]
@@ -84,19 +97,27 @@ def members(
             continue
         gpus = int(node["Resources"].get("GPU", 0))
         kind, number = ("cuda", gpus) if gpus else ("cpu", _processors(node))
-        named = node["NodeName"]
-        name = node["NodeManagerHostname"] if named in ("", address) else named
+        name = _name(node)
         if name in found:
-            _logger.warning(
-                "two nodes of Ray are called %s: the one at %s is not used; start it "
-                "with `ray start --node-name NAME`",
-                name,
-                address,
-            )
+            unused.add((name, address))
+            if (name, address) not in known:  # the nodes are read each second
+                _logger.warning(
+                    "two nodes of Ray are called %s: the one at %s is not used; start "
+                    "it with `ray start --node-name NAME`",
+                    name,
+                    address,
+                )
         elif number:
             devices = tuple(f"{kind}:{index}" for index in range(number))
             found[name] = Member(identity, address, devices, asks_for_gpus=bool(gpus))
     return found
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    named: str = node["NodeName"]
+    if named in ("", node["NodeManagerAddress"]):
+        named = node["NodeManagerHostname"]
+    return named
 
 
 def _processors(node: Mapping[str, Any]) -> int:

@@ -53,19 +53,19 @@ def of_host(host: str, **changes: Any) -> str:
 
 def test_a_node_is_a_host_with_its_gpus_or_else_its_processors() -> None:
     gpus = {"CPU": 8.0, "GPU": 2.0}
-    found = members([node(1), node(2, Resources=gpus)], "n9", {})
+    found = members([node(1), node(2, Resources=gpus)], "n9", {}, {}, set())
     assert found["host1"].devices == ("cpu:0", "cpu:1")
     assert found["host2"].devices == ("cuda:0", "cuda:1")
     assert found["host2"].asks_for_gpus
 
 
 def test_a_node_name_comes_before_a_host_name() -> None:
-    assert list(members([node(1, NodeName="left")], "n9", {})) == ["left"]
+    assert list(members([node(1, NodeName="left")], "n9", {}, {}, set())) == ["left"]
 
 
 def test_this_machines_node_has_the_hosts_that_the_settings_name() -> None:
     hosts = {"a": ("cpu:0",), "b": ("cpu:1",)}
-    found = members([node(1), node(2)], "n2", hosts)
+    found = members([node(1), node(2)], "n2", hosts, {}, set())
     assert {name: found[name].node for name in found} == {
         "a": "n2",
         "b": "n2",
@@ -75,16 +75,17 @@ def test_this_machines_node_has_the_hosts_that_the_settings_name() -> None:
 
 def test_a_lost_node_and_one_without_devices_are_no_hosts() -> None:
     nodes = [node(1, Alive=False), node(2, Resources={})]
-    assert members(nodes, "n9", {}) == {}
+    assert members(nodes, "n9", {}, {}, set()) == {}
 
 
 def test_the_second_of_two_nodes_of_one_name_is_not_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     logging.getLogger("stretto").propagate = True
-    nodes = [node(2, NodeManagerHostname="host1"), node(1)]
-    assert members(nodes, "n9", {})["host1"].node == "n1"
-    assert "--node-name" in caplog.text
+    nodes, unused = [node(2, NodeManagerHostname="host1"), node(1)], set()
+    for _ in range(2):  # the gateway reads the nodes each second
+        assert members(nodes, "n9", {}, {}, unused)["host1"].node == "n1"
+    assert caplog.text.count("--node-name") == 1
 
 
 # messages
@@ -430,6 +431,28 @@ def test_another_machine_of_a_hosts_name_waits_for_the_watchdogs(
         assert "host2-n3" not in ray.actors
         later_s = 71.0
         await until(lambda: "host2-n3" in ray.actors)
+
+    with_gateway(tmp_path / "c", test)
+
+
+def test_a_host_that_is_in_use_keeps_its_name(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_actor.Role, "look", lambda _: None)
+    later_s = 0.0
+    monkeypatch.setattr(ray_gateway, "now_s", lambda: later_s)
+
+    async def test(ray: StandIn, _: Folders) -> None:
+        nonlocal later_s
+        ray.living = [node(1), node(3)]
+        await until(lambda: "host3-n3" in ray.actors)
+        # Its jobs run: another one of its name would say that they have ended.
+        ray.living = [node(1), node(2, NodeManagerHostname="host3"), node(3), node(4)]
+        await until(lambda: "host4-n4" in ray.actors)
+        later_s = 71.0  # watchdog and margin are 70 s
+        ray.living.append(node(5))
+        await until(lambda: "host5-n5" in ray.actors)
+        assert "host3-n2" not in ray.actors
 
     with_gateway(tmp_path / "c", test)
 
