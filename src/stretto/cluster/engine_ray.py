@@ -34,10 +34,13 @@ if TYPE_CHECKING:
 OLDEST = (2, 59)
 """Earlier versions have no tokens, or known ways around them."""
 
-_ADDRESS = re.compile(r"[^:/\s]+:[0-9]{1,5}")
+_ADDRESS = re.compile(r"[^:/\s]+:([0-9]{1,5})")
+_MAX_PORT = 65535
 _DEFAULT_TOKEN = Path(".ray") / "auth_token"
 _CHECK_S = 60.0
 _CONNECT_S = 5.0
+
+_BROADCAST = ipaddress.IPv4Address("255.255.255.255")
 
 _MAX_TEMP = 38
 """Characters: with them, and 70 of Ray's, the paths of its sockets are full."""
@@ -110,13 +113,18 @@ def started_ray(folders: Folders, interface: str) -> RaySettings:
 
 def _check_interface(address: str) -> None:
     try:
-        ipaddress.IPv4Address(address)
+        found = ipaddress.IPv4Address(address)
         with socket.socket() as probe:
             probe.bind((address, 0))
     except (OSError, ValueError) as error:
         raise SpecError(
             f"--interface {address}: must be an IPv4 address of this machine ({error})"
         ) from error
+    if found.is_unspecified or found.is_multicast or found == _BROADCAST:
+        raise SpecError(
+            f"--interface {address}: must be an IPv4 address of this machine alone, at "
+            "which others reach it"
+        )
 
 
 def _temp(folders: Folders) -> Path:
@@ -151,8 +159,12 @@ def joined_ray(address: str, *, is_insecure: bool) -> RaySettings:
         ClusterError: nothing answers, the token is refused, or anybody is let in.
     """
     require_ray()
-    if not _ADDRESS.fullmatch(address):
-        raise SpecError(f"--ray {address}: must be HOST:PORT of a head of Ray")
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 1 <= int(found[1]) <= _MAX_PORT:
+        raise SpecError(
+            f"--ray {address}: must be HOST:PORT of a head of Ray, with a port of 1 to "
+            f"{_MAX_PORT}"
+        )
     answer = _answer_of(address, None)
     if answer == "open":
         if is_insecure:
@@ -220,7 +232,7 @@ def _answer_of(address: str, token: Path | None) -> str:
     host, _, port = address.rpartition(":")
     try:  # a client of Ray would try again and again
         socket.create_connection((host, int(port)), _CONNECT_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, UnicodeError) as error:  # the latter: no name of a host
         return str(error)
     variables = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     if token is None:

@@ -594,9 +594,24 @@ def test_a_ray_that_does_not_answer_is_refused(has_ray: None) -> None:
         engine_ray.joined_ray("127.0.0.1:1", is_insecure=False)
 
 
-def test_an_address_without_a_port_is_refused(has_ray: None) -> None:
+@pytest.mark.parametrize("address", ["10.0.0.1", "10.0.0.1:0", "10.0.0.1:65536"])
+def test_an_address_without_a_port_is_refused(address: str, has_ray: None) -> None:
     with pytest.raises(SpecError, match="HOST:PORT"):
-        engine_ray.joined_ray("10.0.0.1", is_insecure=False)
+        engine_ray.joined_ray(address, is_insecure=False)
+
+
+@pytest.mark.parametrize("host", ["a..b", 64 * "a"])
+def test_what_cannot_be_a_hosts_name_does_not_answer(host: str, has_ray: None) -> None:
+    with pytest.raises(ClusterError, match=f"{host}:6379 does not answer: .*label"):
+        engine_ray.joined_ray(f"{host}:6379", is_insecure=False)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "255.255.255.255", "224.0.0.1"])
+def test_an_interface_is_one_machines_address(
+    address: str, has_ray: None, tmp_path: Path
+) -> None:
+    with pytest.raises(SpecError, match=f"--interface {address}: must be an IPv4"):
+        engine_ray.started_ray(Folders(tmp_path / "c"), address)
 
 
 def test_an_agent_that_no_actor_serves_ends_when_nothing_runs(tmp_path: Path) -> None:
