@@ -24,7 +24,7 @@ from stretto.zoo import cluster, layer_profile
 from stretto.zoo.profiles import SAMPLES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from stretto.cluster.traces import Trace
 
@@ -144,7 +144,7 @@ def replay(
         "skipped": trace.skipped,
         "gpus": options.gpus,
         "seed": options.seed,
-        "assumed": assumptions(trace, options),
+        "assumed": assumptions(trace, options) + list(_never_started(rows)),
         "policies": rows,
     }
 
@@ -168,8 +168,8 @@ def assumptions(trace: Trace, options: ReplayOptions) -> list[str]:
     ]
     if trace.skipped:
         found.append(
-            f"{trace.skipped} rows of the trace are left out: they have no GPUs, no "
-            "start or no end."
+            "Rows of the trace that are left out, because they have no GPUs, no "
+            f"submission, start or end, or last no time: {trace.skipped}."
         )
     if large := sum(job.gpus > options.gpus for job in trace.jobs):
         found.append(
@@ -192,6 +192,19 @@ def assumptions(trace: Trace, options: ReplayOptions) -> list[str]:
     else:
         found.append(f"Beside a rank that computes: measured, {options.pair.title}.")
     return found
+
+
+def _never_started(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what a policy's times leave out."""
+    for row in rows:
+        parts = row["foreground"], row["background"]
+        never = sum(part["jobs"] - part["ended"] for part in parts)
+        if never:
+            yield (
+                f"Jobs that never start under {row['policy']}, because they need more "
+                f"GPUs than it gives their role, and are not in its times from "
+                f"submission to end: {never}."
+            )
 
 
 def summary(done: SimulatedCluster) -> dict[str, Any]:

@@ -36,6 +36,15 @@ _PAI_COLUMNS = (
 )
 
 
+_PACKED = {
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"(\xb5/\xfd": "zstd",
+}
+"""First bytes of compressed files, as which traces are published."""
+
 _MISSING = (None, "", "None")
 
 _MAX_GPUS = 1_000_000
@@ -69,7 +78,7 @@ class Trace:
     jobs: tuple[TraceJob, ...]
 
     skipped: int
-    """Rows without GPUs, a start or an end."""
+    """Rows without GPUs, a submission, a start or an end, or that lasted no time."""
 
 
 def load_trace(path: str | Path, *, max_jobs: int | None = None) -> Trace:
@@ -78,12 +87,7 @@ def load_trace(path: str | Path, *, max_jobs: int | None = None) -> Trace:
     Raises:
         SpecError: it cannot be read, or has no known format or no job.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as exc:
-        raise SpecError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
-    except UnicodeDecodeError as exc:
-        raise SpecError(f"{path}: is not UTF-8 text: {exc}") from exc
+    text = _text(path)
     if text.lstrip()[:1] == "[":
         name, rows = "philly", _philly(text, str(path))
     else:
@@ -109,6 +113,22 @@ def load_trace(path: str | Path, *, max_jobs: int | None = None) -> Trace:
         for job in found[:max_jobs]
     )
     return Trace(format=name, jobs=jobs, skipped=skipped)
+
+
+def _text(path: str | Path) -> str:
+    try:
+        data = Path(path).read_bytes()
+    except OSError as exc:
+        raise SpecError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+    for begin, name in _PACKED.items():
+        if data.startswith(begin):
+            raise SpecError(f"{path}: is compressed with {name}: unpack it first")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as exc:
+        raise SpecError(
+            f"{path}: is not UTF-8 text: {exc}: convert it, for instance with iconv"
+        ) from exc
 
 
 def _from_csv(text: str, source: str) -> tuple[str, Iterator[TraceJob | None]]:

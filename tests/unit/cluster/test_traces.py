@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 
 import pytest
 from click.testing import CliRunner
 
 from stretto.cli._main import group
+from stretto.cluster.replay import ReplayOptions, replay
 from stretto.cluster.traces import load_trace
 from stretto.errors import SpecError
 
@@ -150,6 +154,25 @@ def test_a_trace_is_simulated_and_its_page_needs_nothing_else(tmp_path, monkeypa
     assert "partition" in text
     assert "names no models" in text
     assert "http" not in text.replace("http://www.w3.org", "")
+
+
+@pytest.mark.parametrize("pack", [gzip, bz2, lzma])
+def test_a_compressed_trace_is_to_be_unpacked(tmp_path, pack):
+    path = tmp_path / "trace.csv"
+    path.write_bytes(pack.compress(SPOT.encode()))
+    with pytest.raises(SpecError, match=r"compressed with \w+: unpack it first"):
+        load_trace(path)
+
+
+def test_jobs_that_a_policy_never_starts_are_counted(tmp_path, monkeypatch):
+    # Half of four devices are the foregrounds'.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "t.csv").write_text(SPOT.replace("HP,2,2", "HP,2,1") + "d,HP,1,3,0,9\n")
+    trace = load_trace(tmp_path / "t.csv")
+    found = replay(trace, ["fifo", "partition"], ReplayOptions(gpus=4))
+    (line,) = (text for text in found["assumed"] if "never start" in text)
+    assert "under partition" in line
+    assert line.endswith(": 1.")
 
 
 def test_a_file_that_cannot_be_read_is_named_once(tmp_path):
