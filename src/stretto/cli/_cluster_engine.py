@@ -42,11 +42,9 @@ _MAX_DEVICES = 1024
 )
 @click.option(
     "--interface",
-    default="127.0.0.1",
-    show_default=True,
     metavar="ADDRESS",
     help="Address of this machine for a Ray that is started here. Any but the default "
-    "lets it listen on all interfaces.",
+    "lets it listen on all interfaces.  [default: 127.0.0.1]",
 )
 @click.option(
     "--shared",
@@ -130,7 +128,7 @@ _MAX_DEVICES = 1024
 def start_command(
     devices: int | None,
     ray: str | None,
-    interface: str,
+    interface: str | None,
     shared: str | None,
     is_insecure: bool,
     hosts: int,
@@ -150,12 +148,28 @@ def start_command(
     It keeps running when you log out.
     """
     registry.get(policy)
+    # A Ray that runs already says itself what its nodes have.
+    is_named = ray in (None, _HERE) or devices is not None
+    if interface is not None and ray != _HERE:
+        raise SpecError(
+            f"--interface {interface}: is for a Ray that is started here: give --ray, "
+            "without an address"
+        )
+    if is_insecure and ray in (None, _HERE):
+        raise SpecError(
+            "--insecure: is for a Ray that runs already: give --ray HOST:PORT"
+        )
+    if not is_named and (hosts > 1 or kind is not None):
+        given = f"--hosts {hosts}" if hosts > 1 else f"--kind {kind}"
+        raise SpecError(
+            f"{given}: describes this machine's devices: give their number with "
+            "--local N, or Ray says what its nodes have"
+        )
     for kind_of_file, path in ((Cluster, network), (Collocation, collocation)):
         if path is not None:
             kind_of_file.load(path)  # the coordinator reads it much later
-    ray_settings = _ray(folders, ray, interface, is_insecure=is_insecure)
-    # A Ray that runs already says itself what its nodes have.
-    is_named = ray in (None, _HERE) or devices is not None
+    address = "127.0.0.1" if interface is None else interface
+    ray_settings = _ray(folders, ray, address, is_insecure=is_insecure)
     names = local_devices(devices, kind) if is_named else []
     if is_named and hosts > len(names):
         raise SpecError(

@@ -328,6 +328,25 @@ def test_more_hosts_than_devices_are_refused(
     assert "more hosts than the 1 devices" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--interface", "10.0.0.5"], "give --ray, without an address"),
+        (["--ray", "h:1", "--interface", "10.0.0.5"], "give --ray, without an address"),
+        (["--insecure"], "give --ray HOST:PORT"),
+        (["--ray", "h:1", "--hosts", "2"], "--hosts 2: describes this machine's"),
+        (["--ray", "h:1", "--kind", "cpu"], "--kind cpu: describes this machine's"),
+    ],
+)
+def test_an_option_without_effect_is_refused(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "start", *options, "--folder", str(tmp_path / "c")])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_jobs_that_need_larger_devices_are_exit_code_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
