@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import time
 import uuid
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 COORDINATOR_ENDS = ": the coordinator ends: "
 """In the line with which a coordinator says why it cannot run."""
 
+GATEWAY = "stretto.cluster.ray_gateway"
+
 _MAYBE_DONE = {
     "submit": "; it may have the job already, see `stretto cluster list` before you "
     "submit it again"
@@ -47,6 +50,9 @@ _ANSWER_S = 10.0
 _KEEPER_S = 2.0
 _STOPPED_LOOK_S = 1.0
 _START_S = 90.0
+_ACTORS_S = 30.0
+"""Until the actors on a Ray have ended; connecting takes 3 s."""
+
 _QUIET_S = 2.0
 """`down` says what it waits for after this time."""
 
@@ -112,7 +118,7 @@ def stages(folders: Folders, settings: Settings) -> list[list[Role]]:
     if ray is None:
         return [[coordinator, *_agents(folders, settings)]]
     gateway = Role(
-        "stretto.cluster.ray_gateway",
+        GATEWAY,
         [root],
         folders.gateway_lock,
         folders.gateway_log,
@@ -212,6 +218,7 @@ def _start(folders: Folders, settings: Settings) -> dict[str, Any]:
         folders.ending.touch(mode=0o600)  # now: later the disk may be full
     folders.found_hosts.unlink(missing_ok=True)
     folders.down.unlink(missing_ok=True)
+    folders.actors_ended.unlink(missing_ok=True)
     log_bytes = _size(folders.coordinator_log)
     start_keeper(folders)
     limit_s = _START_S if settings.ray is None else _RAY_START_S
@@ -400,9 +407,31 @@ def _runs_any(folders: Folders) -> bool:
 def _end_processes(folders: Folders) -> None:
     """End a cluster's processes."""
     folders.mark_down()
-    for stage in stages(folders, folders.load_settings()):
+    settings = folders.load_settings()
+    for stage in stages(folders, settings):
         end_holders([role.lock for role in stage], timeout_s=2 * _ANSWER_S)
+    ray = settings.ray
+    if ray is not None and not ray.is_started and not folders.actors_ended.exists():
+        _end_actors(folders)
     end_holders([folders.keeper_lock], timeout_s=2 * _ANSWER_S)
+
+
+def _end_actors(folders: Folders) -> None:
+    """End the actors on a Ray that continues: no gateway ran that could."""
+    command = [*processes.PYTHON, "-m", GATEWAY, str(folders.root), "end"]
+    with (
+        contextlib.suppress(OSError, subprocess.TimeoutExpired),
+        folders.gateway_log.open("ab") as log,
+    ):
+        subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            timeout=_ACTORS_S,
+            check=False,
+        )
 
 
 def main(folder: str) -> int:

@@ -106,6 +106,9 @@ class Folders:
         self.ray_token = root / "ray-token"
         self.found_hosts = root / "hosts.json"
         self.clock = root / "clock.json"
+        self.actors_ended = root / "actors-ended"
+        """Exists if the gateway has ended all actors, as the cluster went down."""
+
         self.down = root / "down.json"
         """Exists while the cluster is to be down: nothing is started again."""
 

@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import uuid
 from dataclasses import asdict, replace
@@ -68,6 +69,9 @@ class Ray(Protocol):
     def kill(self, name: str) -> None:
         """End an actor for good, if it exists; may take long."""
 
+    def named_actors(self) -> Mapping[str, RemoteActor]:
+        """Return the cluster's actors by name; may take long."""
+
 
 @final
 class Gateway:
@@ -111,6 +115,8 @@ class Gateway:
         if self._folders.down.exists():
             hosts = [self._end_host(host, m) for host, (m, _) in self._relays.items()]
             await asyncio.gather(*hosts)
+            with contextlib.suppress(OSError):  # otherwise they are looked for again
+                self._folders.actors_ended.touch(mode=0o600)
 
     async def _follow(self, own: str) -> None:
         with contextlib.suppress(OSError):
@@ -197,11 +203,25 @@ class Gateway:
     async def _end_host(self, host: str, member: Member) -> None:
         if not member.node:
             return
-        with contextlib.suppress(Exception):  # its agent ends when its watchdogs fire
-            actor = await asyncio.wait_for(self._actor(host, member), _END_S)
-            await asyncio.wait_for(actor.end(), _END_S)
+        name = _actor_name(host, member)
+        actor: RemoteActor | None = None
         with contextlib.suppress(Exception):
-            await _in_thread(self._ray.kill, _actor_name(host, member))
+            actor = await asyncio.wait_for(self._actor(host, member), _END_S)
+        await _end_actor(self._ray, name, actor)
+
+
+async def end_actors(ray: Ray) -> None:
+    """End all actors of a cluster, of earlier gateways, too."""
+    found = await _in_thread(ray.named_actors)
+    await asyncio.gather(*(_end_actor(ray, *each) for each in found.items()))
+
+
+async def _end_actor(ray: Ray, name: str, actor: RemoteActor | None) -> None:
+    with contextlib.suppress(Exception):  # its agent ends when its watchdogs fire
+        if actor is not None:
+            await asyncio.wait_for(actor.end(), _END_S)
+    with contextlib.suppress(Exception):
+        await _in_thread(ray.kill, name)
 
 
 def _actor_name(host: str, member: Member) -> str:
@@ -291,6 +311,17 @@ class _ConnectedRay:
         with contextlib.suppress(ValueError):
             self._ray.kill(self._ray.get_actor(name), no_restart=True)
 
+    def named_actors(self) -> Mapping[str, RemoteActor]:
+        names = self._ray.util.list_named_actors()
+        return {name: _Remote(self._ray.get_actor(name)) for name in names}
+
+
+async def _end(ray: Ray) -> None:
+    try:
+        await end_actors(ray)
+    finally:
+        os._exit(0)  # nothing waits for calls of Ray that may never end
+
 
 async def _run(folders: Folders, settings: Settings, ray: Ray) -> None:
     gateway = Gateway(folders, settings, ray)
@@ -307,13 +338,27 @@ async def _run(folders: Folders, settings: Settings, ray: Ray) -> None:
     os._exit(status)
 
 
-def main(folder: str) -> int:
-    """Run the gateway of a cluster, unless it runs already."""
-    folders = Folders(Path(folder))
-    if processes.lock_as_owner(folders.gateway_lock) is None or folders.down.exists():
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:  # a client of Ray would try again and again
+        socket.create_connection((host, int(port)), _END_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def main(folder: str, task: str = "") -> int:
+    """Run the gateway of a cluster, unless it runs already.
+
+    With the task ``end``, end what gateways have left of a cluster that is down.
+    """
+    folders, ends = Folders(Path(folder)), task == "end"
+    if processes.lock_as_owner(folders.gateway_lock) is None:
+        return 0
+    if folders.down.exists() != ends:
         return 0
     settings = folders.load_settings()
-    if settings.ray is None:
+    if settings.ray is None or (ends and not _listens(settings.ray.address)):
         return 0
     os.umask(0o077)
     try:
@@ -321,7 +366,7 @@ def main(folder: str) -> int:
     except Exception as error:  # noqa: BLE001 - whatever Ray raises
         _log.error("no connection to Ray: %s", _short(error))
         return 1
-    asyncio.run(_run(folders, settings, ray))
+    asyncio.run(_end(ray) if ends else _run(folders, settings, ray))
     return 0
 
 

@@ -307,6 +307,9 @@ class StandIn:
     def kill(self, name: str) -> None:
         self.killed.append(name)
 
+    def named_actors(self) -> dict[str, HostActor]:
+        return self.actors
+
 
 def with_gateway(
     root: Path, test: Callable[[StandIn, Folders], Awaitable[None]]
@@ -468,6 +471,33 @@ def test_a_cluster_that_goes_down_ends_its_actors_and_their_agents(
     ray = with_gateway(tmp_path / "c", test)
     assert ray.killed == ["a-n1"]
     assert Folders(tmp_path / "c").of_node("a").down.exists()
+
+
+def test_down_ends_the_actors_that_no_gateway_has_ended(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_actor.Role, "look", lambda _: None)
+    calls: list[Folders] = []
+    monkeypatch.setattr(engine_local, "_end_actors", calls.append)
+    folders, left = Folders(tmp_path / "c"), StandIn()
+    folders.create()
+    ray = RaySettings(address="127.0.0.1:1", namespace="n", is_started=False)
+    folders.save_settings(Settings(hosts={}, policy="fifo", ray=ray))
+    engine_local._end_processes(folders, [])
+    assert calls == [folders]
+
+    async def test(ray: StandIn, _: Folders) -> None:
+        await until(lambda: "a-n1" in ray.actors)
+
+    folders.down.unlink()
+    with_gateway(tmp_path / "c", test)
+    engine_local._end_processes(folders, [])
+    assert calls == [folders]  # the gateway has done it
+
+    left.actor("b-n2", None, (str(folders.root), "b", of_host("b")))
+    asyncio.run(ray_gateway.end_actors(left))
+    assert left.killed == ["b-n2"]
+    assert folders.of_node("b").down.exists()
 
 
 # settings
