@@ -11,9 +11,12 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import ipaddress
+import json
 import os
+import platform
 import re
 import secrets
+import shlex
 import socket
 import stat
 import subprocess
@@ -21,7 +24,7 @@ import sys
 import tempfile
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stretto.cluster.folders import RaySettings
 from stretto.cluster.part_spec import write_private
@@ -29,6 +32,8 @@ from stretto.errors import ClusterError, MissingPackage, SpecError
 from stretto.lab.ports import free_port
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from stretto.cluster.folders import Folders
 
 OLDEST = (2, 59)
@@ -45,18 +50,31 @@ _BROADCAST = ipaddress.IPv4Address("255.255.255.255")
 _MAX_TEMP = 38
 """Characters: with them, and 70 of Ray's, the paths of its sockets are full."""
 
+OPEN, REFUSED = "open", "refused"
+"""Answers of a head to a client; other ones say why there is no answer."""
+
 _CHECK = """
+import json
 import sys
+import time
 from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError
 try:
-    GcsClient(address=sys.argv[1]).get_all_node_info(timeout=10)
+    client = GcsClient(address=sys.argv[1])
+    for _ in range(40):  # a Ray that has just started has no node yet
+        nodes = client.get_all_node_info(timeout=10).values()
+        nodes = [node.node_manager_address for node in nodes if node.state == 0]
+        if nodes:
+            break
+        time.sleep(0.5)
+    data = client.internal_kv_get(b"CLUSTER_METADATA", namespace=b"cluster")
 except AuthenticationError:
     print("refused")
 except Exception as error:
     print("failed", str(error).splitlines()[0])
 else:
-    print("open")
+    data = json.loads(data or b"{}")
+    print("open", json.dumps(data | {"nodes": nodes}))
 """
 
 
@@ -165,39 +183,75 @@ def joined_ray(address: str, *, is_insecure: bool) -> RaySettings:
             f"--ray {address}: must be HOST:PORT of a head of Ray, with a port of 1 to "
             f"{_MAX_PORT}"
         )
-    answer = _answer_of(address, None)
-    if answer == "open":
+    answer, facts = _answer_of(address, None)
+    if answer == OPEN:
         if is_insecure:
-            return RaySettings(
-                address=address, namespace=_namespace(), is_started=False
-            )
+            return _joinable(address, facts)
         raise ClusterError(
             f"the Ray at {address} asks for no token: any process that reaches it can "
             "run code as its user. Start it with RAY_AUTH_MODE=token, or pass "
             "--insecure"
         )
-    if answer != "refused":
+    if answer != REFUSED:
         raise ClusterError(f"the Ray at {address} does not answer: {answer}")
     token = _user_token()
     if token is None:
+        named = os.environ.get("RAY_AUTH_TOKEN_PATH")
         raise SpecError(
             f"the Ray at {address} asks for a token: name its file in "
             "RAY_AUTH_TOKEN_PATH, or copy it to ~/.ray/auth_token"
+            + (f"; {named}, which that variable names now, is no file" if named else "")
         )
     _check_token(token)
-    answer = _answer_of(address, token)
-    if answer == "refused":
+    answer, facts = _answer_of(address, token)
+    if answer == REFUSED:
         raise ClusterError(
             f"the Ray at {address} refuses the token in {token}: name the file of its "
             "own token in RAY_AUTH_TOKEN_PATH"
         )
-    if answer != "open":
+    if answer != OPEN:
         raise ClusterError(
             f"the Ray at {address} does not answer with the token in {token}: {answer}"
         )
+    return _joinable(address, facts, str(token))
+
+
+def _joinable(address: str, facts: Mapping[str, Any], token: str = "") -> RaySettings:
+    """Return settings for a Ray, by what its head has said of it.
+
+    Raises:
+        ClusterError: Ray's client would refuse it, on its own only after minutes.
+    """
+    theirs = facts.get("ray_version"), facts.get("python_version")
+    ours = importlib.metadata.version("ray"), platform.python_version()
+    if None not in theirs and theirs != ours:
+        raise ClusterError(
+            f"the Ray at {address} is Ray {theirs[0]} on Python {theirs[1]}, here is "
+            f"Ray {ours[0]} on Python {ours[1]}: Ray needs the same on all hosts"
+        )
+    nodes = facts.get("nodes", [])
+    if not any(map(_is_own, nodes)):
+        raise ClusterError(
+            f"no node of the Ray at {address} is this machine: join it first, by "
+            f"`ray start --address={address}`"
+        )
     return RaySettings(
-        address=address, namespace=_namespace(), is_started=False, token=str(token)
+        address=address,
+        namespace=_namespace(),
+        is_started=False,
+        token=token,
+        is_loopback="127.0.0.1" in nodes,
     )
+
+
+def _is_own(address: str) -> bool:
+    """Return whether an address is one of this machine's."""
+    try:
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except (OSError, UnicodeError):
+        return False
+    return True
 
 
 def _namespace() -> str:
@@ -224,16 +278,17 @@ def _check_token(path: Path) -> None:
         raise SpecError(f"{path}: holds no token of Ray, which is one line of text")
 
 
-def _answer_of(address: str, token: Path | None) -> str:
+def _answer_of(address: str, token: Path | None) -> tuple[str, dict[str, Any]]:
     """Return how a head answers a client with the token of a file, or with none.
 
-    ``open`` or ``refused``; other texts say why there is no answer.
+    `OPEN`, with what it says of its Ray, or `REFUSED`; other texts say why there is no
+    answer.
     """
     host, _, port = address.rpartition(":")
     try:  # a client of Ray would try again and again
         socket.create_connection((host, int(port)), _CONNECT_S).close()
     except (OSError, UnicodeError) as error:  # the latter: no name of a host
-        return str(error)
+        return str(error), {}
     variables = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     if token is None:
         variables["RAY_AUTH_MODE"] = "disabled"
@@ -250,16 +305,21 @@ def _answer_of(address: str, token: Path | None) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"no answer within {_CHECK_S:g} s"
-    words = [line for line in done.stdout.splitlines() if line.strip()]
-    return words[-1].removeprefix("failed ") if words else f"exit {done.returncode}"
+        return f"no answer within {_CHECK_S:g} s", {}
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    if not lines:
+        return f"exit {done.returncode}", {}
+    if lines[-1].startswith(f"{OPEN} "):
+        return OPEN, json.loads(lines[-1].removeprefix(OPEN))
+    return lines[-1].removeprefix("failed "), {}
 
 
 def how_to_join(ray: RaySettings) -> str:
     """Return how another host joins the Ray of a cluster; one line, maybe empty."""
     if not ray.is_started:
         return ""
-    variables = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={ray.token}"
+    token = shlex.quote(ray.token)
+    variables = f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={token}"
     command = f"ray start --block --address={ray.address}"
     return (
         f"another host joins by `umask 077; {variables} RAY_worker_niceness=0 "

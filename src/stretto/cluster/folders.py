@@ -44,6 +44,9 @@ class RaySettings:
     token: str = ""
     """File of Ray's token; empty: Ray has none, and the user insists."""
 
+    is_loopback: bool = False
+    """Whether a Ray that runs already is reached at 127.0.0.1 alone."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)

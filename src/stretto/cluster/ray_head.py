@@ -38,7 +38,7 @@ def environment(ray: RaySettings) -> dict[str, str]:
     if ray.token:
         found.pop("RAY_AUTH_TOKEN", None)  # it would come before the file
         found |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": ray.token}
-    if ray.is_started and is_loopback(ray.address):
+    if ray.is_loopback or (ray.is_started and is_loopback(ray.address)):
         # Otherwise Ray replaces the address and listens on all interfaces.
         found["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     return found

@@ -152,7 +152,7 @@ def test_only_this_machine_reaches_ray_and_nobody_without_its_token(
     assert all(re.search(r"127\.0\.0\.1[\]]?:\d", line.split()[3]) for line in lines)
     assert shared.settings.ray is not None
     address = shared.settings.ray.address
-    assert engine_ray._answer_of(address, None) == "refused"
+    assert engine_ray._answer_of(address, None)[0] == "refused"
 
 
 def test_rays_priority_is_an_ordinary_one(shared: Cluster, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import contextlib
 import json
 import logging
 import os
+import platform
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict
@@ -30,6 +32,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LIMIT_S = 30.0
+
+FACTS = {
+    "ray_version": "2.60.0",
+    "python_version": platform.python_version(),
+    "nodes": ["127.0.0.1"],
+}
+"""What a Ray says of itself."""
 
 
 def node(number: int, **changes: Any) -> dict[str, Any]:
@@ -559,12 +568,22 @@ def test_a_started_ray_has_a_token_for_this_user_alone(
     assert "--include-dashboard=false" in start_command(ray)
 
 
+def test_the_command_to_join_can_be_pasted_whatever_the_folder(
+    tmp_path: Path, has_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_ray, "_temp", lambda _: tmp_path / "r")
+    folders = Folders(tmp_path / "my cluster's")
+    text = engine_ray.how_to_join(engine_ray.started_ray(folders, "127.0.0.2"))
+    command = text.removeprefix("another host joins by `").rpartition("`")[0]
+    assert f"RAY_AUTH_TOKEN_PATH={folders.ray_token}" in shlex.split(command)
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         ("open", "asks for no token"),
         ("Timed out", "does not answer: Timed out"),
-        ("refused", "asks for a token: name its file"),
+        ("refused", "asks for a token: name its file.*none, which that variable"),
     ],
 )
 def test_a_ray_that_cannot_be_joined_safely_is_refused(
@@ -574,7 +593,7 @@ def test_a_ray_that_cannot_be_joined_safely_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_ray, "_answer_of", lambda *_: answer)
+    monkeypatch.setattr(engine_ray, "_answer_of", lambda *_: (answer, {}))
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
     with pytest.raises(Exception, match=message):
         engine_ray.joined_ray("10.0.0.1:6379", is_insecure=False)
@@ -584,7 +603,7 @@ def test_a_ray_that_refuses_the_users_token_is_not_joined(
     has_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "token").write_text("of-another-ray")
-    monkeypatch.setattr(engine_ray, "_answer_of", lambda *_: "refused")
+    monkeypatch.setattr(engine_ray, "_answer_of", lambda *_: ("refused", {}))
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     with pytest.raises(ClusterError, match=r"refuses the token in .*token: name"):
         engine_ray.joined_ray("10.0.0.1:6379", is_insecure=False)
@@ -595,7 +614,7 @@ def test_a_file_without_a_token_is_refused(
     content: bytes, has_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "token").write_bytes(content)
-    monkeypatch.setattr(engine_ray, "_answer_of", lambda *_: "refused")
+    monkeypatch.setattr(engine_ray, "_answer_of", lambda *_: ("refused", {}))
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     with pytest.raises(SpecError, match="token"):
         engine_ray.joined_ray("10.0.0.1:6379", is_insecure=False)
@@ -615,8 +634,33 @@ def test_a_token_that_was_not_written_whole_is_made_again(
 def test_a_ray_without_a_token_is_joined_by_those_who_insist(
     has_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_ray, "_answer_of", lambda *_: "open")
-    assert not engine_ray.joined_ray("10.0.0.1:6379", is_insecure=True).token
+    monkeypatch.setattr(engine_ray, "_answer_of", lambda *_: ("open", FACTS))
+    monkeypatch.setattr(engine_ray.importlib.metadata, "version", lambda _: "2.60.0")
+    ray = engine_ray.joined_ray("127.0.0.1:6379", is_insecure=True)
+    assert not ray.token
+    # Otherwise Ray's client replaces the address by one at which nothing listens.
+    assert environment(ray)["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ray_version": "2.59.0"}, r"is Ray 2\.59\.0 on .*the same on all hosts"),
+        ({"python_version": "3.9.1"}, r"on Python 3\.9\.1, here is Ray"),
+        ({"nodes": ["192.0.2.77"]}, "no node .* is this machine: join it first"),
+    ],
+)
+def test_a_ray_that_rays_client_would_refuse_is_refused_at_once(
+    changes: dict[str, Any],
+    message: str,
+    has_ray: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = FACTS | changes
+    monkeypatch.setattr(engine_ray, "_answer_of", lambda *_: ("open", facts))
+    monkeypatch.setattr(engine_ray.importlib.metadata, "version", lambda _: "2.60.0")
+    with pytest.raises(ClusterError, match=message):
+        engine_ray.joined_ray("10.0.0.1:6379", is_insecure=True)
 
 
 def test_a_ray_that_does_not_answer_is_refused(has_ray: None) -> None:
