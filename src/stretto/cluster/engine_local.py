@@ -237,10 +237,24 @@ def _start(folders: Folders, settings: Settings) -> dict[str, Any]:
         logs = [folders.coordinator_log]
         logs += [] if settings.ray is None else [folders.gateway_log, folders.ray_log]
         raise ClusterError(
-            f"the cluster in {folders.root} did not start within {limit_s:g} s: see "
-            f"{', '.join(map(str, logs))}, and end it with `stretto cluster down`"
+            f"the cluster in {folders.root} did not start within {limit_s:g} s"
+            f"{_missing(found, settings)}: see {', '.join(map(str, logs))}, and end it "
+            "with `stretto cluster down`"
         )
     return ask(folders, {"do": "status"})
+
+
+def _missing(status: dict[str, Any], settings: Settings) -> str:
+    """Return which hosts have not joined, and why that may be."""
+    rows = [row for row in status.get("hosts", ()) if not row["joined"]]
+    if not rows:
+        return ""
+    text = f", {', '.join(row['host'] for row in rows)} did not join"
+    names = [device["name"] for row in rows for device in row["devices"]]
+    ray = settings.ray
+    if ray is not None and not ray.is_started and any("cuda" in n for n in names):
+        text += ", and other work of Ray may have its GPUs"
+    return text
 
 
 def _size(path: Path) -> int:

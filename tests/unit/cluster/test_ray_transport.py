@@ -524,6 +524,22 @@ def test_an_engine_does_not_start_while_jobs_of_the_other_run(tmp_path: Path) ->
     os.close(held)
 
 
+def test_a_start_that_takes_too_long_names_the_hosts_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        {"host": name, "joined": name == "a", "devices": [{"name": "cuda:0"}]}
+        for name in ("a", "b")
+    ]
+    monkeypatch.setattr(engine_local, "ask", lambda *_, **__: {"hosts": rows})
+    monkeypatch.setattr(engine_local, "start_keeper", lambda _: None)
+    monkeypatch.setattr(engine_local, "_RAY_START_S", 0.1)
+    ray = RaySettings(address="127.0.0.1:1", namespace="n", is_started=False)
+    settings = Settings(hosts={}, policy="fifo", ray=ray)
+    with pytest.raises(ClusterError, match=r"s, b did not join, and other work of Ray"):
+        engine_local.start(Folders(tmp_path / "c"), settings)
+
+
 def test_an_agent_with_other_settings_is_ended(tmp_path: Path) -> None:
     root = str(tmp_path / "c")
     HostActor(root, "a", of_host("a"))
