@@ -46,7 +46,9 @@ HEAD, NODE = "127.0.0.2", "127.0.0.3"
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A cluster of one host with two devices, which each test leaves idle."""
     folder = tmp_path_factory.mktemp("cluster") / "c"
-    with cluster(folder, engine=RAY, hosts=1, heartbeat_s=0.5, watchdog_s=30) as found:
+    # On a busy machine Ray takes half a minute to start again.
+    times = {"heartbeat_s": 0.5, "watchdog_s": 150.0}
+    with cluster(folder, engine=RAY, hosts=1, **times) as found:
         yield found
 
 
