@@ -15,6 +15,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -721,6 +722,41 @@ def rank_uses_a_closure(rank: int, size: int) -> list[Any]:
 
 def test_a_step_with_a_closure_is_deferred_after_it(ranks: Any) -> None:
     assert ranks(rank_uses_a_closure, 2) == [[True, True]] * 2
+
+
+def reads_until(ended: threading.Event, net: nn.Module) -> None:
+    while not ended.wait(0.001):
+        for parameter in net.parameters():
+            parameter.sum()
+
+
+def rank_reads_in_a_thread(rank: int, size: int) -> list[Any]:
+    """A thread of the program reads parameters from step 3 to step 5."""
+    outcomes: list[Any] = []
+    for net, model in both_models(size):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        ended = threading.Event()
+        reader = threading.Thread(target=reads_until, args=(ended, net))
+        pending = []
+        for step in range(8):
+            optimizer.zero_grad()
+            model(batch(rank, step)[:, :8]).square().mean().backward()
+            optimizer.step()
+            pending.append(is_pending(net))
+            if step == 2:
+                reader.start()
+                pending.append(is_pending(net))
+            if step == 5:
+                ended.set()
+                reader.join()
+        outcomes.append([copies(net), pending])
+    return [same(outcomes[0][0], outcomes[1][0]), *outcomes[1][1][2:]]
+
+
+def test_nothing_is_pending_beside_another_thread(ranks: Any) -> None:
+    before, beside, after = [True, False], [False] * 3, [True] * 2
+    for found in ranks(rank_reads_in_a_thread, 2):
+        assert found == [True, *before, *beside, *after]
 
 
 def rank_uses_an_old_graph(rank: int, size: int) -> list[str]:

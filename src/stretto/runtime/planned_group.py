@@ -539,9 +539,9 @@ class PlannedGroup(dist.ProcessGroup):
     def _may_be_late(self, overlap: ForwardOverlap) -> bool:
         """Return whether this rank lets a backward end before its communication."""
         return (
-            overlap.armed
-            and (self._observer is None or self._observer.takes_late_ends)
+            (self._observer is None or self._observer.takes_late_ends)
             and self._numerics is None
+            and overlap.may_be_late()
         )
 
     def _agree_on_halves(self) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from stretto.runtime.ddp_reducer import ReplaceableReducerDDP
-from stretto.runtime.forward import fallback
+from stretto.runtime.forward import fallback, other_threads
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,6 +50,70 @@ def test_a_module_that_is_imported_later_is_found(
     module.__file__ = str(file)
     monkeypatch.setitem(sys.modules, "late_kernels", module)
     assert "late_kernels" in str(fallback.new_reader())
+
+
+class _Monitor(threading.Thread):
+    def run(self) -> None:
+        self.ended.wait(60)
+
+    ended = threading.Event()
+
+
+_Monitor.__module__ = "tqdm._monitor"
+
+
+def _waits(ended: threading.Event) -> None:
+    ended.wait(60)
+
+
+@pytest.mark.parametrize("kind", ["function", "partial", "pool", "tqdm", "stretto"])
+def test_a_thread_of_the_program_is_named(kind: str) -> None:
+    ended = threading.Event()
+    with ThreadPoolExecutor(thread_name_prefix="ema") as pool:
+        assert other_threads.other_thread() is None
+        if kind == "pool":
+            pool.submit(_waits, ended)
+        elif kind == "tqdm":
+            _Monitor.ended = ended
+            _Monitor(name="ema").start()
+        else:
+            target: Any = _waits if kind == "function" else partial(_waits, ended)
+            given = (ended,) if kind == "function" else ()
+            name = "stretto-lane" if kind == "stretto" else "ema"
+            threading.Thread(target=target, args=given, name=name).start()
+        found = other_threads.other_thread()
+        ended.set()
+        if kind in ("tqdm", "stretto"):
+            assert found is None
+        else:
+            assert str(found).startswith("thread 'ema")
+    for thread in threading.enumerate():
+        if thread.name.startswith(("ema", "stretto-lane")):
+            thread.join()
+
+
+class _Pending:
+    settled = 0
+
+    def settle_for_thread(self) -> None:
+        self.settled += 1
+
+
+def test_a_thread_s_start_settles_until_nothing_is_attached() -> None:
+    start, one, two = threading.Thread.start, _Pending(), _Pending()
+    other_threads.attach(one)
+    other_threads.attach(two)
+    for name in ("ema", "stretto-own"):
+        thread = threading.Thread(target=int, name=name)
+        thread.start()
+        thread.join()
+    other_threads.detach(one)
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join()
+    other_threads.detach(two)
+    assert (one.settled, two.settled) == (1, 2)
+    assert threading.Thread.start is start
 
 
 def test_a_model_whose_ranks_may_change_ends_its_steps_whole() -> None:

@@ -12,5 +12,6 @@
   functions of PyTorch that read memory without asking the tensor's class.
 - `reads`: records what a program reads before there is a forward plan, while tuning
   profiles (for `runtime.ddp_reducer`).
-- `fallback`: why a model does not overlap with forward.
+- `fallback`: why a model does not overlap with forward; `other_threads`: which thread
+  of the program prevents it.
 """

@@ -33,11 +33,12 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from stretto.logs import get_logger
-from stretto.runtime.forward import raw_access, steps
+from stretto.runtime.forward import other_threads, raw_access, steps
 from stretto.runtime.forward.halves import Halves, why_whole
 from stretto.runtime.forward.lazy import is_held, is_shared, uses_of, wrap
 from stretto.runtime.forward.member import BucketMember
 from stretto.runtime.forward.module_hooks import ModuleHooks
+from stretto.runtime.forward.other_threads import other_thread
 from stretto.runtime.forward.pending import (
     assign_gradient,
     exchange_back,
@@ -156,6 +157,7 @@ class ForwardOverlap:
 
         _live.add(self)
         steps.attach(self)
+        other_threads.attach(self)
 
     def _members_of(
         self, schedule: BucketSchedule, table: Sequence[tuple[str, nn.Parameter]]
@@ -193,6 +195,15 @@ class ForwardOverlap:
             _log.warning("no clipping by parts: %s", why)
 
     # Backward.
+
+    def may_be_late(self) -> bool:
+        """Return whether the next backward may end before its communication."""
+        if not self.armed:
+            return False
+        why = other_thread()
+        if why is not None:
+            self.warn(why)
+        return why is None
 
     def begin_backward(self, *, waits: bool) -> None:
         """Settle what is left; forward has done it unless it was another backward."""
@@ -419,6 +430,13 @@ class ForwardOverlap:
             if not keep_hooks and not self._watched:
                 self._module_hooks.remove()
 
+    def settle_for_thread(self) -> None:
+        """Settle all, because a thread starts; it finds the usual parameters."""
+        with self._lock:
+            self.settle_all(keep_hooks=True)
+            for member in list(self._watched):
+                self._unwatch(member)
+
     def settle_to_compile(self) -> None:
         """Settle all, so that code is compiled for the parameters' usual class.
 
@@ -627,7 +645,7 @@ class ForwardOverlap:
             self._module_hooks.remove()
 
     def _watch(self, member: BucketMember) -> None:
-        if guard(member, []):
+        if other_thread() is None and guard(member, []):
             self._watched[member] = None
 
     def _unwatch(self, member: BucketMember) -> None:
@@ -659,6 +677,7 @@ class ForwardOverlap:
         self._module_hooks.remove()
         _live.discard(self)
         steps.detach(self)
+        other_threads.detach(self)
         # Break the cycles, so that parameters and lanes are freed at once.
         for row in self._members:
             for member in row:

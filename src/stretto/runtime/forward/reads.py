@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, final
 
 import torch
 
-from stretto.runtime.forward import raw_access, steps
+from stretto.runtime.forward import other_threads, raw_access, steps
 from stretto.runtime.forward.lazy import LazyGradient, is_held, wrap
 from stretto.runtime.forward.member import BucketMember
 from stretto.runtime.forward.module_hooks import ModuleHooks
@@ -121,6 +121,7 @@ class ReadWatch:
         """Whether a step was taken since the last backward."""
 
         steps.attach(self)
+        other_threads.attach(self)
 
     def report(self) -> ReadsReport:
         """Return what was learned so far."""
@@ -154,6 +155,10 @@ class ReadWatch:
         self._steps += 1
         self._stepped = False
         self._early_now.clear()
+        why = other_threads.other_thread()
+        if why is not None:
+            self._refused = why
+            return
         raw_access.watch(self)
         with self._lock:
             self._wrap(self._members)
@@ -313,6 +318,12 @@ class ReadWatch:
         """Note that something reads gradients."""
         self._read_gradients()
 
+    def settle_for_thread(self) -> None:
+        """Stop watching, because a thread starts; it finds the usual parameters."""
+        with self._lock:
+            self._restore()
+            self._unwatch_all()
+
     def settle_to_compile(self) -> None:
         """Stop watching, so that code is compiled for the usual classes."""
         self.settle_all(keep_hooks=True)
@@ -352,6 +363,7 @@ class ReadWatch:
         self._module_hooks.remove()
         raw_access.release(self)
         steps.detach(self)
+        other_threads.detach(self)
         for member in self._members:
             member.twin = member.lazy = None
         self._members = ()

@@ -34,6 +34,7 @@ from stretto.runtime.forward.lazy import (
     references_to,
 )
 from stretto.runtime.forward.member import BucketMember, Overlap
+from stretto.runtime.forward.other_threads import other_thread
 from stretto.runtime.forward.pending import member_of, plainly
 from stretto.runtime.forward.undisturbed import has_modes, undisturbed
 from stretto.runtime.torch_compat import without_dynamo
@@ -355,7 +356,7 @@ def _why_not(optimizer: Any, members: Sequence[BucketMember]) -> str | None:
         return f"{kind.__qualname__} has step hooks, which may read all parameters"
     if getattr(optimizer, "grad_scale", None) is not None or has_modes():
         return ""
-    reader = new_reader()
+    reader = new_reader() or other_thread()
     if reader is not None:
         return reader
     state = optimizer.state
