@@ -492,7 +492,7 @@ def test_down_ends_the_actors_that_no_gateway_has_ended(
     folders.create()
     ray = RaySettings(address="127.0.0.1:1", namespace="n", is_started=False)
     folders.save_settings(Settings(hosts={}, policy="fifo", ray=ray))
-    engine_local._end_processes(folders, [])
+    engine_local._end_processes(folders)
     assert calls == [folders]
 
     async def test(ray: StandIn, _: Folders) -> None:
@@ -500,7 +500,7 @@ def test_down_ends_the_actors_that_no_gateway_has_ended(
 
     folders.down.unlink()
     with_gateway(tmp_path / "c", test)
-    engine_local._end_processes(folders, [])
+    engine_local._end_processes(folders)
     assert calls == [folders]  # the gateway has done it
 
     left.actor("b-n2", None, (str(folders.root), "b", of_host("b")))
