@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils import rnn
+from torch.nn.utils import parametrizations, parametrize, rnn
+from torch.utils.checkpoint import checkpoint
 
 from stretto.burst.graph import capture
 from stretto.errors import SpecError
@@ -170,3 +171,41 @@ def without_gradient(net, h):
 
 def test_a_batch_norm_may_get_no_gradient():
     capture(Net(without_gradient, norm=nn.BatchNorm1d(4)), (torch.randn(6, 4),))
+
+
+def in_a_checkpoint(net, h):
+    return checkpoint(lambda x: net.drop(net.two(x)), h, use_reentrant=False)
+
+
+def drops_in_a_checkpoint(_net, h):
+    return checkpoint(lambda x: functional.dropout(x, 0.5), h, use_reentrant=False)
+
+
+def test_a_dropout_in_a_checkpoint_has_a_way_that_is_captured():
+    message = refusal(in_a_checkpoint, drop=nn.Dropout(0.5))
+    assert "call torch.nn.functional.dropout there" in message
+    capture(Net(drops_in_a_checkpoint), (torch.randn(6, 4),))
+
+
+def normed_in_a_cache(net, h):
+    with parametrize.cached():
+        return net.normed(net.normed(h))
+
+
+def test_a_gradient_that_a_cache_changes_names_the_cache():
+    normed = parametrizations.spectral_norm(nn.Linear(4, 4))
+    message = refusal(normed_in_a_cache, normed=normed)
+    assert "within torch.nn.utils.parametrize.cached(), leave that out" in message
+    capture(Net(lambda net, h: net.normed(net.normed(h)), normed=normed), (X,))
+
+
+def test_complex_outputs_beside_real_ones_are_to_be_given_as_real_ones():
+    class Both(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), torch.fft.fft(x)
+
+    with pytest.raises(SpecError, match=r"give complex ones as torch.view_as_real"):
+        capture(Both(4, 4), (X,))
+
+
+X = torch.randn(6, 4)

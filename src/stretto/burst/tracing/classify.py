@@ -348,9 +348,9 @@ def _require_same_for_all(node: fx.Node, build: Build) -> None:
         or (draws and one.shape[:1] == two.shape[:1])
     ):
         raise SpecError(
-            f"{source_line_of(node)}: draws random numbers that all samples share, "
-            "which would differ on each rank: draw them for each sample, with a first "
-            "dimension that is the batch"
+            f"{source_line_of(node)}: draws random numbers that all samples share, or "
+            "not by samples, which would differ on each rank: draw them for each "
+            "sample, with a first dimension that is the batch"
         )
     _side(node, build)
     _require_apart_inside(node)

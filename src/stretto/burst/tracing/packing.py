@@ -34,6 +34,9 @@ _EXACT_BITS = {
     torch.float16: 11,
     torch.bfloat16: 8,
 }
+OUTPUTS = "output tensors"
+"""What is packed after forward, in messages."""
+
 _BITS = {torch.bool: 1, torch.uint8: 8, torch.int8: 7, torch.int16: 15, torch.int32: 31}
 
 
@@ -102,10 +105,13 @@ class Packing:
         if _BITS.get(dtype, 64) <= _EXACT_BITS.get(self.dtype, 0):
             return False
         if dtype.is_complex or self.dtype.is_complex:
+            way = "pass complex ones as torch.view_as_real of them, and convert them in"
+            where = "the model"
+            if what == OUTPUTS:
+                way, where = "give complex ones as torch.view_as_real of them", ""
             raise SpecError(
                 f"{what} of types {dtype} and {self.dtype} can't be packed together: "
-                "pass complex ones as torch.view_as_real of them, and convert them in "
-                "the model"
+                f"{way} {where}".rstrip()
             )
         if dtype.itemsize % self.dtype.itemsize:
             raise SpecError(
@@ -190,7 +196,8 @@ class Arguments:
         for tensor in tensors:
             if tensor.dim() < 1:
                 raise SpecError(
-                    "the example input needs a row for each sample, got a scalar"
+                    "the example input needs a row for each sample, got a scalar: "
+                    "keep a number in an attribute of the model that forward reads"
                 )
         if len({tensor.shape[0] for tensor in tensors}) > 1:
             raise SpecError(
@@ -215,8 +222,9 @@ class Arguments:
         if spec != self._spec or not _same(others, self._others):
             raise SpecError(
                 "the model was called with other arguments than the example's: "
-                f"{self._first_other(args, kwargs)}. Pass the same keywords and flags, "
-                "and as many tensors"
+                f"{self._first_other(args, kwargs)}. Pass the same keywords, flags and "
+                "numbers, and as many tensors; keep a number that changes between "
+                "steps in an attribute of the model that forward reads"
             )
         for tensor in tensors:
             if tensor.device.type != self.device.type:
@@ -485,7 +493,7 @@ class Results:
             if tensor.dim() < 1 or tensor.shape[0] != rows:
                 return tensors[0] if len(tensors) == 1 else tensor
         self.packing = Packing(
-            [(tuple(t.shape[1:]), t.dtype) for t in tensors], "output tensors"
+            [(tuple(t.shape[1:]), t.dtype) for t in tensors], OUTPUTS
         )
         return self.packing.pack(tensors)
 

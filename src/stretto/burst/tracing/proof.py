@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
 
 from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL, code_of, place_of
@@ -700,7 +701,7 @@ class _Check:
                 f"{line_of_forward(self._module)}the captured layers of {name} give "
                 f"other outputs than {name} itself: "
                 "its forward does something that is not captured, such as reading or "
-                "changing state that is not one of its tensors. Please report the model"
+                f"changing state that is not one of its tensors. {self._report()}"
             )
         largest = max(
             (float(g.abs().max()) for g in whole if g is not None and g.numel()),
@@ -728,9 +729,16 @@ class _Check:
                     f"{line_of_forward(self._module)}the captured layers of {name} "
                     "give parameter "
                     f"{named[id(parameter)]!r} another gradient than {name} itself: "
-                    "its forward does something that is not captured. Please report "
-                    "the model"
+                    f"its forward does something that is not captured. {self._report()}"
                 )
+
+    def _report(self) -> str:
+        if any(map(is_parametrized, self._module.modules())):
+            return (
+                "If it calls layers within torch.nn.utils.parametrize.cached(), leave "
+                "that out; otherwise please report the model"
+            )
+        return "Please report the model"
 
     def _refuse_answers(self, what: str) -> None:
         """Reject code that asked for ranks, see Note [Questions about the job]."""

@@ -658,10 +658,17 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             )
             and in_checkpoint()
         ):
+            what, also = "update its statistics twice", ""
+            if isinstance(module, Dropout):
+                what = "draw other masks than on its first run"
+                also = (
+                    ", or call torch.nn.functional.dropout there, in a checkpoint with "
+                    "use_reentrant=False"
+                )
             raise SpecError(
                 f"{source_line()}: {type(module).__name__} is in a checkpoint, which "
-                "runs it again in backward: it would update its statistics twice "
-                "or draw other masks. Move it out of the checkpoint"
+                f"runs it again in backward: it would {what}. Move it out of the "
+                f"checkpoint{also}"
             )
         if isinstance(module, nn.RNNBase):
             self._require_own_time(module, args, kwargs)
