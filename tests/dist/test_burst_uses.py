@@ -1634,12 +1634,21 @@ def step_that_raises_on_one_rank(side: Side) -> Any:
             optimizer.step()
 
 
+def norm_within_no_sync(side: Side) -> Any:
+    model = side.wrap(net())
+    with model.no_sync():
+        x, y = side.data(0)
+        cross(model(x), y).backward()
+        model.grad_norm()
+
+
 def input_whose_class_computes(side: Side) -> Any:
     model = side.wrap(net(6, 5))
     model(side.data(0)[0].as_subclass(Doubled))
 
 
 REFUSED = {
+    norm_within_no_sync: "ask for the norm, and clip, after that one",
     norm_of_each_gradient_that_a_rank_has: "for parameter '0.weight' on rank 0 and",
     norms_of_each_gradient_that_a_rank_has: "would join those of different gradients",
     clip_on_one_rank_and_norm_on_another: "make the same calls on every rank",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from stretto.burst import captures
 from stretto.burst.executor import BurstParallel
@@ -182,3 +183,56 @@ def rank_of_rounding(_rank: int, size: int) -> None:
 
 def test_what_is_only_rounding_is_not_a_wrong_capture(ranks: Any) -> None:
     ranks(rank_of_rounding, 1, timeout_s=100)
+
+
+class Between(nn.Module):
+    """Calls a function between two layers."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.two(self.function(self.one(x)))
+        return out
+
+
+class Columns(nn.Module):
+    """Looks up columns that have vocabularies of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(50, 4), nn.Embedding(3, 4)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [self.first(x[:, 0]), self.second(x[:, 1])]
+        out: torch.Tensor = self.last(torch.cat(parts, 1))
+        return out
+
+
+def drops_nothing(h: torch.Tensor) -> torch.Tensor:
+    return nn.functional.dropout(h, 0.0)
+
+
+def drops_in_a_checkpoint(h: torch.Tensor) -> Any:
+    return checkpoint(
+        lambda x: nn.functional.dropout(x, 0.3).tanh(), h, use_reentrant=False
+    )
+
+
+def rank_of_right_captures(_rank: int, size: int) -> None:
+    columns = torch.stack([torch.arange(8) * 5 % 50, torch.arange(8) % 3], 1)
+    rows = torch.randn(8, 4)
+    for model, x in (
+        (Between(drops_nothing), rows),
+        (Between(drops_in_a_checkpoint), rows),
+        (Columns(), columns),
+    ):
+        plan = plan_of(model, x, lambda i: [(0, 2), (1, 1), (0, 1)][i % 3], size)
+        BurstParallel(model, plan, example_inputs=(x,), verify=True)
+
+
+def test_draws_and_columns_are_those_of_the_ranks(ranks: Any) -> None:
+    ranks(rank_of_right_captures, 2, timeout_s=100)

@@ -142,6 +142,7 @@ class BackwardPass:
         """Sends the gradients of the parameters that are trained now."""
         self.reached = Reached(())
         seam.backward_failed = weakref.WeakMethod(self.failed)
+        seam.why_unsent = weakref.WeakMethod(self.why_unsent)
 
     def follow(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Expect gradients of a model's parameters, which may be a later plan's."""
@@ -429,6 +430,16 @@ class BackwardPass:
             refusals.tell(StrettoError(text), inside=True)
         if self._queued:
             self._clear()
+
+    def why_unsent(self) -> str:
+        """Return why gradients are not those of the global batch, or nothing."""
+        if self.sync is None or not self.sync.keeps_own:
+            return ""
+        return (
+            "the last backward was in no_sync(), so that gradients have this rank's "
+            "own part until a backward outside of it sends them: ask for the norm, and "
+            "clip, after that one"
+        )
 
     def cut_short(self) -> None:
         """Clear the state of a backward whose end was not seen."""

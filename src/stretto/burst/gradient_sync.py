@@ -200,6 +200,14 @@ class GradientSync:
                 )
         self._holds_own = False
 
+    @property
+    def keeps_own(self) -> bool:
+        """Whether ``.grad`` has this rank's own part of the last gradients only."""
+        return self._holds_own and any(
+            slot.shown is not None and slot.parameter.grad is not None
+            for slot in self._slots.values()
+        )
+
     def require_nothing_kept(self, what: str) -> None:
         """Require that `no_sync` has kept nothing.
 

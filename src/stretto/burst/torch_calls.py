@@ -437,6 +437,7 @@ def joint_norm(
     Raises:
         SpecError: ``norm_type`` is invalid.
         RankDisagreement: other ranks made another call.
+        StrettoError: the last backward was in `no_sync`.
         CommTimeout: a rank was lost.
     """
     grads = [(p, p.grad) for p in parameters if p.grad is not None]
@@ -466,6 +467,8 @@ def _joined_over(
     """Return the norm of what each model's ranks count, and of this rank's others."""
     if not norm_type > 0:
         raise SpecError(f"norm_type must be > 0, got {norm_type}")
+    for model, _, _ in rows:
+        model.require_sent()
     is_max = math.isinf(norm_type)
 
     def part(some: list[Tensor]) -> Tensor:

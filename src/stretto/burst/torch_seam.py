@@ -66,6 +66,8 @@ class TorchSeam:
         self._uses = uses
         self.backward_failed: weakref.WeakMethod[Callable[..., None]] | None = None
         """Called with an exception from a backward, see `report_failure`."""
+        self.why_unsent: weakref.WeakMethod[Callable[[], str]] | None = None
+        """Returns why gradients are not those of the global batch, or nothing."""
         self._is_replaced = False
         """Whether a later model over the same module has taken its place."""
         self._is_preparing = False
@@ -87,6 +89,19 @@ class TorchSeam:
                 "another BurstParallel was built over the same module and replaces "
                 "this one: use the later one"
             )
+
+    def require_sent(self) -> None:
+        """Require that gradients are those of the global batch.
+
+        Raises:
+            StrettoError: they are this rank's own, since a backward in `no_sync`.
+        """
+        ask = None if self.why_unsent is None else self.why_unsent()
+        why = "" if ask is None else ask()
+        if why and self._rank_groups.ranks.size > 1:
+            error = StrettoError(why)
+            self._rank_groups.refusals.tell(error)
+            raise error
 
     def join(
         self, value: Tensor, call: JoinedCall, place: str, *, is_max: bool

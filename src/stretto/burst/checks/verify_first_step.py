@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from stretto.burst.memory import in_memory
 from stretto.burst.tracing.caches import keep_attributes
 from stretto.burst.tracing.fakes import swapped
-from stretto.burst.tracing.layer_runs import largest_of
+from stretto.burst.tracing.layer_runs import edges_of, largest_of
 from stretto.burst.tracing.torch_modules import BatchNorm
 from stretto.burst.tracing.trial import (
     ConstantDraws,
@@ -117,6 +117,9 @@ class Trial:
         """
         device = examples[0].device
         devices = [device] if device.type == "cuda" else []
+        # A forward of another number of samples is recorded with its own draws.
+        self._graph.require_count(sum(self._shares))
+        packed = self._packed(examples)
         with (
             torch.random.fork_rng(devices=devices),
             keep_attributes(self._module),
@@ -125,9 +128,7 @@ class Trial:
             self._changed_values(),
             self._graph.ambient.set(device),
             draws.still(),
-            ConstantDraws(),
         ):
-            packed = self._packed(examples)
             try:
                 self._run_alone(packed)
                 self._packed_rows = packed
@@ -139,11 +140,13 @@ class Trial:
                 trouble = f"one process fails: {type(error).__name__}: {first}"
             if any(row[0] for row in self._rank_groups.exchange([int(bool(trouble))])):
                 return trouble
-            output = run(packed[self._mine])
-            if self._cotangent is not None:
-                # The executor weights a rank's gradients by its share of the batch.
-                weight = sum(self._shares) / max(1, len(output))
-                output.backward(self._cotangent[self._mine] * weight)
+            with ConstantDraws():
+                output = run(packed[self._mine])
+                if self._cotangent is not None:
+                    # The executor weights a rank's gradients by its share of the batch.
+                    weight = sum(self._shares) / max(1, len(output))
+                    gradient = self._cotangent[self._mine] * weight
+                    torch.autograd.backward(edges_of([output]), [gradient])
             return self._compared(output)
 
     def _packed(self, examples: Sequence[Tensor]) -> Tensor:
@@ -158,7 +161,8 @@ class Trial:
     def _run_alone(self, packed: Tensor) -> None:
         args, kwargs = self._graph.arguments.unpack(packed)
         with swapped(self._module.named_modules(), self._twin):
-            output = self._module.forward(*args, **kwargs)
+            with ConstantDraws():
+                output = self._module.forward(*args, **kwargs)
             wanted = self._graph.results.packed(output, len(packed))
             if wanted.requires_grad:
                 self._cotangent = self._numbers.normal(wanted.shape, wanted)
@@ -167,7 +171,8 @@ class Trial:
                 for part in packing.parts if not packing.is_one else ():
                     if not part.dtype.is_floating_point:
                         self._cotangent[:, part.start : part.start + part.length] = 0
-                torch.autograd.backward(wanted, self._cotangent)
+                with ConstantDraws():  # a checkpoint draws again
+                    torch.autograd.backward(edges_of([wanted]), [self._cotangent])
             self._output = wanted.detach()
 
     def _twin(self, tensor: Tensor) -> Tensor:
@@ -246,10 +251,10 @@ class Trial:
 
         assert self._packed_rows is not None  # noqa: S101
         args, kwargs = self._graph.arguments.unpack(self._packed_rows)
-        with swapped(self._module.named_modules(), other):
+        with swapped(self._module.named_modules(), other), ConstantDraws():
             output = self._module.forward(*args, **kwargs)
             found = self._graph.results.packed(output, len(self._packed_rows))
-            torch.autograd.backward(found, self._cotangent)
+            torch.autograd.backward(edges_of([found]), [self._cotangent])
         return {
             number: largest_of(one.grad - truth)
             for number, one in changed.items()
