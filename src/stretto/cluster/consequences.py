@@ -40,6 +40,10 @@ def follows(record: Record, state: State, now_s: float) -> Event | None:
         if not attempt.live_parts():
             return _end_of(record, attempt, now_s)
         return _stop_of(record, attempt, state, now_s)
+    last = record.attempts[-1] if record.attempts else None
+    if last is not None and last.purpose == RUN and last.is_done:
+        # Its host was silent until others might have started it; none has.
+        return Event(ev.DONE, now_s, view.id, last.number)
     if record.stop_requested:
         why = f"{record.stop_requested} stopped it before it started"
         return Event(ev.STOPPED, now_s, view.id, data={"why": why})

@@ -202,6 +202,8 @@ class State:
             if row["state"] == "ended":
                 if attempt is not None:
                     self._end_part(attempt, name, row)
+                else:
+                    self._ended_late(key, name, row)
             elif attempt is None:
                 strays[key] = tuple(row["devices"])
             else:
@@ -247,6 +249,24 @@ class State:
         attempt = self.on_host.get(event.host, {}).get(key)
         if attempt is not None:
             self._end_part(attempt, event.host, event.data)
+        else:
+            self._ended_late(key, event.host, event.data)
+
+    def _ended_late(
+        self, key: tuple[str, int], host: str, data: Mapping[str, Any]
+    ) -> None:
+        """Note the success of a part that counts as lost: it need not run again."""
+        record = self.records.get(key[0])
+        if record is None or not record.attempts:
+            return
+        attempt = record.attempts[-1]
+        part = attempt.parts.get(host)
+        if attempt.number != key[1] or part is None or part.code is not None:
+            return
+        if part.has_ended and data.get("code") == 0 and not data.get("signaled", True):
+            part.code, part.by_itself, part.why = 0, True, ""
+            self.dirty[attempt.job, attempt.number] = attempt
+            self.touched[attempt.job] = None
 
     def _end_part(self, attempt: Attempt, host: str, data: Mapping[str, Any]) -> None:
         self.dirty[attempt.job, attempt.number] = attempt

@@ -41,6 +41,37 @@ def test_a_job_of_a_silent_host_starts_elsewhere_after_the_fence_only(world):
     assert (job, 2) in second.supervisors
 
 
+def test_a_job_that_succeeded_on_a_silent_host_does_not_run_again(world):
+    job = world.submit(minimum=4)
+    world.advance(2.0, 2)
+    first, second = world.hosts
+    for host in world.hosts:
+        host.fail("cut", world.now_s + LIMITS.watchdog_s + 10)
+        host.end((job, 1), 0)
+    later = world.submit(minimum=2, after=(job,))
+    world.advance(LIMITS.watchdog_s + LIMITS.margin_s + 2, 10)
+    assert state(world, job) == "waiting"
+    world.restart()
+    world.advance(20.0, 20)
+    assert state(world, job) == "done"
+    assert world.ledger.job(job).attempt == 1
+    assert state(world, later) == "running"
+    assert not first.outbox
+    assert not second.outbox
+
+
+def test_a_late_success_of_one_host_is_not_that_of_a_gang(world):
+    job = world.submit(minimum=4)
+    world.advance(2.0, 2)
+    first, second = world.hosts
+    for host in world.hosts:
+        host.fail("cut", world.now_s + LIMITS.watchdog_s + 10)
+    first.end((job, 1), 0)
+    second.end((job, 1), 1)
+    world.advance(LIMITS.watchdog_s + 30, 30)
+    assert world.ledger.job(job).attempt == 2
+
+
 def test_a_gang_that_loses_a_host_stops_on_the_others_and_frees_them_at_once(world):
     job = world.submit(minimum=4)
     world.advance(2.0, 2)
