@@ -23,6 +23,9 @@ locale is of who started it."""
 
 _PROC = Path("/proc")
 
+_CLEAN_LOOKS = 3
+"""Looks at all processes, one after the other, that must find none."""
+
 
 def children_of(pid: int) -> list[int]:
     """Return the processes whose parent is a process, ended ones included."""
@@ -74,10 +77,15 @@ def marked_processes(variable: str, value: str) -> list[int]:
 
 
 def kill_marked(variable: str, value: str, *, attempts: int = 50) -> bool:
-    """Kill all processes started with a variable; return whether all have ended."""
+    """Kill all processes started with a variable; return whether all have ended.
+
+    One look misses a process that is forked, or runs another program, during the look.
+    """
+    clean_looks = 0
     for _ in range(attempts):
         found = marked_processes(variable, value)
-        if not found:
+        clean_looks = 0 if found else clean_looks + 1
+        if clean_looks == _CLEAN_LOOKS:
             return True
         for pid in found:
             with contextlib.suppress(OSError):

@@ -520,3 +520,19 @@ def test_memory_that_processes_share_counts_once() -> None:
             os.killpg(process.pid, signal.SIGKILL)
     assert 80 << 20 < used < 160 << 20
     assert counted > 4 * (80 << 20)
+
+
+def test_a_process_that_one_look_has_missed_is_killed(monkeypatch) -> None:
+    look, looks = processes.marked_processes, iter([False])
+    monkeypatch.setattr(
+        processes,
+        "marked_processes",
+        lambda *args: look(*args) if next(looks, True) else [],
+    )
+    with subprocess.Popen(["sleep", "60"], env={"MISSED": "1"}) as process:
+        try:
+            await_that(lambda: look("MISSED", "1"), lambda: "it does not run")
+            assert processes.kill_marked("MISSED", "1")
+            assert process.wait(10) == -signal.SIGKILL
+        finally:
+            process.kill()
