@@ -258,9 +258,13 @@ class _Log:
             sys.stdout.buffer.flush()
             return
         *lines, self._rest = (self._rest + piece).split(b"\n")
-        for line in lines:
-            row = {"rank": self._rank, "attempt": self._attempt}
-            click.echo(json.dumps(row | {"line": line.decode(errors="replace")}))
+        row = {"rank": self._rank, "attempt": self._attempt}
+        texts = [
+            json.dumps(row | {"line": line.decode(errors="replace")}) + "\n"
+            for line in lines
+        ]
+        if texts:  # at once: each write is flushed
+            click.echo("".join(texts), nl=False)
 
 
 @click.command(name="stop")
