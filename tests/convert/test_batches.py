@@ -82,6 +82,32 @@ def test_the_loader_of_an_evaluation_may_be_made_in_its_loop():
     assert "total = sum_over_ranks(total)" in after
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "seen[0] += 1",
+        "left -= 1",
+        "kept = seen.append(x)",
+        "print(x, file=log)",
+        "any(last := x)",
+    ],
+)
+def test_an_evaluation_that_keeps_more_than_sums_is_whole_on_all_ranks(line):
+    before = "total, left, seen, log, last = 0, 9, [0], None, None\n"
+    evaluation = (
+        f"{before}with torch.no_grad():\n"
+        "    for (x,) in DataLoader(data, batch_size=4):\n"
+        f"        total += model(x).sum().item()\n        {line}\n"
+        "print(total, left, seen, last)\n"
+    )
+    loop = (
+        "for epoch in range(2):\n    for (x,) in DataLoader(data, 4, shuffle=True):\n"
+    )
+    after = convert(HEAD + loop + STEP + evaluation).after
+    assert "share_of(" not in after
+    assert "in as_on_rank0(DataLoader(data, batch_size=4)):" in after
+
+
 def test_a_loop_over_no_loader_is_named():
     loop = "for epoch in range(2):\n    for x in batches:\n"
     said = refused(HEAD + loop + STEP)

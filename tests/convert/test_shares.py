@@ -179,3 +179,15 @@ def test_a_mean_of_equal_integers_stays_an_integer():
     assert f"{names['_reduced']([7], 2):d}" == "7"
     assert names["_reduced"]([7, 2.0], 1) == [14, 4.0]
     assert isinstance(names["_reduced"]([2.0], 2), float)
+
+
+@pytest.mark.parametrize("count", ["len(x)", "x.shape[0]", "x.size(0)"])
+@pytest.mark.parametrize("added", ["share", "right / COUNT"])
+def test_parts_of_a_mean_that_is_reduced_are_not_reduced_too(count, added):
+    after = with_line(
+        "right = (model(x).argmax(1) == y).sum().item()\n"
+        f"share = right / {count}\ntotal += {added.replace('COUNT', count)}"
+    ).after
+    assert "right = (model(x)" in after
+    assert "= sum_over_ranks(" not in after
+    assert "total = mean_over_ranks(total)" in after

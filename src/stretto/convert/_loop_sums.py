@@ -43,6 +43,13 @@ def added_in(body: cst.CSTNode) -> list[Added]:
     return out
 
 
+_STORING = frozenset(
+    {"append", "appendleft", "extend", "insert", "setdefault", "update", "write"}
+    | {"writelines", "writerow", "writerows"}
+)
+"""Methods that keep what they get, also where their result is used."""
+
+
 @final
 class LoopSums:
     """Sums of loops: for `_numbers`, which reduces them over ranks."""
@@ -111,6 +118,15 @@ class LoopSums:
                         return f"`{name.value}` is read after the loop"
                 if not isinstance(target.target, cst.Name | cst.Tuple):
                     return "it sets more than its own variables"
+        for change in found(node.body, cst.AugAssign):
+            path = dotted(change.target)
+            if path in names and isinstance(change.operator, cst.AddAssign):
+                continue
+            if path in after or not self._is_made_in(change.target, node):
+                return f"`{self._tree.text(change)[:40]}` changes more than a sum"
+        for walrus in found(node.body, cst.NamedExpr):
+            if dotted(walrus.target) in after:
+                return f"`{dotted(walrus.target)}` is read after the loop"
         for call in found(node.body, cst.Call):
             if (why := self._hidden(call)) is not None:
                 return why
@@ -119,6 +135,14 @@ class LoopSums:
         if any(True for _ in found(node.body, cst.Break)):
             return "it may end early"
         return None
+
+    def _is_made_in(self, target: cst.BaseExpression, node: cst.For) -> bool:
+        """Return whether a name is set in each pass of a loop, so is nothing of it."""
+        return isinstance(target, cst.Name) and any(
+            self._tree.within(o.statement, node.body)
+            and not isinstance(o.statement, cst.AugAssign)
+            for o in self._work.flow.assigned(target.value, self._tree.function(node))
+        )
 
     def _same_pass(self, statement: cst.CSTNode, loop: cst.CSTNode) -> bool:
         """Return whether each pass of a loop begins by resetting a target."""
@@ -147,7 +171,11 @@ class LoopSums:
         ):
             return f"`{dotted(call.func)}` may store something"
         in_line = isinstance(self._tree.parent(call), cst.Expr)
-        if in_line and self._tree.called(call) != "print":
+        prints = self._tree.called(call) == "print" and not any(
+            a.keyword is not None and a.keyword.value == "file" for a in call.args
+        )
+        last = self._tree.called(call).rpartition(".")[2]
+        if (in_line and not prints) or last in _STORING:
             return f"`{self._tree.text(call)[:40]}` stores something"
         return None
 

@@ -251,6 +251,36 @@ class Numbers:
             return True
         return any(id(n) in self._handled for n in found(node, cst.BaseExpression))
 
+    def _is_in_reduced(
+        self, node: cst.CSTNode, seen: frozenset[str] = frozenset()
+    ) -> bool:
+        """Return whether a number is only used in numbers that are reduced later.
+
+        It goes into them through variables: ``right = ...; share = right / len(y)``.
+        """
+        statement = next(
+            (a for a in self._tree.ancestors(node) if isinstance(a, cst.Assign)), None
+        )
+        if statement is None or len(statement.targets) != 1:
+            return False
+        target = statement.targets[0].target
+        if not isinstance(target, cst.Name) or target.value in seen:
+            return False
+        scope = self._tree.function(statement)
+        where: cst.CSTNode = self._tree.module if scope is None else scope.body
+        reads = [
+            name
+            for name in found(where, cst.Name)
+            if name.value == target.value
+            and not isinstance(self._tree.parent(name), cst.AssignTarget)
+        ]
+        seen |= {target.value}
+        # A variable of a number's variable may be unused.
+        return (bool(reads) or len(seen) > 1) and all(
+            self.is_within_reduced(name) or self._is_in_reduced(name, seen)
+            for name in reads
+        )
+
     def _numbers_in(self, node: cst.BaseExpression) -> bool:
         return any(
             self._tree.method_called(c, "item") is not None
@@ -273,7 +303,7 @@ class Numbers:
             on = self._tree.method_called(call, "item")
             if on is None and self._tree.called(call) == "float" and call.args:
                 on = call.args[0].value
-            if on is None or self._is_handled(call):
+            if on is None or self._is_handled(call) or self._is_in_reduced(call):
                 continue
             if after is not None and (
                 self._tree.function(call) is not scope

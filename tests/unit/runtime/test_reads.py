@@ -10,7 +10,7 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 from torch import nn
 
-from stretto.runtime.forward import steps
+from stretto.runtime.forward import other_threads, steps
 from stretto.runtime.forward.lazy import LazyGradient
 from stretto.runtime.forward.pending import PendingParameter
 from stretto.runtime.forward.reads import ReadWatch, shown_path
@@ -65,6 +65,8 @@ class Program:
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Program]:
     # Other tests of this process may have left what prevents overlap.
     monkeypatch.setattr(steps, "new_reader", lambda: None)
+    monkeypatch.setattr(steps, "other_thread", lambda: None)
+    monkeypatch.setattr(other_threads, "other_thread", lambda: None)
     for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
         monkeypatch.setattr(torch_optimizer, name, OrderedDict())
     program = Program(watched=True)
