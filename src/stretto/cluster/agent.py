@@ -333,7 +333,7 @@ class Agent:
             return
         part.end = end
         profile = part.spec.profile
-        if profile and not end["code"] and Path(profile).exists():
+        if profile and end["code"] == 0 and Path(profile).exists():
             self._link.report(events.PROFILED, fence, {"profile": profile})
 
         def forget() -> None:

@@ -330,7 +330,9 @@ class Server:
         if message.get("open"):
             self.coordinator.open(host, user=user)
         else:
-            self.coordinator.drain(host, user=user, ends=bool(message.get("ends")))
+            # A command line of before `ends` names no user but the end of the cluster.
+            ends = bool(message.get("ends", user == "down"))
+            self.coordinator.drain(host, user=user, ends=ends)
         return {"host": host}
 
     def _known(self, message: dict[str, Any]) -> str:

@@ -88,7 +88,9 @@ class Supervisor:
         full_s = now_s() + self._part.watchdog_s
         self._watchdog_until_s = full_s if first_s is None else min(first_s, full_s)
         self._wanted: tuple[str, ...] | None = None
-        self._why, self._code = "", 0
+        self._why = ""
+        self._code: int | None = 0
+        """``None`` if the watchdog ends it: the host is to blame, not the job."""
         self._failed_rank: int | None = None
         self._memory_kills = out_of_memory_kills()
         self._stop_name, self._is_signaled = "", False
@@ -396,7 +398,7 @@ class Supervisor:
         if not self._why:
             watchdog_s = self._part.watchdog_s
             self._why = f"no agent reset the watchdog for {watchdog_s:g} s"
-            self._code = 128 + signal.SIGKILL
+            self._code = None
         self._is_signaled = True
         # Another attempt may start when the watchdog has fired: there is no grace.
         self._kill()

@@ -60,6 +60,16 @@ def test_a_job_that_succeeded_on_a_silent_host_does_not_run_again(world):
     assert not second.outbox
 
 
+def test_an_end_by_the_watchdog_uses_no_restart(world):
+    """Its host returns before others may start the job."""
+    job = world.submit(minimum=2, attempts=0)
+    world.advance(2.0, 2)
+    world.hosts[0].report(ev.ENDED, job, 1, code=None, signaled=True, why="watchdog")
+    world.advance(4.0, 4)
+    found = world.ledger.job(job)
+    assert (found.state, found.attempt, found.failures) == ("running", 2, 0)
+
+
 def test_a_late_success_of_one_host_is_not_that_of_a_gang(world):
     job = world.submit(minimum=4)
     world.advance(2.0, 2)
