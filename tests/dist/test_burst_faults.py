@@ -113,6 +113,9 @@ def rank_with_bad_input(rank: int, size: int) -> dict[str, tuple[str, str]]:
         "norms": raised(make, net(), wide, batch_norm="global"),
         "buckets": raised(make, net(), wide, bucket_bytes=0),
         "lanes": raised(make, net(), wide, lanes=0),
+        "half a lane": raised(make, net(), wide, lanes=1.5),
+        "time": raised(make, net(), wide, timeout_s="5"),
+        "no time": raised(make, net(), wide, timeout_s=-1),
     }
     model = make(net(), narrow)
     found["sample"] = raised(model, torch.zeros(2, 5))
@@ -146,6 +149,9 @@ def test_what_can_not_be_carried_out_is_refused_on_every_rank(ranks: Any) -> Non
         "norms": ("SpecError", "batch_norm must be one of sync, local"),
         "buckets": ("SpecError", "bucket_bytes must be >= 1, got 0"),
         "lanes": ("SpecError", "lanes must be >= 1, got 0"),
+        "half a lane": ("SpecError", "lanes must be an integer, got 1.5"),
+        "time": ("SpecError", "timeout_s must be a number above 0, got '5'"),
+        "no time": ("SpecError", "timeout_s must be a number above 0, got -1"),
         "sample": ("SpecError", "must have shape (4,)"),
         "type": ("SpecError", "got (4,) and torch.float64"),
         "empty": ("SpecError", "no sample on any rank"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -108,13 +109,19 @@ def checked_plan(
         raise SpecError(
             f"batch_norm must be one of {', '.join(KINDS)}, got {batch_norm!r}"
         )
-    for name, value in (("bucket_bytes", bucket_bytes), ("lanes", lanes)):
-        if value < 1:
-            raise SpecError(f"{name} must be >= 1, got {value}")
+    _require_count("bucket_bytes", bucket_bytes)
+    _require_count("lanes", lanes)
     bool_option("verify", verify)
     _refuse_nested(module)
     _refuse_overlaps(module)
     return loaded(plan)
+
+
+def _require_count(name: str, value: Any) -> None:
+    if not isinstance(value, numbers.Integral):
+        raise SpecError(f"{name} must be an integer, got {value!r}")
+    if int(value) < 1:
+        raise SpecError(f"{name} must be >= 1, got {value}")
 
 
 def _refuse_nested(module: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import socket
 import time
 import weakref
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from stretto.errors import CommTimeout
+from stretto.errors import CommTimeout, SpecError
 from stretto.logs import get_logger
 from stretto.process_identity import State
 from stretto.runtime.presence import Presence, Wait, call_aside
@@ -38,6 +39,11 @@ MIN_ANSWER_S = 1.0
 """Shortest time that a store has for an answer, however short the timeout is."""
 
 
+def _is_time(value: object) -> bool:
+    """Return whether a value is a number of seconds, as Python or NumPy has it."""
+    return isinstance(value, numbers.Real) and float(value) > 0
+
+
 def ranks_of(
     group: dist.ProcessGroup,
     *,
@@ -52,7 +58,10 @@ def ranks_of(
 
     Raises:
         CommTimeout: the store does not answer, or it is over.
+        SpecError: ``timeout_s`` is no time.
     """
+    if timeout_s is not None and not _is_time(timeout_s):
+        raise SpecError(f"timeout_s must be a number above 0, got {timeout_s!r}")
     if group not in dist.distributed_c10d._world.pg_map:  # noqa: SLF001
         return Ranks(
             rank=group.rank(),
