@@ -108,6 +108,14 @@ def test_an_evaluation_that_keeps_more_than_sums_is_whole_on_all_ranks(line):
     assert "in as_on_rank0(DataLoader(data, batch_size=4)):" in after
 
 
+def test_a_download_within_a_loader_s_call_is_rank_0_s_first():
+    head = HEAD + "class Data(TensorDataset):\n    def __init__(self, download): ...\n"
+    loader = "loader = DataLoader(Data(download=True), batch_size=4, shuffle=True)\n"
+    loop = "for epoch in range(2):\n    for (x,) in loader:\n"
+    after = convert(head + loader + loop + STEP).after
+    assert "with rank0_first():\n    dataset = Data(download=True)\nloader = " in after
+
+
 def test_a_loop_over_no_loader_is_named():
     loop = "for epoch in range(2):\n    for x in batches:\n"
     said = refused(HEAD + loop + STEP)

@@ -133,13 +133,20 @@ def _attributes(work: Work, call: cst.Call) -> list[cst.Attribute]:
     return [] if owner is None else list(found(owner, cst.Attribute))
 
 
+def may_download(work: Work, call: cst.Call) -> bool:
+    """Return whether a call makes a data set that may download its files."""
+    download = arguments_of(call)[1].get("download")
+    return download is not None and work.tree.text(download.value) != "False"
+
+
 def _downloads(work: Work) -> None:
     tree = work.tree
     done: list[cst.CSTNode] = []
     for call in tree.calls:
-        named = arguments_of(call)[1]
-        download = named.get("download")
-        if download is None or tree.text(download.value) == "False":
+        if not may_download(work, call):
+            continue
+        if any(tree.within(call, data) for data in work.hoisted):
+            work.done(call, "the first rank of each host downloads, the others wait")
             continue
         statement = tree.statement(call)
         if any(tree.within(statement, other) for other in done):

@@ -80,6 +80,8 @@ class Work:
         """Calls that open a file for writing on rank 0 and nothing on the others."""
         self.guarded: list[cst.CSTNode] = []
         """Statements that only rank 0 executes: they must not contain a collective."""
+        self.hoisted: list[cst.BaseExpression] = []
+        """Data sets made within a loader's call, which get a line of their own."""
         self.measured: list[cst.Call] = []
         """Calls by which functions of other files evaluate a model on all ranks."""
         self._changes: dict[cst.CSTNode, list[Callable[[Any], Any]]] = {}

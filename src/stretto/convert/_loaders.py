@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import libcst as cst
 
 from stretto.convert import _collate
 from stretto.convert._batch import steps
+from stretto.convert._device import may_download
 from stretto.convert._display import appended
 from stretto.convert._edit import theirs
 from stretto.convert._flow import Origin, parameters
@@ -230,8 +231,13 @@ class Loaders:
                 )
             ]
         )
+        made: cst.CSTNode = line
+        if any(may_download(self._work, call) for call in found(data, cst.Call)):
+            shell: Any = self._work.statement("with rank0_first():\n    pass")
+            made = shell.with_changes(body=shell.body.with_changes(body=[line]))
+        self._work.hoisted.append(data)
         self._work.change(data, lambda _: cst.Name(name))
-        self._work.nodes_before(origin.statement, [line])
+        self._work.nodes_before(origin.statement, [made])
         return name
 
     def _rewrite(self, call: cst.Call, data: str) -> None:
