@@ -11,6 +11,8 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
 
 from stretto.runtime.ddp_reducer import ReplaceableReducerDDP
 from stretto.runtime.forward import fallback, other_threads
@@ -95,6 +97,20 @@ def test_a_thread_of_the_program_is_named(
             assert str(found).startswith("thread 'ema")
     for thread in threading.enumerate():
         thread.join()
+
+
+def test_the_threads_of_torch_s_compiler_are_no_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, every = set(threading.enumerate()), threading.enumerate
+    monkeypatch.setattr(
+        threading, "enumerate", lambda: [t for t in every() if t not in before]
+    )
+    monkeypatch.setattr(config, "compile_threads", 2)
+    pool = AsyncCompile.pool()
+    pool.submit(int).result(60)
+    assert {*pool._threads} & {*every()}
+    assert other_threads.other_thread() is None
 
 
 class _Pending:

@@ -12,6 +12,7 @@ or wait are no reason.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from typing import Any, Protocol
@@ -35,6 +36,7 @@ _HARMLESS = (
     "stretto",
     "tensorboard",
     "tensorboardX",
+    "torch._inductor",
     "torch.distributed.elastic",
     "torch.utils.data",
     "tornado",
@@ -65,8 +67,14 @@ def other_thread() -> str | None:
     if threading.active_count() == 1:
         return None
     me = threading.get_ident()
-    for thread in threading.enumerate():
-        if thread.ident != me and not _is_harmless(thread):
+    found = [
+        thread
+        for thread in threading.enumerate()
+        if thread.ident != me and not _is_harmless(thread)
+    ]
+    compiling = _compiling() if found else ()
+    for thread in found:
+        if thread not in compiling:
             return (
                 f"thread {thread.name!r} runs beside the training, and may read "
                 "parameters while they change"
@@ -85,6 +93,20 @@ def _is_harmless(thread: threading.Thread) -> bool:
         target = getattr(thread, "_target", None)
         module = getattr(target, "__module__", None) or ""
     return any(module == name or module.startswith(f"{name}.") for name in _HARMLESS)
+
+
+def _compiling() -> set[threading.Thread]:
+    """Return the threads of PyTorch's compiler, which stay after it has compiled."""
+    found = set()
+    functions = sys.modules.get("torch.utils._functools")
+    pools = [getattr(functions, "_prefetch_executor", None)]
+    compiler: Any = sys.modules.get("torch._inductor.async_compile")
+    pool = getattr(getattr(compiler, "AsyncCompile", None), "pool", None)
+    if pool is not None and pool.cache_info().currsize:
+        pools.append(pool())
+    for one in pools:
+        found |= set(getattr(one, "_threads", ()))
+    return found
 
 
 def attach(user: _User) -> None:
