@@ -829,6 +829,15 @@ def dropout_of_folded_rows() -> nn.Module:
 @right(sequence, draws=True)
 def dropout_in_place_of_folded_rows() -> nn.Module:
     return FoldedDropout(
+        lambda h: _folded(h + 0.5),  # tanh needs its own result in backward
+        _unfolded,
+        lambda h: functional.dropout(h, 0.4, True, True),
+    )
+
+
+@refused(sequence, "use operations that have a backward")
+def dropout_in_place_of_what_backward_needs() -> nn.Module:
+    return FoldedDropout(
         _folded, _unfolded, lambda h: functional.dropout(h, 0.4, True, True)
     )
 
