@@ -70,9 +70,10 @@ class Reached:
         """Record the gradients of parameters that no output reached, except zeros."""
         if not self._is_on:
             return
+        reached = self._mask.tolist()
         for parameter, grad in gradients:
             number = self._of_id[id(parameter)]
-            if grad is not None and not self._mask[number] and _has_values(grad):
+            if grad is not None and not reached[number] and _has_values(grad):
                 self._mask[number] = 1
 
     def join(self, reduce: Callable[[Tensor, Any], None], device: torch.device) -> None:

@@ -139,6 +139,9 @@ def may_download(work: Work, call: cst.Call) -> bool:
     return download is not None and work.tree.text(download.value) != "False"
 
 
+_ONE_DOWNLOADS = "the first rank of each host downloads, the others wait"
+
+
 def _downloads(work: Work) -> None:
     tree = work.tree
     done: list[cst.CSTNode] = []
@@ -146,7 +149,7 @@ def _downloads(work: Work) -> None:
         if not may_download(work, call):
             continue
         if any(tree.within(call, data) for data in work.hoisted):
-            work.done(call, "the first rank of each host downloads, the others wait")
+            work.done(call, _ONE_DOWNLOADS)
             continue
         statement = tree.statement(call)
         if any(tree.within(statement, other) for other in done):
@@ -156,7 +159,7 @@ def _downloads(work: Work) -> None:
         ):
             done.append(statement)
             work.under(statement, "with rank0_first()")
-            work.done(call, "the first rank of each host downloads, the others wait")
+            work.done(call, _ONE_DOWNLOADS)
         else:
             work.undecided(
                 call,

@@ -198,16 +198,17 @@ class Work:
 
     def under(self, statement: cst.CSTNode, header: str) -> None:
         """Move a statement into its own block, such as ``if RANK == 0``."""
-        shell: Any = self.statement(f"{header}:\n    pass")
 
         def indented(new: Any) -> Any:
-            inner = new.with_changes(leading_lines=())
-            return shell.with_changes(
-                body=shell.body.with_changes(body=[inner]),
-                leading_lines=new.leading_lines,
-            )
+            block = self.block(header, new.with_changes(leading_lines=()))
+            return block.with_changes(leading_lines=new.leading_lines)
 
         self.change(statement, indented)
+
+    def block(self, header: str, statement: cst.CSTNode) -> Any:
+        """Return a generated block that contains a statement alone."""
+        shell: Any = self.statement(f"{header}:\n    pass")
+        return shell.with_changes(body=shell.body.with_changes(body=[statement]))
 
     def on_rank_0(self, statement: cst.CSTNode) -> None:
         """Make only rank 0 execute a statement."""

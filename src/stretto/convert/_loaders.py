@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
@@ -233,8 +233,7 @@ class Loaders:
         )
         made: cst.CSTNode = line
         if any(may_download(self._work, call) for call in found(data, cst.Call)):
-            shell: Any = self._work.statement("with rank0_first():\n    pass")
-            made = shell.with_changes(body=shell.body.with_changes(body=[line]))
+            made = self._work.block("with rank0_first()", line)
         self._work.hoisted.append(data)
         self._work.change(data, lambda _: cst.Name(name))
         self._work.nodes_before(origin.statement, [made])

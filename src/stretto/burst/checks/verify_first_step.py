@@ -145,8 +145,7 @@ class Trial:
                 if self._cotangent is not None:
                     # The executor weights a rank's gradients by its share of the batch.
                     weight = sum(self._shares) / max(1, len(output))
-                    gradient = self._cotangent[self._mine] * weight
-                    torch.autograd.backward(edges_of([output]), [gradient])
+                    _backward(output, self._cotangent[self._mine] * weight)
             return self._compared(output)
 
     def _packed(self, examples: Sequence[Tensor]) -> Tensor:
@@ -159,11 +158,8 @@ class Trial:
         return packed
 
     def _run_alone(self, packed: Tensor) -> None:
-        args, kwargs = self._graph.arguments.unpack(packed)
         with swapped(self._module.named_modules(), self._twin):
-            with ConstantDraws():
-                output = self._module.forward(*args, **kwargs)
-            wanted = self._graph.results.packed(output, len(packed))
+            wanted = self._forward(packed)
             if wanted.requires_grad:
                 self._cotangent = self._numbers.normal(wanted.shape, wanted)
                 packing = self._graph.results.packing
@@ -172,8 +168,15 @@ class Trial:
                     if not part.dtype.is_floating_point:
                         self._cotangent[:, part.start : part.start + part.length] = 0
                 with ConstantDraws():  # a checkpoint draws again
-                    torch.autograd.backward(edges_of([wanted]), [self._cotangent])
+                    _backward(wanted, self._cotangent)
             self._output = wanted.detach()
+
+    def _forward(self, packed: Tensor) -> Tensor:
+        """Return the packed output of the user's module."""
+        args, kwargs = self._graph.arguments.unpack(packed)
+        with ConstantDraws():
+            output = self._module.forward(*args, **kwargs)
+        return self._graph.results.packed(output, len(packed))
 
     def _twin(self, tensor: Tensor) -> Tensor:
         made = tensor.detach().clone()
@@ -250,11 +253,11 @@ class Trial:
             return made
 
         assert self._packed_rows is not None  # noqa: S101
-        args, kwargs = self._graph.arguments.unpack(self._packed_rows)
-        with swapped(self._module.named_modules(), other), ConstantDraws():
-            output = self._module.forward(*args, **kwargs)
-            found = self._graph.results.packed(output, len(self._packed_rows))
-            torch.autograd.backward(edges_of([found]), [self._cotangent])
+        assert self._cotangent is not None  # noqa: S101
+        with swapped(self._module.named_modules(), other):
+            found = self._forward(self._packed_rows)
+            with ConstantDraws():
+                _backward(found, self._cotangent)
         return {
             number: largest_of(one.grad - truth)
             for number, one in changed.items()
@@ -293,6 +296,10 @@ class Trial:
                     held.clear()
                     # Keys count up, so they preserve the order.
                     held.update(sorted({**ours, **hooks}.items()))
+
+
+def _backward(output: Tensor, gradient: Tensor) -> None:
+    torch.autograd.backward(edges_of([output]), [gradient])
 
 
 def _user_hooks(parameter: Tensor) -> list[tuple[Any, dict[int, Any]]]:

@@ -87,7 +87,7 @@ def require_known_state(owner: nn.Module, name: str, place: str) -> None:
     kind = type(owner).__module__
     if kind.startswith("torch.nn.utils.param") or hasattr(owner, f"{name}_orig"):
         return
-    if any(hasattr(owner, f"{name.rpartition('_')[0]}{end}") for end in ("_orig",)):
+    if hasattr(owner, f"{name.rpartition('_')[0]}_orig"):
         return  # torch.nn.utils.spectral_norm keeps its vectors so
     way = "Update it outside of the model"
     if getattr(owner, "track_running_stats", False):

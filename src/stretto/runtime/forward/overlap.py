@@ -627,9 +627,7 @@ class ForwardOverlap:
             if buckets:
                 self._settle(tuple(buckets))
                 at_entry = set(self._module_hooks.at_entry)
-                for member in unseen:
-                    if member not in at_entry:
-                        self._watch(member)
+                self._watch([member for member in unseen if member not in at_entry])
 
     def end_forward(self) -> None:
         """Settle the rest; watch what was read by nothing."""
@@ -639,14 +637,16 @@ class ForwardOverlap:
         with self._lock:
             left = list(self._pending)
             self.settle_all()
-            for member in left:
-                self._seen.discard(member.name)
-                self._watch(member)
+            self._seen.difference_update(member.name for member in left)
+            self._watch(left)
             self._module_hooks.remove()
 
-    def _watch(self, member: BucketMember) -> None:
-        if other_thread() is None and guard(member, []):
-            self._watched[member] = None
+    def _watch(self, members: Iterable[BucketMember]) -> None:
+        if other_thread() is not None:
+            return
+        for member in members:
+            if guard(member, []):
+                self._watched[member] = None
 
     def _unwatch(self, member: BucketMember) -> None:
         if member in self._watched:
