@@ -63,7 +63,7 @@ TAKE_TURNS = {
     "unit/cli/test_run.py": 4,
     "unit/cluster/test_engines.py": 2,
     "unit/cluster/test_supervisor.py": 2,
-    "unit/planners/test_joint.py": 2,
+    "unit/planners/test_joint.py": 3,
     "wheel/test_wheel.py": 3,
 }
 """Files all of whose tests take turns, and how many commits run all of them."""
@@ -72,7 +72,10 @@ FOLDERS_TURNS = {
     "convert/": 2,
     "dist/": 4,
     "unit/burst/": 3,
+    "unit/cli/": 2,
     "unit/cluster/": 2,
+    "unit/planners/": 2,
+    "unit/sim/": 2,
 }
 """As many for the other files of folders."""
 
