@@ -51,7 +51,7 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # no
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EndedForward:
-    """What backward must know of a forward."""
+    """The record of a forward that backward needs."""
 
     results: Results | None
     """Of its outputs; ``None`` if backward reached none."""

@@ -34,7 +34,7 @@ epoch, of an evaluation."""
 
 
 class RankCheck(Protocol):
-    """What ranks compare with each forward."""
+    """A check whose numbers ranks compare with each forward."""
 
     @property
     def num_values(self) -> int:
@@ -48,7 +48,7 @@ class RankCheck(Protocol):
 
 
 class ForwardState(NamedTuple):
-    """What a rank sends of its own forward, besides its checks' numbers."""
+    """The state of its own forward that a rank sends, besides its checks' numbers."""
 
     share: int
     """Its number of samples, or why it has none."""

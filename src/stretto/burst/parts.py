@@ -65,7 +65,7 @@ class Settings:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Parts:
-    """What a burst model consists of; `stretto.burst` describes each part."""
+    """The parts of a burst model; `stretto.burst` describes each."""
 
     module: nn.Module
     """The user's."""

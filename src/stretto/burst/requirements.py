@@ -1,4 +1,4 @@
-"""What a module, a plan and a call must be for burst training."""
+"""Require a module, a plan and a call that burst training supports."""
 
 from __future__ import annotations
 

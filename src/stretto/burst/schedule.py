@@ -1,4 +1,4 @@
-"""What each layer of a forward needs, and what one rank does of it, computed once.
+"""Compute each layer's needs in a forward, and one rank's share of them, once.
 
 # Note [Layers passed over]
 A rank outside a layer's ranks has neither its samples nor its parameters. It does not

@@ -94,7 +94,7 @@ class Owner(Protocol):
 
 @final
 class Leftover:
-    """What remains known of guarded tensors when their owner is gone."""
+    """State of guarded tensors that outlives their owner."""
 
     def __init__(self) -> None:
         self.is_stale = False

@@ -39,7 +39,7 @@ _EXACT: Final = 2**52
 
 @dataclass(frozen=True, slots=True)
 class JoinedCall:
-    """What one rank's call is for.
+    """The purpose of one rank's call.
 
     Args:
         kind: ``CLIP``, ``NORM`` or ``SCALER``.

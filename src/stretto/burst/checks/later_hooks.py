@@ -143,7 +143,7 @@ class LaterHook:
 
 @final
 class _Look:
-    """What a later hook got, before its call."""
+    """The arguments of a later hook, before its call."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Find later hooks of all modules that change what no layer's call would show.
+"""Reject hooks of all modules that were registered later and change a result.
 
 # Note [Hooks of all modules]
 PyTorch calls hooks such as those of ``register_module_forward_hook`` for each module.

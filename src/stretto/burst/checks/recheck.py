@@ -40,7 +40,7 @@ _SHARE = 0.01
 
 @dataclass
 class _Known:
-    """What is known of one capture."""
+    """State of one capture."""
 
     step: int
     """Training forwards before the last one in which it was as captured."""

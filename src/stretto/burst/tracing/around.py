@@ -1,4 +1,4 @@
-"""What of the program's own a call of the model passes through: modes, and hooks."""
+"""The program's own modes and hooks around a call of the model."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def backward_hooks(
 
 @final
 class BackwardReads:
-    """What backwards of one model read, see Note [Backwards that read state]."""
+    """The reads of one model's backwards, see Note [Backwards that read state]."""
 
     def __init__(self, module: nn.Module) -> None:
         self._name = type(module).__name__

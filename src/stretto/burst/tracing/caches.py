@@ -228,7 +228,7 @@ _NOT_INSIDE = (*_LEAVES, nn.Module, types.ModuleType, type, types.BuiltinFunctio
 
 @final
 class Holders:
-    """What a model's code may keep tensors in, with the present entries."""
+    """Containers in which a model's code may keep tensors, with the present entries."""
 
     def __init__(self, root: nn.Module, twin_of: Callable[[Tensor], Tensor]) -> None:
         """Search; ``twin_of`` gives what replaces a held tensor in a recording."""

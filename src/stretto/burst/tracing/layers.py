@@ -159,7 +159,7 @@ class LayerGraph:
 
     @property
     def proven(self) -> Proven | None:
-        """What the last check of the layers depends on; None without one."""
+        """The inputs of the last check of the layers; None without one."""
         return self._traced.proven
 
     def note_proven(self, proven: Proven | None) -> None:

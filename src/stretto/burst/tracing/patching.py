@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class CallRecorder(Protocol):
-    """What calls are routed through: an `OperationRecorder`."""
+    """The receiver of routed calls: an `OperationRecorder`."""
 
     _depth: int
 

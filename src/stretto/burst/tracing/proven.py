@@ -1,4 +1,4 @@
-"""What a check of layers by computing depends on, besides what forward reads.
+"""The inputs of a check of layers by computing, besides those that forward reads.
 
 # Note [A check is valid while what it ran is unchanged]
 Layers are checked once, after their capture, and then trusted. What they run as it is
@@ -46,7 +46,7 @@ def _functions_now() -> tuple[list[Any], list[Any], list[Any]]:
 
 @final
 class Proven:
-    """What the last check of a capture's layers depends on.
+    """The inputs of the last check of a capture's layers.
 
     Args:
         module: the model.

@@ -1,4 +1,4 @@
-"""What a recording consists of: operations, and names of the tensors in them."""
+"""The parts of a recording: operations, and names of the tensors in them."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def _is_running_again() -> bool:
 @final
 @dataclass(eq=False)
 class Result:
-    """What an operation returned."""
+    """The result of an operation."""
 
     line: str
     """Of the user's code, which calls it."""

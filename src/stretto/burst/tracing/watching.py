@@ -34,7 +34,7 @@ MISSING = object()
 
 
 class Held(Protocol):
-    """What rows read: the ``__dict__`` of a module or file, or a view like it."""
+    """The source of a row: the ``__dict__`` of a module or file, or a view like it."""
 
     @property
     def get(self) -> Any:

@@ -1,4 +1,4 @@
-"""What a forward writes into: its arguments, buffers, and which it may not."""
+"""A forward's writes into arguments and buffers, and errors of those not permitted."""
 
 from __future__ import annotations
 
