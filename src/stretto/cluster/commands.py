@@ -1,4 +1,4 @@
-"""What the ledger wants hosts to do.
+"""Commands that the ledger sends to hosts.
 
 A command describes a wanted state and stays outstanding until an event shows that it is
 reached, so it may be sent, and executed, any number of times.

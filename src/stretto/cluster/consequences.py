@@ -1,4 +1,4 @@
-"""What follows for one job from what happened to it: at most one event at a time."""
+"""Derive the next event of one job from its past ones: at most one at a time."""
 
 from __future__ import annotations
 

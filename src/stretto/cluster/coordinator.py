@@ -42,7 +42,7 @@ class Clock:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What an agent gets for a heartbeat or for its events."""
+    """The coordinator's answer to an agent's heartbeat or events."""
 
     acknowledged: int
     """The agent sends its events after this number again; it may forget the others."""

@@ -80,7 +80,7 @@ class _Run:
 @final
 @dataclass(slots=True, kw_only=True)
 class JobResult:
-    """What became of a job."""
+    """One job's times and work in a simulation."""
 
     id: str
     role: str
@@ -101,7 +101,7 @@ class JobResult:
 @final
 @dataclass(slots=True, kw_only=True)
 class SimulatedCluster:
-    """What a policy made of the jobs."""
+    """Results of all jobs under one policy."""
 
     policy: str
     gpus: int

@@ -1,4 +1,4 @@
-"""What happened in a cluster: the only input of the ledger, and its only record."""
+"""Events of a cluster: the only input of the ledger, and its only record."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ NETWORK = "deeppool"
 @final
 @dataclass(frozen=True, slots=True)
 class JobPlans:
-    """What is known of a job before it runs."""
+    """Estimates of jobs before they run."""
 
     speeds: Speeds
 

@@ -30,7 +30,7 @@ _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplanSpec:
-    """What a job's burst plan was made from."""
+    """The inputs of a job's burst plan."""
 
     plan: str
     """Its file."""
@@ -47,7 +47,7 @@ class ReplanSpec:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSpec:
-    """What one host runs of an attempt; the file ``part.json`` of its folder."""
+    """One host's part of an attempt; the file ``part.json`` of its folder."""
 
     job: str
     attempt: int
@@ -125,7 +125,7 @@ class PartSpec:
 
     @property
     def fence(self) -> tuple[str, int]:
-        """What no two living process trees have in common."""
+        """A key that no two living process trees share."""
         return self.job, self.attempt
 
 

@@ -1,4 +1,4 @@
-"""What the command line shows of a ledger's state."""
+"""Views of a ledger's state for the command line."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ _CONCURRENCY = 64
 
 
 class Ray(Protocol):
-    """What the gateway needs of Ray."""
+    """The part of Ray that the gateway uses."""
 
     def own_node(self) -> str:
         """Return the id of this process's node."""

@@ -1,4 +1,4 @@
-"""What is known of each job: its attempts, and their parts on hosts."""
+"""Records of jobs: their attempts, and the attempts' parts on hosts."""
 
 from __future__ import annotations
 

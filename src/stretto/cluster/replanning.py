@@ -55,7 +55,7 @@ class Rules:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPrediction:
-    """What the planner predicts from measured layers."""
+    """The planner's prediction from measured layers."""
 
     now_s: float
     """A step by the present plan."""

@@ -1,4 +1,4 @@
-"""What agents may report: checked before anything of it changes a state."""
+"""Check agents' reports before they change a state."""
 
 from __future__ import annotations
 

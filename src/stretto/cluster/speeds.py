@@ -50,7 +50,7 @@ _ROUNDING = 1e-9
 @final
 @dataclass(frozen=True, kw_only=True)
 class SpeedQuestion:
-    """What a job's speeds depend on."""
+    """The inputs of a job's speeds."""
 
     profile: LayerProfile
 

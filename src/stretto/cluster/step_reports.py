@@ -1,4 +1,4 @@
-"""What a supervisor reports of an attempt's steps, for `supervisor`.
+"""A supervisor's reports of an attempt's steps, for `supervisor`.
 
 `stretto.background.step_reports` writes the counts, in each rank.
 """

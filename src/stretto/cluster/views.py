@@ -1,4 +1,4 @@
-"""What policies see: devices, jobs, and how fast jobs run. Policies only read it."""
+"""Views for policies, which only read them: devices, jobs, and jobs' speeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What foregrounds offer to backgrounds: ranks whose devices are idle long enough."""
+"""Ranks of foregrounds whose devices are idle long enough for backgrounds."""
 
 from __future__ import annotations
 
