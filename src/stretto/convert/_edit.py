@@ -35,7 +35,7 @@ def theirs(text: str) -> str:
 
 
 class AbstractProofs(Protocol):
-    """What the losses of a script are shown to be."""
+    """Proofs about the losses of a script."""
 
     def degree(self, call: cst.Call) -> int | None:
         """Return 0 for a mean over samples, 1 for a sum, ``None`` for neither."""

@@ -42,7 +42,7 @@ class _Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """What a statement or a call asks to be set."""
+    """A request of a statement or call to freeze parameters, or to train them again."""
 
     value: cst.BaseExpression | None
     known: bool | None

@@ -1,4 +1,4 @@
-"""What a loop adds up, and whether its results are nothing but sums of numbers."""
+"""Find a loop's sums, and whether its results are nothing but sums of numbers."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _source(cell: dict[str, Any]) -> str:
 
 @dataclass
 class _Statement:
-    """What a statement has open at the end of the lines read so far."""
+    """The open brackets and quotes of a statement after the lines read so far."""
 
     brackets: int = 0
     quotes: str = ""

@@ -28,7 +28,7 @@ _UPDATING = ("torch.optim.swa_utils.update_bn", "torch.optim.swa_utils.bn_update
 
 @final
 class RankSettings:
-    """What ranks train with and on."""
+    """Notes on settings, data and seeds that make the ranks' models differ."""
 
     def __init__(self, on: ReplicaNotes) -> None:
         self._on = on

@@ -1,4 +1,4 @@
-"""What differs by rank besides its samples: random numbers, clocks, new modules."""
+"""Sources of differences between ranks: random numbers, clocks, new modules."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _COMBINING = frozenset(
 
 
 class Reductions(Protocol):
-    """What is reduced over ranks."""
+    """The reductions over ranks in a script."""
 
     @property
     def graph(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""What is known of the ranks' models, for the notes on what makes them differ."""
+"""Facts about the ranks' models, for the notes on their differences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stretto.convert._tree import dotted
 
 
 class RankValues(Protocol):
-    """What is known about values of a rank's own samples."""
+    """Facts about values of a rank's own samples."""
 
     def differs(self, node: cst.BaseExpression) -> bool:
         """Return whether a value comes from a rank's own samples, not reduced."""

@@ -10,7 +10,7 @@ from stretto.boolean_options import bool_option
 
 
 class Target(enum.Enum):
-    """What the converted script trains with."""
+    """The library that the converted script trains with."""
 
     DDP = "ddp"
     STRETTO = "stretto"
@@ -39,7 +39,7 @@ class Choices:
 
 
 class Kind(enum.Enum):
-    """What a note is about."""
+    """The subject of a note."""
 
     DONE = "done"
     OPEN = "could not decide"

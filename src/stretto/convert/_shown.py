@@ -39,7 +39,7 @@ _DEPTH = 3
 
 @final
 class Shown:
-    """What becomes of numbers of one script."""
+    """The uses of one script's numbers."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @final
 class TrainedParts:
-    """What belongs to a model once it is wrapped."""
+    """The parts of a wrapped model."""
 
     def __init__(self, work: Work, models: Models, sources: RankSources) -> None:
         self._tree, self._flow = work.tree, work.flow

@@ -234,7 +234,7 @@ class Lib:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a call of a library made from values that do not depend on the batch."""
+    """The result of a library call on values that do not depend on the batch."""
 
     name: str
     node: cst.Call

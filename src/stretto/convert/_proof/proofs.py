@@ -31,7 +31,7 @@ _LISTED = (
 
 @final
 class Proofs:
-    """What the losses of a script are shown to be.
+    """Proofs about the losses of a script.
 
     A mean is shown by computing with abstract values, so a loss that cannot be followed
     is not taken for one.

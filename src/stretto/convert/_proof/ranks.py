@@ -1,4 +1,4 @@
-"""What a script's text shows of the number of dimensions of a batch."""
+"""Find the number of dimensions of a batch in a script's text."""
 
 from __future__ import annotations
 
