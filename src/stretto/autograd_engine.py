@@ -1,4 +1,4 @@
-"""What PyTorch's autograd engine offers under private names."""
+"""Private names of PyTorch's autograd engine."""
 
 from __future__ import annotations
 

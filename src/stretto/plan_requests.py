@@ -31,7 +31,7 @@ _MAX_LINE_BYTES = 1 << 24
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What a job should do."""
+    """A request to a job: to measure steps, or to follow a plan."""
 
     number: int
     """1, 2, 3, ... in each attempt."""

@@ -1,4 +1,4 @@
-"""What programs and commands call: packages below, wired together.
+"""Functions for programs and commands: the packages below, wired together.
 
 - `ddp`: `stretto.DDP`, which also runs scripts under `stretto run`.
 - `planning`: plan, compare and simulate (for the commands and the demo).

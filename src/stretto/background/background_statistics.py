@@ -1,4 +1,4 @@
-"""What a background reports of itself."""
+"""Statistics that a background reports about itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import final
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackgroundStatistics:
-    """What a background has done so far."""
+    """Counts and times of a background so far."""
 
     tasks: int
     """Tasks that have ended."""

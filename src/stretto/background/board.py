@@ -108,7 +108,7 @@ class Mark:
 @final
 @dataclass(slots=True, kw_only=True)
 class BackgroundStatus:
-    """What a background publishes. The background changes its own."""
+    """The status that a background publishes. The background changes its own."""
 
     lease_begin_s: float = 0.0
     """When its open lease began; 0 without one."""

@@ -1,4 +1,4 @@
-"""What a background knows of its foreground, from the marks it has read. Pure."""
+"""A background's view of its foreground, from the marks it has read. Pure."""
 
 from __future__ import annotations
 

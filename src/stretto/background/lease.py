@@ -464,7 +464,7 @@ class Background:
 
     @property
     def statistics(self) -> BackgroundStatistics:
-        """What it has done so far."""
+        """Counts and times so far."""
         self._collect()
         if self._children_before_s is not None and self._owner == os.getpid():
             self._look_at_children(perf_counter())

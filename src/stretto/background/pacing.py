@@ -140,7 +140,7 @@ OPEN = frozenset({Reason.NO_FOREGROUND, Reason.FITS, Reason.CHEAP, Reason.DEPTH}
 @final
 @dataclass(slots=True, kw_only=True)
 class Situation:
-    """What a decision depends on. Not frozen: one is made for each look."""
+    """The inputs of a decision. Not frozen: one is made for each look."""
 
     has_foreground: bool
 

@@ -1,4 +1,4 @@
-"""What a background costs its foreground and what it gets, measured in the run. Pure.
+"""Measure a background's cost to its foreground, and its own rate, in the run. Pure.
 
 # Note [What is compared]
 The foreground's loss is that of the controller's paired steps. The background's share

@@ -130,7 +130,7 @@ class StepRecord:
 
 
 class Comparison(NamedTuple):
-    """What blocks of steps say of the loss."""
+    """The loss, estimated from blocks of steps."""
 
     loss: float
     """How much longer the steps with background are, as a share."""

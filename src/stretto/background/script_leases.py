@@ -537,7 +537,7 @@ def _used_s() -> float:
 
 @final
 class _Ending:
-    """What is saved and logged when the script ends."""
+    """Save and log the results when the script ends."""
 
     def __init__(
         self, leases: ScriptLeases, background: Background, path: Path | None

@@ -133,7 +133,7 @@ def usable_s(windows: Sequence[Window], task_s: float) -> float:
 
 
 class Expected(NamedTuple):
-    """What is known of a wait that has begun."""
+    """Estimates of a wait that has begun."""
 
     usual_s: float
     """Its median length."""

@@ -1,4 +1,4 @@
-"""What ``stretto burst plan --background`` shows."""
+"""Output of ``stretto burst plan --background``."""
 
 from __future__ import annotations
 

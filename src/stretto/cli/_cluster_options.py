@@ -1,4 +1,4 @@
-"""What the commands of ``stretto cluster`` share."""
+"""Options shared by the commands of ``stretto cluster``."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ OPTIONS = ("--nproc-per-node", *HOST_OPTIONS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticArguments:
-    """What precedes the script, and the script."""
+    """Options before the script, and the script."""
 
     ranks: int | None
     """Ranks of this host, if they were given."""

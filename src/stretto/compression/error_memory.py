@@ -1,4 +1,4 @@
-"""What error feedback keeps: a vector per parameter, saved by the parameter's name."""
+"""The state of error feedback: a vector per parameter, saved under its name."""
 
 from __future__ import annotations
 

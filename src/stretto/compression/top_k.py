@@ -45,7 +45,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class _Part(NamedTuple):
-    """What is sent of one gradient."""
+    """The values of one gradient that are sent."""
 
     start: int
     """Where the gradient starts in its bucket, in elements."""

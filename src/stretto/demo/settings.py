@@ -29,7 +29,7 @@ def size_label(size_mib: float | None) -> str:
 
 
 class Exchanged:
-    """What the command and the ranks exchange by a file."""
+    """A file that the command and the ranks exchange."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""What the demo trains: two models, and data that needs no download.
+"""The demo's tasks: two models, and data that needs no download.
 
 The models are small enough for two cores, and have large gradients.
 """

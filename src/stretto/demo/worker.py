@@ -68,7 +68,7 @@ def say(text: str) -> None:
 
 @dataclass(kw_only=True)
 class Task:
-    """What all methods share in training: data, loss, model."""
+    """The data, loss and model that all methods share."""
 
     settings: DemoSettings
     batches: tasks.Batches

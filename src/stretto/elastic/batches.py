@@ -70,7 +70,7 @@ def step_seed(seed: int, *, step: int, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What a batch is a part of."""
+    """A batch's place: the division and step that it is a part of."""
 
     division: int
     """Counts changes of ranks: a batch of an earlier division is dropped."""

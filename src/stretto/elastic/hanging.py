@@ -1,4 +1,4 @@
-"""Let a host's keeper know whether a rank computes a step or waits for others."""
+"""Report to a host's keeper whether a rank computes a step or waits for others."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class StepProgress:
         self._is_judged = False
 
     def begin_step(self) -> None:
-        """A step begins; from the fourth on, its rank is judged."""
+        """Mark the start of a step; from the fourth on, it may count as hanging."""
         self._began_s = time.perf_counter()
         if self._page is not None and self._steps >= _FIRST_STEPS:
             self._is_judged = True
             self._page.note(Doing.COMPUTING)
 
     def end_step(self) -> None:
-        """The step is committed; its successor's input counts, too."""
+        """Mark the end of a step; the next one's input counts as computing, too."""
         self._durations.append(time.perf_counter() - self._began_s)
         page, self._steps = self._page, self._steps + 1
         if page is None:
@@ -74,7 +74,7 @@ class StepProgress:
             page.note(Doing.COMPUTING)
 
     def rest(self) -> None:
-        """Whatever follows may take its time, until the next step begins."""
+        """Suspend the limit until the next step begins."""
         self._is_judged = False
         if self._page is not None:
             self._page.note(Doing.ANYTHING)
@@ -85,12 +85,12 @@ class StepProgress:
         """Do nothing: a block of `Elastic.step` is a step."""
 
     def begin_wait(self, what: str, *, uses_device: bool = False) -> None:
-        """The rank waits for others."""
+        """Mark the start of a wait for other ranks."""
         if self._page is not None and self._is_judged:
             self._page.note(Doing.WAITING)
 
     def end_wait(self) -> None:
-        """It continues."""
+        """Mark the end of a wait."""
         if self._page is not None and self._is_judged:
             self._page.note(Doing.COMPUTING)
 

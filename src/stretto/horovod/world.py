@@ -77,7 +77,7 @@ class JoinedSet:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What a world needs of a job that continues when ranks are lost."""
+    """Callbacks of a job that continues when ranks are lost."""
 
     is_over: Callable[[], bool]
     """Whether these ranks train no longer together."""

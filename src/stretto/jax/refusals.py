@@ -1,4 +1,4 @@
-"""What gradients can't be reduced within, refused while JAX traces."""
+"""Refuse transformations within which gradients can't be reduced, as JAX traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reduces the gradients of each backend of Keras."""
+"""Reduction of gradients for each backend of Keras."""
 
 from __future__ import annotations
 

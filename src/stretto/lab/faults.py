@@ -33,7 +33,7 @@ MEMBER_VARIABLE = "STRETTO_MEMBER"
 
 
 class Verb(enum.Enum):
-    """What happens."""
+    """The kinds of faults."""
 
     KILL = "kill"
     """SIGKILL. A host also loses its link first, so that no connection is closed."""

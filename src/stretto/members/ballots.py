@@ -183,7 +183,7 @@ class _Candidacy:
 
 @final
 class KeeperCore:
-    """What one keeper knows and decides."""
+    """The state and the decisions of one keeper."""
 
     def __init__(
         self, keeper: int, peers: Iterable[int], first: View, policy: VotePolicy

@@ -80,7 +80,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticJob:
-    """What a keeper runs."""
+    """The job that a keeper runs."""
 
     command: tuple[str, ...]
     """One rank's program and arguments."""

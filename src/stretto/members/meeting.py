@@ -31,7 +31,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Book:
-    """What a keeper must know to take part."""
+    """The information that a keeper needs to take part."""
 
     run: str
     """Drawn at the meeting, to tell runs of one job apart."""

@@ -61,7 +61,7 @@ _PROOF_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hello:
-    """What a keeper says first."""
+    """The first message of a keeper."""
 
     version: str
     process: str
@@ -257,7 +257,7 @@ class KeeperNetwork:
             )
 
     def _form_if_complete(self) -> None:
-        """Give numbers to all keepers once as many as the job begins with are here."""
+        """Number the keepers once the job's initial number of them has arrived."""
         if self.book is not None or len(self._waiting) < self._point.nodes - 1:
             return
         waiting, self._waiting = self._waiting, []
@@ -456,7 +456,7 @@ class KeeperNetwork:
             link.channel.send({"answer": text, "proof": proof})
 
     def _on_hello(self, link: _Link, text: str) -> None:
-        """Another keeper's proof was accepted."""
+        """Take part with another keeper, whose proof was accepted."""
         try:
             hello = msgspec.json.decode(text.encode(), type=_Hello)
         except msgspec.DecodeError:
@@ -505,7 +505,7 @@ class KeeperNetwork:
         return None
 
     def _on_peer(self, link: _Link, hello: _Hello, keeper: int) -> None:
-        """A keeper with a number has dialed this one."""
+        """Accept the connection of a keeper that has a number."""
         self._meet(_place_of(hello, keeper))
         before = self._links.pop(keeper, None)
         if before is not None and before.channel is not None:
@@ -516,7 +516,7 @@ class KeeperNetwork:
         self._send_announced(link)
 
     def _on_answer(self, link: _Link, answer: dict[str, Any]) -> None:
-        """The keeper that this one has dialed proved itself."""
+        """Use a connection that was dialed; the other keeper has proved itself."""
         channel = link.channel
         if channel is None:
             return

@@ -1,4 +1,4 @@
-"""What a rank does, on a page of memory that its host's keeper reads.
+"""A rank's activity, on a page of memory that its host's keeper reads.
 
 A rank that computes for too long while others wait for it hangs, as far as anyone can
 tell from outside: it runs, and its host sends beats. The page says since when it has
@@ -27,7 +27,7 @@ _BYTES = 64
 
 
 class Doing(enum.IntEnum):
-    """What a rank does."""
+    """A rank's activity."""
 
     ANYTHING = 0
     """Nothing that has a limit."""
@@ -41,7 +41,7 @@ class Doing(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a rank does, and since when."""
+    """A rank's activity, and its duration so far."""
 
     doing: Doing
     for_s: float

@@ -37,7 +37,7 @@ _log = get_logger(__name__)
 
 
 class _Form(NamedTuple):
-    """What a Reducer takes from a parameter when it is built."""
+    """The properties of a parameter that a Reducer stores when it is built."""
 
     dtype: torch.dtype
     shape: torch.Size

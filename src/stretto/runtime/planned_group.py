@@ -354,12 +354,12 @@ class PlannedGroup(dist.ProcessGroup):
 
     @property
     def sender(self) -> BucketSender:
-        """What sends the buckets."""
+        """The sender of the buckets."""
         return self._sender
 
     @property
     def overlap(self) -> ForwardOverlap | None:
-        """What is under way between backward and the next forward."""
+        """The overlap with the next forward; None without it."""
         return self._overlap
 
     # Setup.

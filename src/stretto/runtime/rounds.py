@@ -49,7 +49,7 @@ _TICKETS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class RoundRows:
-    """What a round reduces: ranks begin rounds of equal rows together."""
+    """The arrays that a round reduces: ranks begin rounds of equal rows together."""
 
     rows: tuple[ArrayRow, ...]
 

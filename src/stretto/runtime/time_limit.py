@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 
 
 class TimedCall(NamedTuple, Generic[_T]):
-    """What became of a call by the end of its time limit."""
+    """The state of a call at the end of its time limit."""
 
     ended: bool
     """Whether it returned or failed; otherwise it continues in its thread."""

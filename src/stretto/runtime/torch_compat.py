@@ -1,4 +1,4 @@
-"""What stretto needs of PyTorch beyond its public interface.
+"""Uses of PyTorch beyond its public interface.
 
 # Note [DDP's own set-up]
 `DistributedDataParallel._ddp_init_helper` asks ``dist`` for a bucket assignment and

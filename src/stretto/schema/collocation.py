@@ -1,4 +1,4 @@
-"""What a background job costs a foreground on a device, and what it gets; measured."""
+"""Measured costs of background jobs to foregrounds on a device, and their own rates."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class CollocatedPair:
 
     @property
     def key(self) -> tuple[str, str, str, str, int]:
-        """What distinguishes the pairs of a file."""
+        """The key by which the pairs of a file are distinguished."""
         return (
             self.foreground,
             self.background,

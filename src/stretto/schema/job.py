@@ -119,7 +119,7 @@ class BurstOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackgroundRules:
-    """What a foreground permits beside it on its devices."""
+    """Rules for backgrounds beside a foreground on its devices."""
 
     allow: bool
 

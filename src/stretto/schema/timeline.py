@@ -57,7 +57,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What happened, or will happen, in one step.
+    """The spans of one step, measured or predicted.
 
     A bucket that waits for its lane has a span named ``wait ...`` on the lane's track
     with ``args["kind"] == "wait"``; its collective has ``args["kind"] == "send"``.

@@ -33,7 +33,7 @@ class BackwardTimes:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneContent:
-    """What one lane sends, or several with the same flows."""
+    """The flows of one lane, or of several with the same flows."""
 
     flows: tuple[tuple[float, float], ...]
     """Of each flow: when it is ready, from the start of backward, and bytes on the

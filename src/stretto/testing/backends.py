@@ -1,4 +1,4 @@
-"""What every backend of lanes must do: a suite to run with a backend of your own.
+"""The contract of backends as a test suite, also for a backend of your own.
 
 `CASES` names the parts of the contract in `stretto.runtime.backends.base`. `check_case`
 starts the ranks of one and raises if one of them does not hold:

@@ -109,7 +109,7 @@ class Phase(enum.Enum):
 
 
 class StepReport(TypedDict):
-    """What each rank sends to a meeting, about the step that ends there."""
+    """Each rank's message to a meeting, about the step that ends there."""
 
     step_s: float | None
     """``None`` if the step does not count; in `Phase.WATCH` a median."""
@@ -121,7 +121,7 @@ class StepReport(TypedDict):
 
 
 class MeetingAnswer(TypedDict):
-    """What rank 0 answers; all ranks act on it."""
+    """Rank 0's answer; all ranks act on it."""
 
     step_s: float | None
     """``None`` if the step does not count on every rank."""

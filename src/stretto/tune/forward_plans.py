@@ -33,7 +33,7 @@ FORWARD_PLANNER = "joint"
 
 
 class ForwardVerdict(TypedDict):
-    """What rank 0 makes of all ranks' reads."""
+    """Rank 0's conclusion from all ranks' reads."""
 
     prevents: str | None
     """Why no plan may overlap with forward, or ``None``."""
@@ -112,7 +112,7 @@ def forward_or_why(
 
 @final
 class ProfiledReads:
-    """What a program reads in the profiled steps, on one rank."""
+    """A program's reads in the profiled steps, on one rank."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model

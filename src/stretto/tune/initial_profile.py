@@ -317,7 +317,7 @@ class ProfileResult:
 
 
 class ProfileReport(TypedDict):
-    """What each rank sends about the profiled steps, by number."""
+    """Each rank's message about the profiled steps, by number."""
 
     rows: dict[str, list[float]]
 

@@ -58,7 +58,7 @@ def techniques(
 
 
 class Judgment(TypedDict):
-    """What rank 0 answers about the steps since the last meeting."""
+    """Rank 0's answer about the steps since the last meeting."""
 
     over: bool
     """Whether the trial is over."""

@@ -1,4 +1,4 @@
-"""What tuning knows so far, for a run that ends before it has settled.
+"""The state of tuning, for a run that ends before it has settled.
 
 It is saved when the process or the model ends. Other ranks may be gone by then, so
 nothing here waits for them.

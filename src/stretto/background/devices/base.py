@@ -1,4 +1,4 @@
-"""What a background and a foreground need of a device they share."""
+"""The contract of a device that a background and a foreground share."""
 
 from __future__ import annotations
 

@@ -52,5 +52,5 @@ class CpuDevice(AbstractDevice):
 
     @property
     def outstanding(self) -> int:
-        """One within a task."""
+        """Tasks that have been started and have not ended: at most one."""
         return int(self._running is not None)

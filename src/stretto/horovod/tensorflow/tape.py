@@ -84,7 +84,7 @@ def refuse_groups(num_groups: int, groups: Any) -> None:
 
 
 class _ReducedTape(tf.GradientTape):  # type: ignore[misc]
-    """What `DistributedGradientTape` makes of a tape: it replaces the tape's class."""
+    """The class that `DistributedGradientTape` gives a tape in place of its own."""
 
     _reduce: Any
     _process_set: ProcessSet

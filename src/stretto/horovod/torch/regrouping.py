@@ -55,7 +55,7 @@ def is_loss(error: BaseException) -> bool:
 
 
 class _State(enum.IntEnum):
-    """What a rank's state is worth: see Note [Whose state counts]."""
+    """The standing of a rank's state: see Note [Whose state counts]."""
 
     NONE = 0
     """It has not trained yet."""

@@ -30,7 +30,7 @@ class LaneFailure(CommTimeout):
 
 
 class Lane(Protocol):
-    """What the runtime calls of an open lane: a backend object of torch has all of it.
+    """An open lane; any backend object of torch has these methods.
 
     Every call returns a `torch.distributed.Work` at once. A lane starts its calls in
     the order in which they were made, which is the same on every rank; those in flight
@@ -134,7 +134,7 @@ class AbstractStreamLaunch(abc.ABC):
 
 
 class AbstractBackend(abc.ABC):
-    """What stretto must know of a backend; one object serves all models."""
+    """The contract of a backend; one object serves all models."""
 
     name: ClassVar[str]
     """The name by which it is chosen; that of torch.distributed if torch has it."""

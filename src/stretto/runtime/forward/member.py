@@ -1,4 +1,4 @@
-"""A parameter as a member of its bucket, and what it may ask of the overlap."""
+"""A parameter as a member of its bucket, and the interface of the overlap it uses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DeferredUpdate(Protocol):
 
 
 class Overlap(Protocol):
-    """What is under way of one model; `overlap.ForwardOverlap` is it."""
+    """One model's pending buckets; `overlap.ForwardOverlap` implements it."""
 
     def warn(self, why: str) -> None:
         """Say once why a step does not overlap with forward."""
@@ -44,7 +44,7 @@ class Overlap(Protocol):
         """Settle a member's bucket, because something reads the member."""
 
     def enter(self) -> None:
-        """Settle what no read has shown yet, as the model's forward begins."""
+        """Settle buckets that no read has settled, as the model's forward starts."""
 
     def settle_all(self, *, keep_hooks: bool = False) -> None:
         """Settle all buckets."""

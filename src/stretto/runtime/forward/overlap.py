@@ -79,7 +79,7 @@ _live: weakref.WeakSet[ForwardOverlap] = weakref.WeakSet()
 
 @final
 class ForwardOverlap:
-    """What is under way of one model between a backward and the end of a forward."""
+    """One model's pending buckets between a backward and the end of a forward."""
 
     def __init__(
         self,

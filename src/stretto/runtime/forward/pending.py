@@ -77,7 +77,7 @@ def _real(value: Any) -> Any:
 
 
 class _Guard:
-    """What both classes do."""
+    """The behavior that both classes share."""
 
     @classmethod
     def __torch_function__(

@@ -44,7 +44,7 @@ _FIRST_STEPS = 1
 
 
 class ReadsReport(TypedDict):
-    """What one rank has learned."""
+    """The findings of one rank."""
 
     prevents: str | None
     """Why steps can't be deferred, or ``None``."""

@@ -1,4 +1,4 @@
-"""What callers of an engine see: its options, handles and observers."""
+"""The interface of an engine: its options, handles and observers."""
 
 from __future__ import annotations
 

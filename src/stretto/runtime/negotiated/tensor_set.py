@@ -51,7 +51,7 @@ class StepEnd:
 
 
 class AbstractControlLoop(abc.ABC):
-    """What the steps of a tensor set need of the engine's control loop."""
+    """The part of the engine's control loop that steps of a tensor set use."""
 
     ranks: Ranks
 

@@ -25,7 +25,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchContext:
-    """What a search gives to the techniques that it makes."""
+    """The inputs that a search gives to its techniques."""
 
     space: Space
     """The points that may be proposed."""

@@ -58,7 +58,7 @@ class MetricAverageCallback(MetricAverage):
 
 
 class _HorovodRate(LearningRateMultiplier):
-    """What Horovod's two callbacks of the learning rate have in common."""
+    """The common base of Horovod's two callbacks of the learning rate."""
 
     momentum_correction: bool
 
