@@ -330,6 +330,15 @@ def test_every_public_name_is_documented(name):
         assert not doc.startswith(f"{public}("), f"{name}.{public}"
 
 
+def test_docstrings_begin_with_no_clause_used_as_a_noun():
+    """Such as "What the sender needs", see CONTRIBUTING.md."""
+    begins = re.compile(
+        r'(?:\A|:\n\s+)"""What(?:ever)? '
+    )  # a module, class or function
+    found = [file for file in SOURCES if begins.search(file.read_text("utf-8"))]
+    assert found == []
+
+
 def test_what_a_package_exports_exists_once():
     """Ruff keeps the names sorted."""
     for name in modules():

@@ -129,7 +129,7 @@ def plan_command(
     during backward and waiting. Otherwise it is the sum of the published model.
 
     With --background it shows the step beside a background job on each rank and the
-    background's rate; with --front too, the front of both over amplification limits.
+    background's rate. With --front as well it shows the Pareto front of both.
     """
     from stretto._api import burst
     from stretto.schema import Cluster

@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 UNSETTLED = "runs"
-"""What ranks tell each other of tuning that has not settled."""
+"""State of tuning that has not settled, as ranks report it to each other."""
 
 _NOT_COPIED = (
     "_agreement",
