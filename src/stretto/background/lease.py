@@ -364,7 +364,9 @@ class Background:
 
     def _claimed(self) -> Board:
         if self._board is None:
-            raise SpecError("this background is closed")
+            raise SpecError(
+                "this background is closed: open another stretto.Background"
+            )
         if self._owner != os.getpid():
             raise SpecError(
                 f"this background is process {self._owner}'s, which this one was "

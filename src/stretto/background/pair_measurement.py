@@ -147,9 +147,11 @@ class PairMeasurement:
         idle_s = usable_s(windows, task_s) if fits else sum(w.length_s for w in windows)
         if not idle_s > 0.0:
             raise SpecError(
-                f"no wait of the foreground fits a task of {task_s:.3g} s"
+                f"no wait of the foreground fits a task of {task_s:.3g} s: divide the "
+                "background's work into shorter tasks"
                 if fits
-                else "the foreground never waited"
+                else "the foreground never waited, so a background can use no idle "
+                "time: measure beside a foreground that waits"
             )
         losses = [block.loss for block in blocks]
         shares = [block.rate / rate for block in blocks]

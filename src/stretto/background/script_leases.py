@@ -484,7 +484,9 @@ def names_of(text: str) -> tuple[str, str]:
     if not (foreground.strip() and colon and background.strip()) or re.search(
         r"[\x00-\x1f\x7f]", text
     ):
-        raise SpecError(f"names must be FOREGROUND:BACKGROUND, got {text!r}")
+        raise SpecError(
+            f"--names, or {NAMES_VARIABLE}, must be FOREGROUND:BACKGROUND, got {text!r}"
+        )
     return foreground, background
 
 

@@ -168,12 +168,15 @@ def _meeting(hosts: dict[str, str], nodes: int) -> MeetingPoint:
             "address of the first host"
         )
     if not 0 < port < 1 << 16:
-        raise SpecError(f"port {port} is not within 1 to 65535")
+        name = "--rdzv-endpoint" if endpoint else "--master-port"
+        raise SpecError(f"the port of {name} must be 1 to 65535, got {port}")
     if hosts.get("--rdzv-backend", "static") not in ("static", "c10d"):
         raise SpecError("--elastic supports only --rdzv-backend static and c10d")
     node = _number(hosts, "--node-rank", -1)
     if node >= nodes:
-        raise SpecError(f"--node-rank {node} is not below --nnodes {nodes}")
+        raise SpecError(
+            f"--node-rank must be below --nnodes, which is {nodes}, got {node}"
+        )
     return MeetingPoint(
         host=host,
         port=port,

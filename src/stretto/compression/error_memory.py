@@ -65,8 +65,8 @@ class ErrorMemory:
         for name, vector in vectors.items():
             if name not in named:
                 raise SpecError(
-                    f"the saved error feedback has {name!r}, which is no parameter of "
-                    "this model: load it into the model that it was saved for"
+                    f"the saved error feedback has {name!r}, a parameter that this "
+                    "model lacks: load it into the model that it was saved for"
                 )
             if vector.numel() != named[name].numel():
                 raise SpecError(

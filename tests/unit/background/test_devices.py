@@ -415,7 +415,7 @@ def test_a_graph_is_replayed_in_the_order_of_its_capture_a_lease_each():
     job.replay(lease)
     assert cuda.launched == [(part, "default") for part in ([0, 1], [2, 3], [4])]
     assert leases == ["piece 0", "piece 1", "piece 2"]
-    with pytest.raises(SpecError, match="as many times"):
+    with pytest.raises(SpecError, match="one time per segment"):
         GraphPieces(device, segments, [0.1], cuda=cuda)
 
 

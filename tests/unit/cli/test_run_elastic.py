@@ -119,9 +119,13 @@ def test_tasks_of_srun_meet_at_the_step_s_first_node() -> None:
         (["--nnodes=2", "--nproc-per-node=2"], "--master-addr"),
         (
             ["--nnodes=2", "--node-rank=2", "--master-addr=a", "--nproc-per-node=2"],
-            "not below",
+            "must be below --nnodes, which is 2, got 2",
         ),
         (["--nnodes=x", "--nproc-per-node=2"], "--nnodes must be a number"),
+        (
+            ["--nnodes=2", "--rdzv-endpoint=a:70000", "--nproc-per-node=2"],
+            "the port of --rdzv-endpoint must be 1 to 65535, got 70000",
+        ),
         (["--nproc-per-node=9"], "not within"),
         (["--rdzv-backend=etcd", "--master-addr=a", "--nproc-per-node=1"], "static"),
     ],

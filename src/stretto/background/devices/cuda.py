@@ -239,11 +239,12 @@ class GraphPieces:
             cuda: the module ``torch.cuda``.
 
         Raises:
-            SpecError: there are not as many times as segments.
+            SpecError: the numbers of times and segments differ.
         """
         if len(segments) != len(times_s):
             raise SpecError(
-                f"{len(segments)} segments need as many times, got {len(times_s)}"
+                f"times_s must have one time per segment: {len(segments)}, got "
+                f"{len(times_s)}"
             )
         self._graphs = []
         pool = cuda.graph_pool_handle()
