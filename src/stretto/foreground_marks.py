@@ -74,7 +74,7 @@ def add(marks: ForegroundMarks) -> None:
 
 
 def remove(marks: ForegroundMarks) -> None:
-    """Send ``marks`` nothing more."""
+    """Stop sending to ``marks``."""
     set_current(_joined(tuple(one for one in _receivers() if one is not marks)))
 
 

@@ -174,7 +174,7 @@ class ForegroundView:
         self._asked_s = time_s
 
     def request_ended(self, time_s: float) -> None:
-        """Record that it has the lease, or waits no more."""
+        """Record that it has the lease, or has stopped waiting."""
         self._asked_s, self._asked_until_s = math.inf, time_s
 
     def task_began(self, time_s: float) -> None:

@@ -65,7 +65,7 @@ class _Hook:
         self._begun: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def disable(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._add = None
 
     def begin(self, optimizer: Optimizer, *_: Any) -> None:

@@ -225,7 +225,7 @@ class Listener:
         self._user_close(channel)
 
     def close(self) -> None:
-        """Accept no more, and close all connections."""
+        """Stop accepting, and close all connections."""
         self._loop.unwatch(self._socket.fileno())
         self._socket.close()
         for channel in list(self._channels):

@@ -83,7 +83,7 @@ class ParameterDigests:
         return bool(row[0] != ~row[1]), bool(row[2])
 
     def forget(self) -> None:
-        """Compare no more what was launched: the ranks have changed."""
+        """Drop the comparison that was launched: the ranks have changed."""
         self._pending = None
 
     def gather(self, group: dist.ProcessGroup) -> list[int]:

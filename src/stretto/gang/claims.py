@@ -117,7 +117,7 @@ class Claims:
         return True
 
     def leave(self) -> None:
-        """Note that this rank claims nothing more, though micro-batches are missing."""
+        """Note that this rank stops claiming, though micro-batches are missing."""
         self._store.set(f"left/{self._rank}", "1")
 
     def all_left(self, ranks: Collection[int]) -> bool:

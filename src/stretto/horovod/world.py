@@ -80,7 +80,7 @@ class Membership:
     """Callbacks of a job that continues when ranks are lost."""
 
     is_over: Callable[[], bool]
-    """Whether these ranks train no longer together."""
+    """Whether these ranks have stopped training together."""
     on_loss: Callable[[], None]
     """Called at a failure: the lost rank becomes known elsewhere."""
     opening: Callable[[], AbstractContextManager[None]]

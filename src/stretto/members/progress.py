@@ -3,7 +3,7 @@
 A rank that computes for too long while others wait for it hangs, as far as anyone can
 tell from outside: it runs, and its host sends beats. The page says since when it has
 been doing what, which costs the rank no system call. Only a rank within an epoch is
-judged; evaluation between epochs may take its time.
+judged; evaluation between epochs has no limit.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Ranks:
     presence: Presence | None = None
 
     is_over: Callable[[], bool] = field(default=lambda: False, compare=False)
-    """Whether these ranks train no longer together, so that no wait for them ends."""
+    """Whether these ranks have stopped training together, so that no wait ends."""
 
     """Tracks the ranks' processes; ``None`` if unknown."""
 
