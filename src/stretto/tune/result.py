@@ -113,16 +113,24 @@ def summary(settled: TuningResult) -> str:
     if not settled.applied:
         return f"DDP's buckets kept: {figures}"
     plan = settled.plan
-    slices = sorted({bucket.slices for bucket in plan.buckets})
-    numbers = "-".join(str(s) for s in (slices[0], slices[-1])[: len(slices)])
     word = "remembered" if settled.from_cache else "planned"
     extent = ", also during the next forward" if plan.overlap == "forward" else ""
     return (
-        f"{word}: {counted(len(plan.buckets), 'bucket')} in {numbers} "
-        f"slice{'s' if slices[-1] > 1 else ''} on {counted(_lanes_used(plan), 'lane')}"
-        f"{extent}; "
+        f"{word}: {_buckets_of(plan)} on {counted(_lanes_used(plan), 'lane')}{extent}; "
         f"{figures}"
     )
+
+
+def _buckets_of(plan: Plan) -> str:
+    """Describe a plan's buckets, with their slices where any is cut."""
+    buckets = counted(len(plan.buckets), "bucket")
+    slices = sorted({bucket.slices for bucket in plan.buckets})
+    if slices == [1]:
+        return buckets
+    if len(plan.buckets) == 1:
+        return f"{buckets} in {slices[0]} slices"
+    numbers = " to ".join(str(s) for s in (slices[0], slices[-1])[: len(slices)])
+    return f"{buckets} of {numbers} slices each"
 
 
 def _lanes_used(plan: Plan) -> int:

@@ -51,7 +51,7 @@ def test_a_measured_step_is_never_compared_with_a_predicted_one(
     ("slices", "lanes", "says"),
     [
         (2, 3, "1 bucket in 2 slices on 2 lanes"),
-        (1, 3, "1 bucket in 1 slice on 1 lane"),
+        (1, 3, "planned: 1 bucket on 1 lane"),
         (4, 3, "1 bucket in 4 slices on 3 lanes"),
     ],
 )
@@ -61,6 +61,26 @@ def test_lanes_without_a_slice_are_not_counted(
     names = tuple(n for bucket in settled.plan.buckets for n in bucket.tensors)
     bucket = replace(settled.plan.buckets[0], tensors=names, lane=1, slices=slices)
     plan = replace(settled.plan, buckets=(bucket,), lanes=lanes)
+    assert says in summary(replace(settled, plan=plan))
+
+
+@pytest.mark.parametrize(
+    ("slices", "says"),
+    [
+        ((1, 1), "planned: 2 buckets on "),
+        ((4, 4), "planned: 2 buckets of 4 slices each on "),
+        ((3, 1), "planned: 2 buckets of 1 to 3 slices each on "),
+    ],
+)
+def test_slices_are_counted_by_bucket(
+    settled: TuningResult, slices: tuple[int, int], says: str
+) -> None:
+    names = tuple(n for bucket in settled.plan.buckets for n in bucket.tensors)
+    buckets = tuple(
+        replace(settled.plan.buckets[0], tensors=part, slices=number)
+        for part, number in zip((names[:1], names[1:]), slices, strict=True)
+    )
+    plan = replace(settled.plan, buckets=buckets, lanes=4)
     assert says in summary(replace(settled, plan=plan))
 
 
