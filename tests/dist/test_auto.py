@@ -70,7 +70,10 @@ def train(
 def settles(rank: int, size: int, micro_steps: int) -> dict[str, Any]:
     lines = Lines()
     settled: list[Any] = []
-    model = stretto.DistributedDataParallel(net(), on_settled=settled.append)
+    # A busy machine could reopen the search, and then another plan is executed.
+    model = stretto.DistributedDataParallel(
+        net(), on_settled=settled.append, tune=stretto.TuneOptions(watch=False)
+    )
     ours = train(model, rank, micro_steps, settled=settled)
     theirs = train(TorchDDP(net()), rank, micro_steps, steps=len(ours))
     plan = settled[0].plan
