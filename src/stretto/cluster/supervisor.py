@@ -96,6 +96,7 @@ class Supervisor:
         self._stop_name, self._is_signaled = "", False
         self._kill_timer: Timer | None = None
         self._end: dict[str, Any] | None = None
+        self._is_end_kept = False
         self._handlers: dict[str, Callable[[Channel, dict[str, Any]], None]] = {
             "attach": self._attach,
             "reset": self._reset,
@@ -382,15 +383,21 @@ class Supervisor:
     def _write_end(self) -> None:
         try:
             write_json(self._folder / END_FILE, self._end)
+        except FileNotFoundError:  # the cluster's folder was removed
+            self._is_end_kept = True
         except OSError:  # a full disk; the event says it, too
             self._loop.call_in(_RETRY_S, self._write_end)
+        else:
+            self._is_end_kept = True
 
     def _check_watchdog(self) -> None:
         if now_s() < self._watchdog_until_s:
             return
         self._on_child()
         if self._end is not None:
-            self._loop.stop()  # the file says how it ended
+            # Without the file, this process alone knows that it was not killed.
+            if self._is_end_kept:
+                self._loop.stop()
             return
         if self._ranks and self._has_ended:
             self._finish()

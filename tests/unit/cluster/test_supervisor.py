@@ -18,7 +18,13 @@ import pytest
 from stretto.cluster import memory_use, processes, supervisor_start
 from stretto.cluster.channel import connected, encoded
 from stretto.cluster.loop import now_s
-from stretto.cluster.part_spec import ATTEMPT_VARIABLE, LOCK_FILE, SOCKET_FILE, PartSpec
+from stretto.cluster.part_spec import (
+    ATTEMPT_VARIABLE,
+    END_FILE,
+    LOCK_FILE,
+    SOCKET_FILE,
+    PartSpec,
+)
 from stretto.cluster.step_reports import StepReports
 from stretto.lab import syscalls
 from stretto.process_identity import stat_row
@@ -360,6 +366,21 @@ def test_an_end_that_nobody_acknowledged_is_kept_in_a_file(folder: Path) -> None
     started(folder, part).close()
     end = awaited_end(folder)
     assert end["code"] == 9
+
+
+def test_an_end_that_cannot_be_written_is_kept_until_it_can(folder: Path) -> None:
+    # As on a full disk, after `down` has ended the agent.
+    blocked = folder / END_FILE / "file"
+    blocked.parent.mkdir()
+    blocked.touch()
+    part = part_spec_of(folder, *shell("exec sleep 600"), watchdog_s=0.2)
+    agent = started(folder, part)
+    agent.event("ended")
+    agent.close()
+    time.sleep(0.5)  # it looks at its watchdog meanwhile
+    blocked.unlink()
+    blocked.parent.rmdir()
+    assert awaited_end(folder)["code"] is None  # which counts as no restart
 
 
 def test_a_killed_supervisor_takes_its_ranks_with_it(folder: Path) -> None:
