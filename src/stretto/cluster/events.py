@@ -42,7 +42,8 @@ DETACHED = "detached"
 the others. Data: ``devices``, the indices that are left."""
 STEP = "step"
 """Progress, about every 10 s. Data: ``step``, ``step_s``, ``samples_per_s``,
-``idle_ratios`` by rank; all optional."""
+``idle_ratios`` by rank; all optional. Nothing follows from it, and most old ones are
+removed (`step_thinning`)."""
 PAUSED = "paused"
 RESUMED = "resumed"
 SLOWED = "slowed"

@@ -47,6 +47,9 @@ _SILENT_BEATS = 4
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _KEEPER_S = 2.0
+_THIN_S = 1.0
+"""Between two pieces of old reports of steps that are removed."""
+
 _MIN_PAUSE_S = 0.001
 _MAX_MEETINGS = 4096
 _MAX_ROWS = 1000
@@ -130,6 +133,7 @@ class Server:
         self._loop.every(_KEEPER_S, stopped.look)
         self._loop.every(_KEEPER_S, self._keep_socket)
         self._loop.every(_KEEPER_S, self._undo_end)
+        self._loop.every(_THIN_S, self._thin_steps)
         self._loop.run()
         self._listener.close()
         with contextlib.suppress(OSError):
@@ -161,6 +165,10 @@ class Server:
     def _start_keeper(self) -> None:
         with contextlib.suppress(OSError):
             start_keeper(self.folders)  # unless one runs
+
+    def _thin_steps(self) -> None:
+        if not self.coordinator.trouble:
+            self.store.thin_steps()
 
     def _undo_end(self) -> None:
         """Use hosts again that a `down` has drained, unless one is at work.

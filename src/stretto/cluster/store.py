@@ -1,8 +1,14 @@
 """The events of a cluster in SQLite, and tables of what they amount to.
 
-`events` is the truth: it is only appended to. `jobs`, `attempts` and `devices` are for
-readers, such as ``stretto cluster list`` without a coordinator; they are written in the
-same transaction, and are what a fold of the events gives.
+`events` is the truth: it is only appended to, except that old reports of steps are
+removed (`step_thinning`), which nothing follows from. `jobs`, `attempts` and `devices`
+are for readers, such as ``stretto cluster list`` without a coordinator; they are
+written in the same transaction, and are what a fold of the events gives.
+
+# Note [Most events are reports of steps]
+A restarted coordinator answers only when it has read its store, so it must not look at
+each of millions of reports. It reads the other events by an index of their own, each
+job's last report from the end of that job's events, and the time from the last events.
 """
 
 from __future__ import annotations
@@ -13,9 +19,12 @@ import sqlite3
 from typing import TYPE_CHECKING, Any, final
 
 from stretto.cluster import processes
+from stretto.cluster.events import STEP
+from stretto.cluster.step_thinning import StepThinning
 from stretto.cluster.tables import TABLES, Rows, changed_rows
 from stretto.cluster.wire import data_of, event_of_row, row_of_event
 from stretto.errors import ClusterError, StoreUnavailable
+from stretto.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,6 +33,8 @@ if TYPE_CHECKING:
     from stretto.cluster.events import Event
     from stretto.cluster.state import State
     from stretto.schema.job import Job
+
+_log = get_logger(__name__)
 
 DATABASE, LOCK = "cluster.db", "coordinator.lock"
 
@@ -48,6 +59,13 @@ CREATE TABLE IF NOT EXISTS events (
 )
 """
 
+_INDEX_BUT_STEPS = (
+    "CREATE INDEX IF NOT EXISTS events_but_steps ON events (seq) "
+    f"WHERE kind != '{STEP}'"
+)
+_LAST_EVENTS = 1000
+"""Among them is the one of the latest time: their clock never goes back."""
+
 
 @final
 class Store:
@@ -67,6 +85,7 @@ class Store:
         self._lock = _locked(folder)
         try:
             self._database = _opened(folder / DATABASE)
+            self._thinning = StepThinning(self._database)
         except BaseException:
             os.close(self._lock)
             raise
@@ -87,8 +106,9 @@ class Store:
             ClusterError: the file is damaged.
         """
         query = (
-            f"SELECT {_COLUMNS} FROM events WHERE seq IN "
-            "(SELECT MAX(seq) FROM events WHERE kind = 'step' GROUP BY job)"
+            f"SELECT {_COLUMNS} FROM events WHERE seq IN (SELECT (SELECT seq FROM "
+            f"events WHERE job = jobs.id AND kind = '{STEP}' ORDER BY seq DESC LIMIT 1)"
+            " FROM jobs) ORDER BY seq"
         )
         for _, event in _rows_of(self._database, self._folder, query, {}):
             yield event
@@ -96,8 +116,13 @@ class Store:
     @property
     def last_s(self) -> float:
         """Time of the last kept event; 0 without one."""
-        row = self._database.execute("SELECT MAX(at_s) FROM events").fetchone()
+        last = f"SELECT at_s FROM events ORDER BY seq DESC LIMIT {_LAST_EVENTS}"
+        row = self._database.execute(f"SELECT MAX(at_s) FROM ({last})").fetchone()
         return float(row[0] or 0.0)
+
+    def thin_steps(self) -> bool:
+        """Remove some old reports of steps; return whether more may be removed."""
+        return self._thinning.next_piece()
 
     def append(self, events: Sequence[Event], state: State) -> None:
         """Keep events, and the rows of jobs, attempts and devices that changed.
@@ -121,6 +146,9 @@ class Store:
                 )
                 _write(self._database, rows)
             state.dirty.clear()
+            for event in events:
+                if event.kind == STEP:
+                    self._thinning.added(event.job)
         except (sqlite3.Error, OSError) as exc:
             raise StoreUnavailable(
                 f"{self._folder / DATABASE}: cannot be written: {exc}. Running jobs "
@@ -191,7 +219,7 @@ def read_events(
     query = (
         f"SELECT {_COLUMNS} FROM events WHERE seq > :since"
         + ("" if job is None else " AND job = :job")
-        + ("" if steps else " AND kind != 'step'")
+        + ("" if steps else f" AND kind != '{STEP}'")
         + " ORDER BY seq"
     )
     yield from _rows_of(database, folder, query, {"since": since, "job": job})
@@ -301,6 +329,10 @@ def _opened(path: Path) -> sqlite3.Connection:
             database.execute(f"PRAGMA user_version = {_VERSION}")
     except (sqlite3.Error, OSError) as exc:
         raise ClusterError(f"{path}: cannot be opened: {exc}") from exc
+    try:
+        database.execute(_INDEX_BUT_STEPS)  # which earlier stores do not have
+    except sqlite3.Error as exc:
+        _log.warning("%s: has no index, so it is read slowly: %s", path, exc)
     return database
 
 

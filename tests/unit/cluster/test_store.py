@@ -10,7 +10,7 @@ import stat
 import pytest
 
 from stretto.cluster import events as ev
-from stretto.cluster import processes, server, wire
+from stretto.cluster import processes, server, step_thinning, wire
 from stretto.cluster import store as stores
 from stretto.cluster.coordinator import Clock, Coordinator
 from stretto.cluster.folders import Folders, Settings
@@ -117,6 +117,94 @@ def test_the_last_step_is_known_after_a_restart(world, store):
     ledger = Ledger(world.policy, LIMITS)
     Coordinator(ledger, store, lambda: world.now_s)
     assert ledger.state.records[job].progress[ev.STEP]["step"] == 7
+
+
+def report_steps(world, job, counts):
+    """Report steps as the job's host would, each in a message of its own."""
+    host, supervisor = next(row for row in world.live() if row[1].job == job)
+    for count in counts:
+        host.report(ev.STEP, job, supervisor.attempt, step=count)
+        world.beat(host)
+
+
+def kept_steps(store, job):
+    rows = read_events(store._database, store._folder, job=job)
+    return [event.data["step"] for _, event in rows if event.kind == ev.STEP]
+
+
+def test_a_restart_looks_at_no_report_of_a_step_but_the_last_ones(world, store):
+    # With millions of them, a coordinator would answer after many seconds.
+    job = world.submit(minimum=1)
+    world.advance(4.0, 4)
+    report_steps(world, job, range(3))
+    queries = []
+    store._database.set_trace_callback(queries.append)
+    assert list(store.events())
+    assert list(store.last_steps())
+    assert store.last_s > 0.0
+    store._database.set_trace_callback(None)
+    for query in queries:
+        plan = store._database.execute(f"EXPLAIN QUERY PLAN {query}").fetchall()
+        ways = [row[3] for row in plan if "events" in row[3]]
+        assert ways, query
+        for way in ways:
+            found = ("events_but_steps (", "events_of_job (job=?", "(rowid=?)")
+            assert any(each in way for each in found) or "LIMIT 1000" in query, way
+
+
+def test_an_earlier_store_gets_its_index_or_is_read_without(
+    tmp_path, monkeypatch, caplog
+):
+    store = Store(tmp_path)
+    busy(World(registry.get("deeppool"), (2, 2), store))
+    expected = list(store.events())
+    store._database.execute("DROP INDEX events_but_steps")
+    store.close()
+    other = sqlite3.connect(tmp_path / stores.DATABASE, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")  # nothing can be written, as on a full disk
+    monkeypatch.setattr(stores, "_BUSY_S", 0.01)
+    for lines in (1, 1):
+        again = Store(tmp_path)
+        assert list(again.events()) == expected
+        found = again._database.execute("SELECT name FROM pragma_index_list('events')")
+        assert (("events_but_steps",) in found.fetchall()) is (other is None)
+        again.close()
+        assert len(caplog.records) == lines
+        if other is not None:
+            other.close()
+            other = None
+
+
+def test_old_reports_of_steps_are_removed_but_for_one_an_hour(
+    world, store, monkeypatch
+):
+    monkeypatch.setattr(step_thinning, "KEPT_STEPS", 3)
+    monkeypatch.setattr(step_thinning, "_PIECE", 4)
+    monkeypatch.setattr(step_thinning, "_AGAIN", 10)
+    job = world.submit(minimum=1)
+    world.advance(4.0, 4)
+    for hour in range(2):
+        report_steps(world, job, range(10 * hour, 10 * hour + 10))
+        world.now_s += 3600.0
+    while store.thin_steps():
+        pass
+    assert kept_steps(store, job) == [0, 10, 17, 18, 19]
+    world.check_fold()
+
+
+def test_a_long_history_is_thinned_after_an_upgrade_and_a_full_disk(
+    world, store, monkeypatch
+):
+    job = world.submit(minimum=1)
+    world.advance(4.0, 4)
+    report_steps(world, job, range(10))
+    monkeypatch.setattr(step_thinning, "KEPT_STEPS", 3)
+    thinning = step_thinning.StepThinning(store._database)
+    store._database.execute("PRAGMA query_only = ON")
+    assert thinning.next_piece()
+    store._database.execute("PRAGMA query_only = OFF")
+    assert not thinning.next_piece()
+    assert kept_steps(store, job) == [0, 7, 8, 9]
 
 
 def test_readers_see_jobs_with_and_without_a_coordinator(world, store):
