@@ -8,7 +8,8 @@ vocabulary, `views` what its policies see, `policies` choose where jobs run. `st
 keeps the events, and `coordinator` joins ledger, store and clock for an engine.
 `state`, `records` and `devices` are what the ledger holds, `consequences` and
 `outstanding` what follows from it, `decisions` what a policy's decisions become, and
-`reports` checks what agents send. `tables` and `wire` are rows and JSON of all that.
+`reports` checks what agents send. `tables` and `wire` are rows and JSON of all that;
+`step_thinning` removes old rows.
 `engine_sim` executes commands in virtual time, for traces that `traces` reads and
 `replay` runs, with speeds of `speeds`. None of these imports torch.
 

@@ -51,6 +51,9 @@ _THIN_S = 1.0
 """Between two pieces of old reports of steps that are removed."""
 
 _MIN_PAUSE_S = 0.001
+_AHEAD_S = 60.0
+"""The cluster's clock may be so far ahead of the host's without a word."""
+
 _MAX_MEETINGS = 4096
 _MAX_ROWS = 1000
 """Events in one answer."""
@@ -61,20 +64,28 @@ def wall_s() -> float:
     return time.clock_gettime(time.CLOCK_REALTIME)
 
 
-def steady_wall(folders: Folders) -> Callable[[], float]:
+def steady_wall(folders: Folders, last_s: float = 0.0) -> Callable[[], float]:
     """Return the wall clock as the first coordinator since the host's start saw it.
 
     Fences are times on it, so no change of the time of day between two coordinators may
-    move it.
+    move it. If it was behind the last kept event, it continues from there: a clock that
+    each coordinator began there would lengthen what jobs wait for.
     """
     boot = _BOOT.read_text().strip()
     try:
         found = json.loads(folders.clock.read_bytes())
-        base_s = float(found["base_s"]) if found["boot"] == boot else None
+        kept_s = float(found["base_s"]) if found["boot"] == boot else None
     except (OSError, ValueError, KeyError, TypeError):
-        base_s = None
-    if base_s is None:
-        base_s = wall_s() - now_s()
+        kept_s = None
+    seen_s = wall_s() - now_s()
+    base_s = max(seen_s if kept_s is None else kept_s, last_s - now_s())
+    if base_s - seen_s > _AHEAD_S:
+        _log.warning(
+            "the times of events are %.0f s ahead of this host's clock, which was "
+            "ahead before; waits have their right length",
+            base_s - seen_s,
+        )
+    if base_s != kept_s:
         with contextlib.suppress(OSError):
             write_json(folders.clock, {"boot": boot, "base_s": base_s})
     return lambda: base_s + now_s()
@@ -99,7 +110,8 @@ class Server:
         )
         self.ledger = Ledger(registry.get(settings.policy), limits)
         self.store = Store(folders.root)
-        self.clock = Clock(self.store.last_s, steady_wall(folders), now_s)
+        last_s = self.store.last_s
+        self.clock = Clock(last_s, steady_wall(folders, last_s), now_s)
         self.coordinator = Coordinator(self.ledger, self.store, self.clock)
         known = frozenset(self.ledger.cluster.hosts)
         self.ledger.gone = known - folders.hosts(settings).keys()

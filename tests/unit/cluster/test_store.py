@@ -17,6 +17,7 @@ from stretto.cluster.folders import Folders, Settings
 from stretto.cluster.ledger import Ledger
 from stretto.cluster.part_spec import base_environment, rank_commands
 from stretto.cluster.policies import registry
+from stretto.cluster.state import State
 from stretto.cluster.store import Store, read_events, read_only, read_spec, read_table
 from stretto.cluster.tables import TABLES, all_rows
 from stretto.errors import ClusterError, SpecError, StoreUnavailable
@@ -336,6 +337,25 @@ def test_a_clock_of_an_earlier_start_of_the_host_is_not_used(tmp_path, monkeypat
     folders.clock.write_text('{"boot": "another", "base_s": 0.0}')
     monkeypatch.setattr(server, "wall_s", lambda: 1e12)
     assert server.steady_wall(folders)() >= 1e12
+
+
+def test_after_a_clock_was_ahead_time_goes_on_between_two_coordinators(
+    tmp_path, monkeypatch, caplog
+):
+    folders = Folders(tmp_path)
+    folders.save_settings(Settings(hosts={"host0": ("cpu:0",)}, policy="fifo"))
+    folders.clock.write_text('{"boot": "another", "base_s": 0.0}')
+    store = Store(tmp_path)
+    store.append([ev.Event(ev.REFUSED, 1e12)], State())
+    store.close()
+    times = []
+    for now_s in (100.0, 3700.0):
+        monkeypatch.setattr(server, "now_s", lambda now_s=now_s: now_s)
+        found = server.Server(folders)
+        times.append(found.clock())
+        found.store.close()
+    assert times == [1e12, 1e12 + 3600.0]
+    assert "ahead of this host's clock" in caplog.text
 
 
 def test_no_variable_that_a_rank_gets_from_the_cluster_can_be_set(tmp_path):
