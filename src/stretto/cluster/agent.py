@@ -282,11 +282,7 @@ class Agent:
             # Not ended while a process lives, such as one in a lost file system.
             self._loop.call_in(1.0, lambda: self._on_supervisor_dead(fence, part))
             return
-        found = supervisor_start.read_end(part.folder) or {
-            "code": 128 + signal.SIGKILL,
-            "why": "the supervisor of the attempt was killed",
-            "signaled": False,
-        }
+        found = supervisor_start.read_end(part.folder) or _end_of_killed(part.spec)
         self._ended(fence, part, found)
 
     def _on_report(
@@ -383,6 +379,16 @@ def _next_life(path: Path) -> int:
 def _name(fence: Fence) -> str:
     job, attempt = fence
     return f"{job}.{attempt}"
+
+
+def _end_of_killed(part: PartSpec) -> dict[str, Any]:
+    """Return how an attempt ended whose supervisor could not say so."""
+    if part.boot and part.boot != processes.boot():
+        # As a lost host, which counts as no failure of the job.
+        why = "its host was started again while it ran"
+        return {"code": None, "why": why, "signaled": True}
+    why = "the supervisor of the attempt was killed"
+    return {"code": 128 + signal.SIGKILL, "why": why, "signaled": False}
 
 
 def _stop_message(command: StopPart) -> dict[str, Any]:

@@ -93,6 +93,9 @@ class PartSpec:
     all its time."""
 
     report_every_s: float = 10.0
+    boot: str = ""
+    """The start of the host in which it was started; empty: not known."""
+
     extra: dict[str, str] | None = None
     """Variables of the cluster, such as the file of the attempt's plan."""
 

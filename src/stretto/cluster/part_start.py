@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stretto.cluster import processes
 from stretto.cluster.commands import PROFILE
 from stretto.cluster.part_spec import PartSpec, ReplanSpec
 from stretto.cluster.views import BURST
@@ -54,6 +55,7 @@ def part_spec_of(
     return PartSpec(
         job=command.job,
         attempt=command.attempt,
+        boot=processes.boot(),
         role=BACKGROUND if profile else spec.role,
         launch=launch,
         command=words,

@@ -45,7 +45,6 @@ _log = get_logger(__name__)
 
 _SILENT_BEATS = 4
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _KEEPER_S = 2.0
 _THIN_S = 1.0
 """Between two pieces of old reports of steps that are removed."""
@@ -71,7 +70,7 @@ def steady_wall(folders: Folders, last_s: float = 0.0) -> Callable[[], float]:
     move it. If it was behind the last kept event, it continues from there: a clock that
     each coordinator began there would lengthen what jobs wait for.
     """
-    boot = _BOOT.read_text().strip()
+    boot = processes.boot()
     try:
         found = json.loads(folders.clock.read_bytes())
         kept_s = float(found["base_s"]) if found["boot"] == boot else None

@@ -41,6 +41,7 @@ Not tested: a GCS with RocksDB that ends alone (an alpha of Ray).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import resource
@@ -59,7 +60,7 @@ import pytest
 from stretto import zoo
 from stretto.cluster import engine_local, processes, server
 from stretto.cluster.folders import Folders, Settings
-from stretto.cluster.part_spec import ATTEMPT_VARIABLE
+from stretto.cluster.part_spec import ATTEMPT_VARIABLE, PartSpec
 from stretto.cluster.processes import marked_processes
 from stretto.errors import ClusterError, Infeasible, SpecError
 from stretto.schema.burst import BurstPlan
@@ -307,6 +308,21 @@ def test_a_killed_supervisors_job_starts_again_and_leaves_nothing(
     (tmp_path / "go").touch()
     found = shared.await_state(name, "done")
     assert (found["attempt"], found["failures"]) == (2, 1)
+
+
+def test_a_job_whose_host_was_started_again_uses_up_no_restart(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    name = shared.submit(job(tmp_path, WAITS, attempts=0))
+    supervisor = shared.supervisor(name)
+    ((host, _),) = shared.show(name)["devices"]
+    folder = shared.node(host).attempts(host) / f"{name}.1"
+    dataclasses.replace(PartSpec.load(folder), boot="another").save(folder)
+    shared.kill(host)
+    os.kill(supervisor, signal.SIGKILL)
+    (tmp_path / "go").touch()
+    found = shared.await_state(name, "done")
+    assert (found["attempt"], found["failures"]) == (2, 0)
 
 
 def test_a_killed_ranks_job_ends_as_a_whole_and_starts_again(
