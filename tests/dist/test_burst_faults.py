@@ -83,6 +83,7 @@ class Defined(nn.Module):
 
 
 EXAMPLE = torch.zeros(2, 4)
+LENGTHS = "(4,) of float32 on rank 0, (5,) of float32 on rank 1. All samples must"
 
 
 def plan_of_ordered(size: int) -> Any:
@@ -102,6 +103,8 @@ def rank_with_bad_input(rank: int, size: int) -> dict[str, tuple[str, str]]:
     longer = plan_of(
         nn.Sequential(net(), nn.Linear(2, 2)), EXAMPLE, lambda _i: (0, 1), size
     )
+    any_ = plan_of(nn.PReLU(), EXAMPLE, lambda _i: (0, size), size)
+    longer_on_one = torch.zeros(2, 4 + rank)
     found = {
         "ranks": raised(make, net(), larger),
         "sizes": raised(make, net(), other),
@@ -116,7 +119,15 @@ def rank_with_bad_input(rank: int, size: int) -> dict[str, tuple[str, str]]:
         "half a lane": raised(make, net(), wide, lanes=1.5),
         "time": raised(make, net(), wide, timeout_s="5"),
         "no time": raised(make, net(), wide, timeout_s=-1),
+        "no seed": raised(make, net(), wide, seed="a" if rank else 0),
+        "no group": raised(make, net(), wide, process_group="world"),
+        "no example": raised(
+            make, net(), wide, example_inputs=(EXAMPLE,) if rank else None
+        ),
+        "lengths": raised(make, nn.PReLU(), any_, example_inputs=(longer_on_one,)),
     }
+    model = make(nn.PReLU(), any_, example_inputs=None)
+    found["first lengths"] = raised(model, longer_on_one)
     model = make(net(), narrow)
     found["sample"] = raised(model, torch.zeros(2, 5))
     found["one rank's sample"] = raised(model, torch.zeros(2, 4 + rank))
@@ -129,7 +140,14 @@ def rank_with_bad_input(rank: int, size: int) -> dict[str, tuple[str, str]]:
         found["gradients"] = raised(model, torch.zeros(2, 4))
     found["new plan"] = raised(model.apply_plan, other)
     found["steps"] = raised(model.measure, 0)
+    found["no steps"] = raised(model.measure, "3")
     found["norm type"] = raised(model.clip_grad_norm_, 1.0, 0.0)
+    found["no norm type"] = raised(model.grad_norm, "two")
+    found["no limit"] = raised(model.clip_grad_norm_, "one")
+    found["no optimizer"] = raised(model.apply_plan, narrow, model.module)
+    one = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    found["a list"] = raised(model.refresh, *(one if rank else [one]))
+    found["no profile"] = raised(model.predict_windows, narrow, None)
     # What was refused has changed nothing.
     assert model.plan is narrow
     model(torch.ones(3, 4)).sum().backward()
@@ -160,11 +178,24 @@ def test_what_can_not_be_carried_out_is_refused_on_every_rank(ranks: Any) -> Non
         "new plan": ("PlanMismatch", "sizes or edges differ"),
         "steps": ("SpecError", "steps must be >= 1, got 0"),
         "norm type": ("SpecError", "norm_type must be > 0"),
+        "no group": ("SpecError", "process_group must be a group from torch"),
+        "no example": ("RankDisagreement", "rank 0 reported none; rank 1 reported ex"),
+        "lengths": ("RankDisagreement", LENGTHS),
+        "first lengths": ("RankDisagreement", LENGTHS),
+        "no steps": ("SpecError", "steps must be an integer, got '3'"),
+        "no norm type": ("SpecError", "norm_type must be a number, got 'two'"),
+        "no limit": ("SpecError", "max_norm must be a number, got 'one'"),
+        "no optimizer": ("SpecError", "only optimizers can be passed here"),
+        "no profile": ("SpecError", "profile must be a LayerProfile"),
     }
     for found in everyone:
         for case, (kind, words) in wanted.items():
             assert found[case][0] == kind, (case, found[case])
             assert words in found[case][1], (case, found[case])
+    for case, bad, words in (("no seed", 1, "got 'a'"), ("a list", 0, "got list: ")):
+        assert everyone[bad][case][0] == "SpecError", everyone
+        assert everyone[1 - bad][case][0] == "RankDisagreement", everyone
+        assert all(words in found[case][1] for found in everyone)
     assert everyone[0]["one rank's sample"][0] == "RankDisagreement"
     assert "rank 1 passed" in everyone[0]["one rank's sample"][1]
     assert everyone[1]["one rank's sample"][0] == "SpecError"

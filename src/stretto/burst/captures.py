@@ -6,6 +6,9 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any, final
 
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
 from stretto.burst.graph import capture, check_again, check_hooks
 from stretto.burst.schedule import execution_plan_of, later_widths
 from stretto.burst.tracing.cached_values import FirstValues
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from stretto.burst.checks.stale_guard import StaleParameterGuard
     from stretto.burst.ownership import Ownership
@@ -103,6 +106,16 @@ class Captures:
     def use_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Capture with these arguments from now on."""
         self._example = args, kwargs
+
+    def described_example(self) -> str:
+        """Return the shapes and types of the example's samples, and plain values."""
+        return ", ".join(
+            f"{tuple(value.shape[1:])} of {str(value.dtype).removeprefix('torch.')}"
+            if isinstance(value, Tensor)
+            else repr(value)
+            for value in pytree.tree_leaves(self._example)
+            if isinstance(value, Tensor | bool | int | float | None)
+        )
 
     def capture_for(self, plan: BurstPlan) -> LayerGraph:
         """Return the module's layers in train mode, joined as a plan names them.

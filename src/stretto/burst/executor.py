@@ -32,11 +32,20 @@ from stretto.burst.plan_change import PlanChange
 from stretto.burst.plan_follower import PlanFollower
 from stretto.burst.rank_meeting import RankMeeting
 from stretto.burst.requested_plans import RequestedPlans
-from stretto.burst.requirements import checked_plan, refuse_callers
+from stretto.burst.requirements import (
+    checked_plan,
+    number,
+    refuse_callers,
+    require_count,
+    require_group,
+    require_optimizers,
+)
 from stretto.burst.tracing.reads import normal_tensors, uncached_parametrizations
 from stretto.errors import SpecError, StrettoError
 from stretto.planners.burst.simulated import simulate
 from stretto.runtime.agreement import Agreement, ranks_of
+from stretto.schema import Cluster
+from stretto.schema.burst import LayerProfile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -50,8 +59,7 @@ if TYPE_CHECKING:
     from stretto.burst.schedule import ExecutionPlan
     from stretto.burst.tracing.layers import LayerGraph
     from stretto.burst.tracing.packing import Results
-    from stretto.schema import Cluster
-    from stretto.schema.burst import BurstPlan, LayerProfile, LayerTiming
+    from stretto.schema.burst import BurstPlan, LayerTiming
 
 BUCKET_BYTES = 4 * 2**20
 
@@ -123,6 +131,12 @@ class BurstParallel(nn.Module):
         self.module = module
         self._is_called = False
         """Whether `forward` is called with hooks of all modules."""
+        open_named()
+        require_group(process_group)
+        group = process_group or dist.distributed_c10d._get_default_group()  # noqa: SLF001
+        ranks = ranks_of(group, timeout_s=timeout_s)
+        agreement = Agreement(ranks)
+        meeting = RankMeeting(agreement, ranks)
         settings = Settings(
             batch_norm=batch_norm,
             seed=seed,
@@ -130,22 +144,14 @@ class BurstParallel(nn.Module):
             lanes=lanes,
             verify=verify,
         )
-        open_named()
-        group = process_group or dist.distributed_c10d._get_default_group()  # noqa: SLF001
-        ranks = ranks_of(group, timeout_s=timeout_s)
-        agreement = Agreement(ranks)
-        meeting = RankMeeting(agreement, ranks)
+        has_example = example_inputs is not None or example_kwargs is not None
+        given = "example inputs" if has_example else "none"
         checked = meeting.succeed_together(
             "begin to build a burst-parallel model",
             lambda: checked_plan(
-                module,
-                plan,
-                (example_inputs, example_kwargs),
-                batch_norm,
-                bucket_bytes,
-                lanes,
-                verify,
+                module, plan, (example_inputs, example_kwargs), settings
             ),
+            {"some ranks passed example inputs, others none": given},
         )
         self._parts = parts_of(module, settings, group, ranks, agreement, meeting)
         # The last forward's graph may keep the links alive; close connections here.
@@ -156,7 +162,7 @@ class BurstParallel(nn.Module):
         self._requested_plans = RequestedPlans(self._parts)
         torch_calls.add(self._parts.seam)
         self.register_load_state_dict_pre_hook(_accept_module_names)  # type: ignore[no-untyped-call]
-        if example_inputs is not None or example_kwargs is not None:
+        if has_example:
             with self._informing():
                 self._set_up(tuple(example_inputs or ()), example_kwargs or {})
 
@@ -438,6 +444,8 @@ class BurstParallel(nn.Module):
         """
         if self._parts.captures:
             self._plan_change.refresh(optimizers)
+        else:
+            require_optimizers(optimizers)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the module's complete state; every rank must call it."""
@@ -480,6 +488,8 @@ class BurstParallel(nn.Module):
         Raises:
             CommTimeout: a rank was lost, or does not call this.
         """
+        with self._informing():
+            require_optimizers(optimizers)
         return self._requested_plans.follow(
             lambda plan: self.apply_plan(plan, *optimizers)
         )
@@ -491,13 +501,18 @@ class BurstParallel(nn.Module):
         The same as `torch.nn.utils.clip_grad_norm_` on ``parameters()``. Every rank
         must call it. Returns the norm before scaling.
         """
+        with self._informing():
+            max_norm, norm_type = (
+                number("max_norm", max_norm),
+                number("norm_type", norm_type),
+            )
         if not self._parts.captures:
             raise StrettoError("there are no gradients before the first forward")
         held = list(self.module.parameters())
         self._parts.seam.look_at_gradients()
         self._parts.seam.clips(max_norm)
         seams = [self._parts.seam]
-        total = torch_calls.joint_norm(held, seams, float(norm_type), CLIP)
+        total = torch_calls.joint_norm(held, seams, norm_type, CLIP)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         self._parts.seam.scale_gradients(factor)
         return total
@@ -513,10 +528,12 @@ class BurstParallel(nn.Module):
             SpecError: ``norm_type`` is not above 0.
             CommTimeout: a rank was lost.
         """
+        with self._informing():
+            norm_type = number("norm_type", norm_type)
         if not self._parts.captures:
             raise StrettoError("there are no gradients before the first forward")
         held = list(self.module.parameters())
-        return torch_calls.joint_norm(held, [self._parts.seam], float(norm_type))
+        return torch_calls.joint_norm(held, [self._parts.seam], norm_type)
 
     def __deepcopy__(self, _memo: Any) -> Any:
         raise StrettoError(_NO_COPY)
@@ -528,9 +545,7 @@ class BurstParallel(nn.Module):
 
     def measure(self, steps: int) -> None:
         """Time layers in the next ``steps`` steps, see `measured` and `waiting`."""
-        if steps < 1:
-            raise SpecError(f"steps must be >= 1, got {steps}")
-        self._parts.timings.start(steps)
+        self._parts.timings.start(require_count("steps", steps))
 
     def measured(self) -> list[LayerTiming]:
         """Return each layer's median times on this rank, for the layers it runs."""
@@ -564,6 +579,10 @@ class BurstParallel(nn.Module):
             PlanMismatch: the profile is of another model.
             SpecError: the cluster has fewer ranks than the plan.
         """
+        _require_kind("profile", profile, LayerProfile)
+        _require_kind("cluster", cluster, Cluster)
+        if cores is not None and not number("cores", cores) > 0:
+            raise SpecError(f"cores must be > 0, got {cores!r}")
         step = simulate(
             profile,
             self.plan,
@@ -575,6 +594,11 @@ class BurstParallel(nn.Module):
         windows = step.windows[self._parts.ranks.rank]
         self._parts.clock.marker.predict(windows)
         return windows
+
+
+def _require_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise SpecError(f"{name} must be a {kind.__name__}, got {value!r}")
 
 
 def _accept_module_names(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 
 from stretto.burst import parameters as params
 from stretto.burst.checks.optimizers import first_difference, kept_outside
-from stretto.burst.requirements import loaded
+from stretto.burst.requirements import loaded, require_optimizers
 from stretto.burst.schedule import rank_ranges_of
 from stretto.errors import CommTimeout, StrettoError
 
@@ -61,9 +61,11 @@ class PlanChange:
 
         Raises:
             CommTimeout: some ranks make another call.
+            SpecError: something else was passed.
             RankDisagreement: ranks pass different numbers of optimizers.
         """
         if self._parts.ranks.size == 1:
+            require_optimizers(optimizers)
             return
         rank_groups = self._parts.rank_groups
         if rank_groups.failures.error is not None:
@@ -72,14 +74,16 @@ class PlanChange:
         purpose = f"refresh a burst model with {len(optimizers)} optimizers"
         # States are sent by parameter, so each optimizer must hold the same ones.
         held = [
-            sum(len(group["params"]) for group in optimizer.param_groups)
-            for optimizer in optimizers
+            sum(len(group["params"]) for group in getattr(found, "param_groups", ()))
+            for found in optimizers
         ]
         counts = ", ".join(map(str, held)) or "none"
         try:
-            values = {"the optimizers' parameters": counts}
-            if (error := self._parts.meeting.difference(purpose, values)) is not None:
-                raise error
+            self._parts.meeting.succeed_together(
+                purpose,
+                lambda: require_optimizers(optimizers),
+                {"the optimizers' parameters": counts},
+            )
         except CommTimeout as exc:
             rank_groups.end(
                 f"{exc} Every rank must call refresh() and full_state_dict(), as "
@@ -166,7 +170,12 @@ class PlanChange:
         parts = self._parts
         purpose = "begin to apply a burst plan"
         parts.rank_groups.refusals.withdraw()
-        new = parts.meeting.succeed_together(purpose, lambda: loaded(plan))
+
+        def checked() -> BurstPlan:
+            require_optimizers(optimizers)
+            return loaded(plan)
+
+        new = parts.meeting.succeed_together(purpose, checked)
         if not parts.captures:
             self._follower.plan = new
             return

@@ -156,6 +156,7 @@ class PlanFollower:
         parts.meeting.require_same_model(
             purpose,
             graph=graph,
+            example=parts.captures.described_example(),
             trained=sum(p.requires_grad for p in parts.module.parameters()),
             held=described_tensors(parts.module),
             plan=_digest(self.plan),

@@ -36,13 +36,23 @@ class RankMeeting:
         self.rank_groups: RankGroups | None = None
         """The model's connections; not open yet at its first meeting."""
 
-    def succeed_together(self, purpose: str, make: Callable[[], _Made]) -> _Made:
+    def succeed_together(
+        self,
+        purpose: str,
+        make: Callable[[], _Made],
+        same: Mapping[str, str] | None = None,
+    ) -> _Made:
         """Return the result of ``make`` if it fails on no rank.
 
+        Args:
+            purpose: the same on all ranks.
+            make: local to this rank.
+            same: what must be equal on all ranks, by the words for a difference.
+
         Raises:
-            RankDisagreement: it failed on another rank.
+            RankDisagreement: it failed on another rank, or ranks differ.
         """
-        values: dict[str, str] = {}
+        values = dict(same or {})
         trouble: Exception | None = None
         try:
             made = make()
@@ -92,6 +102,7 @@ class RankMeeting:
         purpose: str,
         *,
         graph: LayerGraph | None,
+        example: str,
         trained: int,
         held: Sequence[str],
         plan: str,
@@ -103,6 +114,7 @@ class RankMeeting:
         Args:
             purpose: what the ranks are about to do.
             graph: the model's layers; None if this rank could not capture them.
+            example: shapes and types of the inputs with which they were captured.
             trained: number of parameters that require a gradient.
             held: the model's parameters and buffers, in its order.
             plan: its digest.
@@ -130,7 +142,7 @@ class RankMeeting:
         error = self.difference(purpose, values)
         if error is not None and error.key == "model":
             # This explains why a plan fits on some ranks only.
-            raise self._with_operation(error, graph)
+            raise self._with_cause(error, graph, example)
         if trouble is not None:
             raise trouble
         if error is not None and error.key == "parameters":
@@ -169,16 +181,26 @@ class RankMeeting:
             )
         return ""
 
-    def _with_operation(
-        self, error: RankDisagreement, graph: LayerGraph | None
+    def _with_cause(
+        self, error: RankDisagreement, graph: LayerGraph | None, example: str
     ) -> RankDisagreement:
-        """Return the error of different models with the first operation that differs.
+        """Return the error of different models with the first thing that differs.
 
-        A rank that could not capture its model passes None.
+        The inputs with which the ranks captured them, or an operation. A rank that
+        could not capture its model passes None.
         """
-        mine = json.dumps([] if graph is None else graph.operations())
+        operations = [] if graph is None else graph.operations()
+        mine = json.dumps([example, operations])
         texts = self.gather("compare the models' operations", mine)
-        rows = [json.loads(text) for text in texts]
+        examples, rows = zip(*(json.loads(text) for text in texts), strict=True)
+        if places := self._first_apart([[(text, text)] for text in examples]):
+            return RankDisagreement(
+                "ranks have samples of different shapes or types, or other arguments "
+                f"of forward, in the example inputs or else in their first batches: "
+                f"{places}. All samples must have the example's: pad them to one "
+                "length, and pass the same example_inputs= on every rank.",
+                key=error.key,
+            )
         if not all(rows) or not (places := self._first_apart(rows)):
             return error
         return RankDisagreement(

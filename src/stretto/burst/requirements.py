@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import numbers
 import os
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
@@ -21,6 +23,7 @@ from stretto.schema.burst import BurstPlan
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from stretto.burst.parts import Settings
     from stretto.burst.tracing.layers import LayerGraph
 
 _PARALLEL = frozenset(
@@ -85,10 +88,7 @@ def checked_plan(
     module: nn.Module,
     plan: BurstPlan | str | Path,
     examples: tuple[Any, Any],
-    batch_norm: str,
-    bucket_bytes: int,
-    lanes: int,
-    verify: object,
+    settings: Settings,
 ) -> BurstPlan:
     """Return the plan, if the model's arguments are valid.
 
@@ -96,32 +96,90 @@ def checked_plan(
         module: the user's module.
         plan: for it, or its file.
         examples: the example's arguments, positional and named.
-        batch_norm: one of `KINDS`.
-        bucket_bytes: at least 1.
-        lanes: at least 1.
-        verify: true or false.
+        settings: the other arguments.
 
     Raises:
         SpecError: an argument is invalid.
     """
     require_module(module, *examples)
-    if batch_norm not in KINDS:
+    if settings.batch_norm not in KINDS:
         raise SpecError(
-            f"batch_norm must be one of {', '.join(KINDS)}, got {batch_norm!r}"
+            f"batch_norm must be one of {', '.join(KINDS)}, got {settings.batch_norm!r}"
         )
-    _require_count("bucket_bytes", bucket_bytes)
-    _require_count("lanes", lanes)
-    bool_option("verify", verify)
+    _require_integer("seed", settings.seed)
+    require_count("bucket_bytes", settings.bucket_bytes)
+    require_count("lanes", settings.lanes)
+    bool_option("verify", settings.verify)
     _refuse_nested(module)
     _refuse_overlaps(module)
     return loaded(plan)
 
 
-def _require_count(name: str, value: Any) -> None:
-    if not isinstance(value, numbers.Integral):
-        raise SpecError(f"{name} must be an integer, got {value!r}")
+def require_count(name: str, value: Any) -> int:
+    """Return a whole number that is at least 1.
+
+    Raises:
+        SpecError: it is something else.
+    """
+    _require_integer(name, value)
     if int(value) < 1:
         raise SpecError(f"{name} must be >= 1, got {value}")
+    return int(value)
+
+
+def _require_integer(name: str, value: Any) -> None:
+    if not isinstance(value, numbers.Integral):
+        raise SpecError(f"{name} must be an integer, got {value!r}")
+
+
+def number(name: str, value: Any) -> float:
+    """Return a number as a float, infinity included.
+
+    Raises:
+        SpecError: it is something else.
+    """
+    # A text may be "inf", as for PyTorch's own functions.
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+        return float(value)
+    raise SpecError(f"{name} must be a number, got {value!r}")
+
+
+def require_group(group: Any) -> None:
+    """Require a process group of which this rank is a member.
+
+    Raises:
+        SpecError: it is something else.
+    """
+    if isinstance(group, dist.ProcessGroup | None):
+        return
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise SpecError(
+            "this rank is not a member of process_group: build the model on the "
+            "group's ranks only"
+        )
+    raise SpecError(
+        "process_group must be a group from torch.distributed.new_group, or None for "
+        f"all ranks, got {_kind(group)}"
+    )
+
+
+def require_optimizers(optimizers: tuple[Any, ...]) -> None:
+    """Require optimizers, or wrappers of them.
+
+    Raises:
+        SpecError: one is something else.
+    """
+    for found in optimizers:
+        if not hasattr(found, "param_groups"):
+            hint = (
+                ": pass each of them as an argument of its own"
+                if isinstance(found, list | tuple)
+                else ""
+            )
+            raise SpecError(
+                "only optimizers can be passed here, whose states move with the "
+                f"parameters, got {_kind(found)}{hint}"
+            )
 
 
 def _refuse_nested(module: nn.Module) -> None:
