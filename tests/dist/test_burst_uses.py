@@ -1642,12 +1642,22 @@ def norm_within_no_sync(side: Side) -> Any:
         model.grad_norm()
 
 
+def step_within_no_sync(side: Side) -> Any:
+    model = side.wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.no_sync():
+        x, y = side.data(0)
+        cross(model(x), y).backward()
+    optimizer.step()
+
+
 def input_whose_class_computes(side: Side) -> Any:
     model = side.wrap(net(6, 5))
     model(side.data(0)[0].as_subclass(Doubled))
 
 
 REFUSED = {
+    step_within_no_sync: "in no_sync(), so that gradients have this rank's own",
     norm_within_no_sync: "ask for the norm, and clip, after that one",
     norm_of_each_gradient_that_a_rank_has: "for parameter '0.weight' on rank 0 and",
     norms_of_each_gradient_that_a_rank_has: "would join those of different gradients",

@@ -31,7 +31,7 @@ from stretto.errors import StrettoError
 from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from stretto.burst.activation_transfer import ActivationTransfer
     from stretto.burst.checks.backward_use import BackwardUse
@@ -431,14 +431,16 @@ class BackwardPass:
         if self._queued:
             self._clear()
 
-    def why_unsent(self) -> str:
-        """Return why gradients are not those of the global batch, or nothing."""
-        if self.sync is None or not self.sync.keeps_own:
+    def why_unsent(self, parameters: Iterable[Tensor] | None = None) -> str:
+        """Return why gradients are not those of the global batch, or nothing.
+
+        Of any layer, or of these parameters.
+        """
+        if self.sync is None or not self.sync.keeps_own(parameters):
             return ""
         return (
             "the last backward was in no_sync(), so that gradients have this rank's "
-            "own part until a backward outside of it sends them: ask for the norm, and "
-            "clip, after that one"
+            "own part until a backward outside of it sends them"
         )
 
     def cut_short(self) -> None:

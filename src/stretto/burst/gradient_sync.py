@@ -200,12 +200,19 @@ class GradientSync:
                 )
         self._holds_own = False
 
-    @property
-    def keeps_own(self) -> bool:
-        """Whether ``.grad`` has this rank's own part of the last gradients only."""
-        return self._holds_own and any(
-            slot.shown is not None and slot.parameter.grad is not None
-            for slot in self._slots.values()
+    def keeps_own(self, parameters: Iterable[Tensor] | None = None) -> bool:
+        """Return whether ``.grad`` has only this rank's own part of a gradient.
+
+        Of any layer; or, of these parameters, one that other ranks add to.
+        """
+        if not self._holds_own:
+            return False
+        if parameters is None:
+            return any(map(_keeps_part, self._slots.values()))
+        found = (self._slots.get(id(parameter)) for parameter in parameters)
+        return any(
+            slot is not None and slot.bucket is not None and _keeps_part(slot)
+            for slot in found
         )
 
     def require_nothing_kept(self, what: str) -> None:
@@ -405,6 +412,16 @@ def _schedule(
             f"{slots[0].layer!r} on,"
         ),
     )
+
+
+def _keeps_part(slot: _Slot) -> bool:
+    """Return whether a parameter still has what `no_sync` kept, not zeroed."""
+    held = slot.parameter.grad
+    if slot.shown is None or held is None:
+        return False
+    shown, version = slot.shown
+    is_same = held is shown and held._version == version  # noqa: SLF001
+    return is_same or bool(held.count_nonzero())
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:

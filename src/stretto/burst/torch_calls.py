@@ -468,7 +468,7 @@ def _joined_over(
     if not norm_type > 0:
         raise SpecError(f"norm_type must be > 0, got {norm_type}")
     for model, _, _ in rows:
-        model.require_sent()
+        model.require_sent("ask for the norm, and clip,")
     is_max = math.isinf(norm_type)
 
     def part(some: list[Tensor]) -> Tensor:

@@ -66,8 +66,9 @@ class TorchSeam:
         self._uses = uses
         self.backward_failed: weakref.WeakMethod[Callable[..., None]] | None = None
         """Called with an exception from a backward, see `report_failure`."""
-        self.why_unsent: weakref.WeakMethod[Callable[[], str]] | None = None
-        """Returns why gradients are not those of the global batch, or nothing."""
+        self.why_unsent: weakref.WeakMethod[Callable[..., str]] | None = None
+        """Returns why gradients are not those of the global batch, or nothing: of all
+        parameters, or of those with which it is called."""
         self._is_replaced = False
         """Whether a later model over the same module has taken its place."""
         self._is_preparing = False
@@ -90,16 +91,22 @@ class TorchSeam:
                 "this one: use the later one"
             )
 
-    def require_sent(self) -> None:
+    def require_sent(
+        self, way: str, parameters: Iterable[Tensor] | None = None
+    ) -> None:
         """Require that gradients are those of the global batch.
+
+        Args:
+            way: what to do after a backward that sends them.
+            parameters: whose gradients; default: all.
 
         Raises:
             StrettoError: they are this rank's own, since a backward in `no_sync`.
         """
         ask = None if self.why_unsent is None else self.why_unsent()
-        why = "" if ask is None else ask()
+        why = "" if ask is None else ask(parameters)
         if why and self._rank_groups.ranks.size > 1:
-            error = StrettoError(why)
+            error = StrettoError(f"{why}: {way} after that one")
             self._rank_groups.refusals.tell(error)
             raise error
 
@@ -133,8 +140,10 @@ class TorchSeam:
 
         Raises:
             StrettoError: it reads all gradients together, and each rank holds only
-            some.
+                some; or gradients are this rank's own, since a backward in `no_sync`.
         """
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self.require_sent("call optimizer.step()", held)
         self._is_preparing = False
         if not self.ownership.is_whole():
             if self._stale_guard.is_preparing(optimizer):
