@@ -9,7 +9,8 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from stretto.boolean_options import bool_option
 from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL
@@ -17,6 +18,7 @@ from stretto.burst.tracing import grouping, operations, proof
 from stretto.burst.tracing.freezing import may_read_users
 from stretto.burst.tracing.layers import layers_of
 from stretto.burst.tracing.reads import Ambient
+from stretto.burst.tracing.recordings import is_of_types
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -56,7 +58,11 @@ def capture(
     verify = bool_option("verify", verify)
     _refuse_own_call(module)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    with _spared_full_collections(), (ambient or Ambient()).set(device):
+    with (
+        _naming_types(example_inputs, kwargs),
+        _spared_full_collections(),
+        (ambient or Ambient()).set(device),
+    ):
         traced = operations.trace(module, example_inputs, kwargs)
         groups = grouping.groups_of(traced)
         graph = layers_of(traced, groups, type(module).__name__, {})
@@ -64,6 +70,25 @@ def capture(
             never, graphs = proof.require_equal(graph, module, example_inputs, kwargs)
             graph.results.correct(never, module, graphs)
     return graph
+
+
+@contextlib.contextmanager
+def _naming_types(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> Iterator[None]:
+    """Add the types of the example inputs to an error about a tensor's type."""
+    try:
+        yield
+    except SpecError as exc:
+        if not is_of_types(exc.__cause__):
+            raise
+        leaves = pytree.tree_leaves((args, dict(kwargs or {})))
+        types = dict.fromkeys(str(v.dtype) for v in leaves if isinstance(v, Tensor))
+        raise SpecError(
+            f"{exc}. The example inputs have type {', '.join(types)}: if forward gets "
+            "others in training, give an example of those (torch.long for indices), "
+            "else convert them in forward"
+        ) from exc.__cause__
 
 
 def _refuse_own_call(module: nn.Module) -> None:

@@ -208,4 +208,91 @@ def test_complex_outputs_beside_real_ones_are_to_be_given_as_real_ones():
         capture(Both(4, 4), (X,))
 
 
+@pytest.mark.parametrize(
+    ("model", "example", "type_"),
+    [
+        (nn.Embedding(9, 4), torch.rand(6, 5), "float32"),
+        (nn.Linear(4, 4), torch.ones(6, 4).long(), "int64"),
+        (nn.Conv1d(4, 4, 1), torch.ones(6, 4, 4).byte(), "uint8"),
+    ],
+)
+def test_a_wrong_type_of_the_example_is_named(model, example, type_):
+    with pytest.raises(SpecError) as raised:
+        capture(nn.Sequential(model, nn.Tanh()), (example,))
+    assert f"The example inputs have type torch.{type_}: if" in str(raised.value)
+    assert "needs a tensor's value" not in str(raised.value)
+
+
+def test_a_squeeze_of_one_sample_is_named():
+    class Flat(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).squeeze()
+
+    with pytest.raises(SpecError, match=r"Name the dimension to drop, as in squeeze"):
+        capture(Flat(4, 1), (X,)).require_count(1)
+
+
+class SignOfSum(torch.autograd.Function):
+    """Its gradient of a parameter is no sum over samples."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), (x.t() @ grad).sign()
+
+
+def with_a_sign(net, h):
+    h = h.tanh()
+    return SignOfSum.apply(h, net.weight)
+
+
+def test_a_backward_that_mixes_samples_is_named_by_its_own_line():
+    message = refusal(with_a_sign, weight=nn.Parameter(torch.randn(4, 4)))
+    line = with_a_sign.__code__.co_firstlineno + 2
+    assert message.startswith(f"{__file__}:{line}: layer 'one': it mixes samples in")
+
+
+def by_offsets(net, i):
+    return net.bag(i.flatten(), torch.arange(0, i.numel(), i.shape[1]))
+
+
+def by_given_offsets(net, i):
+    return net.bag(i[:, 0], i[:, 1])
+
+
+def by_functional_offsets(net, i):
+    weight = net.bag.weight
+    return functional.embedding_bag(i.flatten(), weight, torch.arange(len(i)) * 2)
+
+
+@pytest.mark.parametrize(
+    "between", [by_offsets, by_given_offsets, by_functional_offsets]
+)
+def test_offsets_of_an_embedding_bag_have_a_way_that_is_captured(between):
+    class Bag(Net):
+        def forward(self, i):
+            return self.two(self.between(self, i))
+
+    bag, example = nn.EmbeddingBag(9, 4), torch.arange(12).view(6, 2) % 9
+    with pytest.raises(SpecError) as raised:
+        capture(Bag(between, bag=bag), (example,))
+    line = between.__code__.co_firstlineno + 1 + (between is by_functional_offsets)
+    assert str(raised.value).startswith(f"{__file__}:{line}: ")
+    assert "one row of indices for each sample and no offsets" in str(raised.value)
+    capture(Bag(lambda net, i: net.bag(i), bag=bag), (example,))
+
+
+def slope(net, h):
+    return torch.func.grad(lambda x: net.two(x).tanh().sum())(h)
+
+
+def test_a_transform_within_forward_is_named():
+    assert "torch.func.grad and its like can't be recorded" in refusal(slope)
+
+
 X = torch.randn(6, 4)

@@ -280,6 +280,13 @@ def _require_shapes(one: Record, two: Record, batches: tuple[int, int]) -> None:
         if tensor.dim() != other.dim() or any(
             follows(v, w, batches) is None for v, w in sides
         ):
+            if batches[1] == 1 and other.shape == tensor.shape[1:]:
+                raise SpecError(
+                    f"{one.place}: gives {tuple(tensor.shape)} for {batches[0]} "
+                    f"samples and {tuple(other.shape)} for 1, which has no row for "
+                    "the sample: squeeze() without a dimension drops that of the "
+                    "batch, too. Name the dimension to drop, as in squeeze(-1)"
+                )
             raise SpecError(
                 f"{one.place}: gives {tuple(tensor.shape)} for {batches[0]} samples "
                 f"and {tuple(other.shape)} for {batches[1]}, which is not a multiple: "

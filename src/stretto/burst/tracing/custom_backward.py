@@ -12,7 +12,7 @@ from stretto.burst.tracing.around import around_now
 from stretto.burst.tracing.recorder import apply_function
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from stretto.burst.tracing.layers import LayerNode
 
@@ -29,27 +29,26 @@ def with_own_backward(nodes: Iterable[LayerNode]) -> frozenset[str]:
     a mode may do anything.
     """
     in_mode = bool(around_now())
-    return frozenset(n.name for n in nodes if in_mode or _layer_has_own(n))
+    return frozenset(n.name for n in nodes if in_mode or any(own_backwards_in(n)))
 
 
-def _layer_has_own(node: LayerNode) -> bool:
+def own_backwards_in(node: LayerNode) -> Iterator[fx.Node]:
+    """Yield a layer's operations whose backward is not derived from torch's."""
     graph = node.module.graph
     assert isinstance(graph, fx.Graph)  # noqa: S101
     for op in graph.nodes:
         if op.op == "call_function":
             target: Any = op.target
-            if target is apply_function:
-                return True
             name = str(target.name() if isinstance(target, _OPS[:1]) else "")
             if isinstance(target, _OPS[1:]):
                 name = str(target._qualified_op_name)  # noqa: SLF001
-            if isinstance(target, _OPS) and not name.startswith(_TORCH_OPS):
-                return True
+            is_foreign = isinstance(target, _OPS) and not name.startswith(_TORCH_OPS)
+            if is_foreign or target is apply_function:
+                yield op
         elif op.op == "call_module" and _has_own(
             node.module.get_submodule(str(op.target))
         ):
-            return True
-    return False
+            yield op
 
 
 def _has_own(module: torch.nn.Module) -> bool:

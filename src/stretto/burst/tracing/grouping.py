@@ -91,15 +91,23 @@ def _regions(traced: Traced, joined: _Joined) -> None:
         end = after[op]
         while end is not None and end not in traced.rows:
             end = after[end]
-        if end is None and op in traced.positions:
-            raise depends_on_position(op)
         if end is None:
+            for later in _following(op, after):
+                if later in traced.positions:
+                    raise depends_on_position(later)
             raise SpecError(
                 f"{source_line_of(op)}: {op.name!r} gives no tensor with a row for "
                 "each sample, nor does what follows it: the first dimension must be "
                 "the batch wherever layers meet"
             )
         joined.join(_between(op, end, users, order))
+
+
+def _following(op: fx.Node | None, after: dict[fx.Node, Any]) -> Iterator[fx.Node]:
+    """Yield an operation, and those where all paths from it meet."""
+    while op is not None:
+        yield op
+        op = after[op]
 
 
 def _after(traced: Traced, users: dict[fx.Node, list[fx.Node]]) -> dict[fx.Node, Any]:

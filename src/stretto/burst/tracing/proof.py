@@ -36,7 +36,7 @@ from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL, code_of, place_of
 from stretto.burst.tracing.around import around_now
 from stretto.burst.tracing.backward_reads import BackwardReads
 from stretto.burst.tracing.caches import keep_attributes
-from stretto.burst.tracing.custom_backward import with_own_backward
+from stretto.burst.tracing.custom_backward import own_backwards_in, with_own_backward
 from stretto.burst.tracing.dropout_rows import by_sample, not_outside
 from stretto.burst.tracing.equal_layers import EqualLayers, kinds_of
 from stretto.burst.tracing.failing_backward import line_in_backward
@@ -71,6 +71,7 @@ from stretto.burst.tracing.questions import (
     seeds_refused,
 )
 from stretto.burst.tracing.reads import may_return
+from stretto.burst.tracing.recordings import OTHER_TYPE, is_of_types
 from stretto.burst.tracing.sample_positions import source_line_of
 from stretto.burst.tracing.source_lines import line_of_forward, source_line_in
 from stretto.burst.tracing.torch_modules import BatchNorm
@@ -271,6 +272,8 @@ def _checked(
     )
     if "only supports boolean masks" in text:
         way = "Give a mask of type bool, such as mask.bool()"
+    elif is_of_types(first):
+        way = OTHER_TYPE
     raise SpecError(
         f"{where}computing with random rows like the "
         f"example's fails ({type(first).__name__}: {text}), so the layers of "
@@ -1088,8 +1091,9 @@ class _Check:
             place = self._line(node, values, rows)
             way = _way_of(self._first_mixing(node, values, _compared(rows)))
         else:
-            op = next((n for n in graph_of(node).nodes if n.meta.get("place")), None)
-            place = place if op is None else f"{source_line_of(op)}: {place}"
+            lines = _lines_of(own_backwards_in(node))
+            if lines := lines or _lines_of(graph_of(node).nodes)[:1]:
+                place = f"{' or '.join(lines)}: {place}"
             if (hook := _hook_in(node)) is not None:
                 place = f"{place_of(hook)}layer {node.name!r} with its hooks"
         return _mixing(place, backward=backward, way=way)
@@ -1160,6 +1164,11 @@ _NORM = (
 def _way_of(op: fx.Node | None) -> str:
     """Return what to do about an operation that mixes samples."""
     return _NORM if op is not None and op.target is functional.batch_norm else _LOSS
+
+
+def _lines_of(ops: Iterable[fx.Node]) -> list[str]:
+    """Return the lines of operations, in order."""
+    return list(dict.fromkeys(source_line_of(n) for n in ops if n.meta.get("place")))
 
 
 def _compared(rows: Sequence[int]) -> tuple[Sequence[int], ...]:

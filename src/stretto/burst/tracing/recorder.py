@@ -338,6 +338,14 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             return self._copied_norm(norm, *args, **kwargs)
         if name in _REFUSED:
             place = source_line()
+            # Its transforms mark what they derive by themselves.
+            if torch._C._functorch.maybe_current_level() is not None:  # noqa: SLF001
+                raise SpecError(
+                    f"{place}: torch.func.grad and its like can't be recorded: "
+                    "gradients within forward can't be split over ranks. Write the "
+                    "derivative as operations or as a torch.autograd.Function, or "
+                    "compute it outside of the model"
+                )
             raise SpecError(
                 f"{place}: {name} in forward is not captured: {_REFUSED[name]}. Move "
                 "it out of the model, or write it as a torch.autograd.Function"

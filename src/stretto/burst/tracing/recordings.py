@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import random
+import re
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -93,6 +94,14 @@ _WAYS = {
     ),
 }
 """What to do, by a part of torch's message."""
+
+_OF_TYPES = re.compile(
+    "scalar type|dtype|type .*should be the same|must have the type|index tensor"
+    "|used as indices|not implemented for '"
+)
+
+OTHER_TYPE = "This line can't compute with tensors of that type"
+"""Of PyTorch's errors about types; a capture adds the example's."""
 
 
 @dataclass
@@ -280,12 +289,24 @@ def _once(
     return found
 
 
+def is_of_types(error: BaseException | None) -> bool:
+    """Return whether PyTorch's error says that a tensor has another type than it may.
+
+    Its messages have no common form.
+    """
+    return isinstance(error, RuntimeError | IndexError | TypeError | ValueError) and (
+        _OF_TYPES.search(str(error)) is not None
+    )
+
+
 def _way_around(error: Exception) -> str:
     """Return what to do about an operation that can't be recorded."""
     text = str(error)
     for part, way in _WAYS.items():
         if part in text:
             return way
+    if is_of_types(error):
+        return OTHER_TYPE
     if type(error).__module__.startswith(("torch._subclasses", "torch.fx")):
         return (
             "What runs must not depend on a tensor's value: rewrite this line with "

@@ -13,7 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.nn import functional
 
 from stretto.burst.tracing.comparing import BATCHES, follows
 from stretto.burst.tracing.trial import ConstantDraws
@@ -58,10 +59,32 @@ def source_line_of(node: fx.Node) -> str:
 
 def depends_on_position(node: fx.Node) -> SpecError:
     """Return the error of an operation that depends on certain samples of a batch."""
+    way = "Treat all samples the same"
+    if is_embedding_bag(node):
+        way = (
+            "Give an embedding bag one row of indices for each sample and no offsets, "
+            "with padding_idx for those that have fewer"
+        )
     return SpecError(
         f"{source_line_of(node)}: {node.name!r} depends on a sample's place in the "
-        "batch, and samples have other places on each rank. Treat all samples the same"
+        f"batch, and samples have other places on each rank. {way}"
     )
+
+
+def is_embedding_bag(node: fx.Node) -> bool:
+    """Return whether an operation is an embedding bag."""
+    if node.op != "call_module":
+        return node.target is functional.embedding_bag
+    root = node.graph.owning_module
+    return root is not None and isinstance(
+        root.get_submodule(str(node.target)), nn.EmbeddingBag
+    )
+
+
+def _offsets_of(bag: fx.Node) -> Any:
+    """Return the argument of an embedding bag that says where each bag begins."""
+    at = 1 if bag.op == "call_module" else 2
+    return bag.kwargs.get("offsets", bag.args[at] if len(bag.args) > at else None)
 
 
 def sample_positions_in(
@@ -88,6 +111,8 @@ def sample_positions_in(
     seen: set[fx.Node] = set()
     positions: set[fx.Node] = set()
     for op in ops:
+        if is_embedding_bag(op) and _offsets_of(op) in known:
+            raise depends_on_position(op)
         for node in op.all_input_nodes:
             if node in known or node in seen or node not in shapes:
                 continue
