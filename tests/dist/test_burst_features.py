@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from stretto.burst.executor import BurstParallel
 from stretto.errors import StrettoError
@@ -229,7 +230,7 @@ def rank_that_drops(rank: int, size: int) -> Facts:
     torch.set_default_dtype(torch.float64)
     own = [dist.new_group([r]) for r in range(size)][rank]
     found: Facts = {}
-    for kind in ("odd", "transformer", "vgg11", "attention", "encoder"):
+    for kind in ("odd", "transformer", "vgg11", "attention", "encoder", "checkpoint"):
         if kind == "odd":
             model, data = odd(0.4), numbers
         elif kind == "attention":
@@ -245,6 +246,9 @@ def rank_that_drops(rank: int, size: int) -> Facts:
                 nn.Linear(6, 8), nn.Unflatten(1, (2, 4)), layer, nn.Flatten()
             )
             data = numbers
+        elif kind == "checkpoint":
+            torch.manual_seed(3)
+            model, data = nn.Sequential(nn.Linear(6, 8), Checkpointed()), numbers
         else:
             model = make_model(kind, 0.4)
 
@@ -253,6 +257,8 @@ def rank_that_drops(rank: int, size: int) -> Facts:
 
         example = data(2, 0)[0]
         reference = copy.deepcopy(model)
+        if kind == "checkpoint":
+            reference[1].is_on = False
         alone = plan_of(model, example, lambda _i: (0, 1), 1)
         plan = random_plan(model, example, size, 3)
         burst = BurstParallel(model, plan, example_inputs=(example,), seed=8)
@@ -278,6 +284,23 @@ def rank_that_drops(rank: int, size: int) -> Facts:
             worst(one(data(7, 0)[0]), outs[0]) > 1e-3
         )
     return found
+
+
+class Checkpointed(nn.Module):
+    """Drops in a checkpoint, or without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 5)
+        self.drop, self.is_on = nn.Dropout(0.4), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def dropped(h: torch.Tensor) -> torch.Tensor:
+            return self.drop(self.one(h)).tanh()
+
+        return self.two(
+            checkpoint(dropped, x, use_reentrant=False) if self.is_on else dropped(x)
+        )
 
 
 class Attention(nn.Module):

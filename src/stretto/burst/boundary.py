@@ -147,10 +147,15 @@ def in_checkpoint() -> bool:
     """
     if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
         return True
+    return checkpoint_hook() is not None
+
+
+def checkpoint_hook() -> Any:
+    """Return the hook of the innermost running checkpoint; it is another in each."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003, SLF001
-    return hooks is not None and "_checkpoint_hook" in getattr(
-        hooks[0], "__qualname__", ""
-    )
+    if hooks is None or "_checkpoint_hook" not in getattr(hooks[0], "__qualname__", ""):
+        return None
+    return hooks[0]
 
 
 def plain(rows: Tensor) -> Tensor:

@@ -177,13 +177,44 @@ def in_a_checkpoint(net, h):
     return checkpoint(lambda x: net.drop(net.two(x)), h, use_reentrant=False)
 
 
+class Checkpointed(nn.Module):
+    """Runs its dropout in a checkpoint of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, h):
+        return checkpoint(self.drop, h, use_reentrant=False)
+
+
+class Encoder(nn.Module):
+    """One of PyTorch's modules with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5, batch_first=True)
+
+    def forward(self, h):
+        return self.part(h[:, None])[:, 0]
+
+
+def within_one_operation(net, h):
+    return net.part(h)
+
+
 def drops_in_a_checkpoint(_net, h):
     return checkpoint(lambda x: functional.dropout(x, 0.5), h, use_reentrant=False)
 
 
 def test_a_dropout_in_a_checkpoint_has_a_way_that_is_captured():
-    message = refusal(in_a_checkpoint, drop=nn.Dropout(0.5))
+    part = Checkpointed()
+    part.register_forward_hook(lambda *_: None)  # so it is one operation
+    message = refusal(within_one_operation, part=part)
     assert "call torch.nn.functional.dropout there" in message
+    capture(Net(within_one_operation, part=Checkpointed()), (torch.randn(6, 4),))
+    capture(Net(in_a_checkpoint, drop=nn.Dropout(0.5)), (torch.randn(6, 4),))
+    capture(Net(in_a_checkpoint, drop=Encoder()), (torch.randn(6, 4),))
     capture(Net(drops_in_a_checkpoint), (torch.randn(6, 4),))
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from stretto.burst.boundary import in_checkpoint
+from stretto.burst.boundary import checkpoint_hook, in_checkpoint
 from stretto.burst.tracing.addresses import identities_refused, refuse_address
 from stretto.burst.tracing.around import (
     dispatch_modes_now,
@@ -164,6 +164,8 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         self._seed = _SEED
         self._last_draw = ""
         self._in_dropout = 0
+        self._around: Any = None
+        """The hook of the checkpoint around the running operation."""
         self._own_run: nn.Module | None = None
         """The module that runs as one operation."""
         self._norms: list[str] = []
@@ -513,6 +515,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
                 self._has_own_lines, self._of_module = True, CallsOfModule()
         self._borrowed = {}
         self._running = target if kind == "call_module" else ""
+        self._around = checkpoint_hook()
         result = call(*real_args, **real_kwargs)
         self._refuse_unregistered(tensors, result, place)
         written = [t for t, v in zip(tensors, before, strict=True) if _version(t) != v]
@@ -658,12 +661,14 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """Run a module within an operation, and note a norm or dropout."""
+        # Layers are computed without a checkpoint that is around the operation.
+        is_dropped = isinstance(module, Dropout) and (
+            not module.p or checkpoint_hook() is self._around
+        )
         if (
             module.training
-            and (
-                isinstance(module, BatchNorm)
-                or (isinstance(module, Dropout) and module.p)
-            )
+            and isinstance(module, BatchNorm | Dropout)
+            and not is_dropped
             and in_checkpoint()
         ):
             what, also = "update its statistics twice", ""
