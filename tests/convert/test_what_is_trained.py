@@ -673,3 +673,68 @@ def test_a_model_made_in_a_call_gets_a_name(call: str, want: str) -> None:
 def test_a_model_made_after_another_call_keeps_its_place_and_is_refused() -> None:
     call = "Trainer(conf=conf(), net=Net()).train()"
     assert "has no name" in refused(f"{HEAD}{TRAINER}{call}\n")
+
+
+WHOLE = "    for (x,) in loader:\n        net(x).mean().backward()\n"
+
+
+@pytest.mark.parametrize(
+    ("made", "given"),
+    [
+        ("Net()", "net.head.parameters()"),
+        ("Net()\nnet.head = nn.Linear(4, 2)", "net.head.parameters()"),
+        ("Net()\nhead = net.head", "head.parameters()"),
+        ("Net()\nother = optim.SGD(net.body.parameters())", "net.head.parameters()"),
+        ("Net()", "[{'params': m.parameters()} for m in (net.body, net.head)]"),
+        ("Warm()\nnet.fc = nn.Linear(4, 2)", "net.fc.parameters()"),
+    ],
+)
+def test_the_model_that_training_calls_is_wrapped_if_parts_are_trained(made, given):
+    found = wrapped(
+        f"net = {made}\nopt = optim.Adam({given})\nfor epoch in range(2):\n{WHOLE}"
+        "torch.save(net.state_dict(), 'a')"
+    )
+    lines = [x for x in found if "= DistributedDataParallel(" in x]
+    assert [x.startswith("net = DistributedDataParallel(net") for x in lines] == [True]
+    assert "torch.save(unwrap(net).state_dict(), 'a')" in found
+
+
+PARTS = """\
+class Pair({base}):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(2, 4)
+        self.two = nn.Linear(4, 1)
+
+
+pair = Pair()
+opt = optim.SGD([{{"params": m.parameters()}} for m in (pair.one, pair.two)])
+for (x,) in loader:
+    opt.zero_grad()
+    pair.two(pair.one(x)).mean().backward()
+    opt.step()
+"""
+
+
+@pytest.mark.parametrize("base", ["nn.Module", "object"])
+def test_parts_that_training_calls_are_wrapped_in_the_object_that_holds_them(base):
+    saved = "torch.save(pair.one.state_dict(), 'a')\n"
+    conversion = convert(HEAD + PARTS.format(base=base) + saved)
+    assert "self.one = DistributedDataParallel(self.one)" in conversion.after
+    assert "torch.save(unwrap(pair.one).state_dict(), 'a')" in conversion.after
+    renamed = [n.text for n in conversion.notes if "`Pair.one` is wrapped" in n.text]
+    assert len(renamed) == (base == "nn.Module")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.save(pair.state_dict(), 'a')",
+        "pair.load_state_dict(torch.load('a'))",
+        "torch.save(pair, 'a')",
+        "torch.save({'model': pair}, 'a')",
+    ],
+)
+def test_names_of_a_module_of_which_parts_are_wrapped_are_refused(line):
+    text = refused(HEAD + PARTS.format(base="nn.Module") + line + "\n")
+    assert "its parameters get other names, with `module.`" in text

@@ -14,17 +14,17 @@ imports torch. It needs LibCST, which the extra ``stretto[convert]`` installs.
   taken, `_graph_names` where gradients flow, `_views` what sees a wrapped model.
   `_edit` collects edits.
 - `_job` is what takes part in training: `_trained_models` finds optimizers (with
-  `_optimizers`) and their models (with `_parameter_owners`), `_batch_loops` the loops
-  and their loaders.
-- Stages: `_models`, `_free_tensors`, `_held_models`, `_buffers`, `_unwrapping`,
-  `_freezing`, `_unused`, `_prepared` and `_second_backward` (the model), `_loaders`,
-  `_collate`, `_batch`, `_loader_sizes` and `_whole_passes` (its data), `_numbers`,
-  `_loop_sums`, `_sample_loops`, `_classify`, `_losses`, `_rank_values`, `_divided` and
-  `_rank_value_notes` (numbers of one rank), `_replicas` (what makes models differ:
-  `_changed_parameters`, `_gradient_hooks`, `_rank_settings` and `_rank_decisions`,
-  which `_rank_sources`, `_trained_parts` and `_replica_notes` serve), `_display`,
-  `_file_names` and `_file_reads` (output and files), `_device`, `_setup` and `_support`
-  (the ranks, and inserted functions), and `_advice`.
+  `_optimizers`) and their models (with `_parameter_owners` and `_modules`),
+  `_batch_loops` the loops and their loaders.
+- Stages: `_models`, `_part_names`, `_free_tensors`, `_held_models`, `_buffers`,
+  `_unwrapping`, `_freezing`, `_unused`, `_prepared` and `_second_backward` (the model),
+  `_loaders`, `_collate`, `_batch`, `_loader_sizes` and `_whole_passes` (its
+  data), `_numbers`, `_loop_sums`, `_sample_loops`, `_classify`, `_losses`,
+  `_rank_values`, `_divided` and `_rank_value_notes` (numbers of one rank), `_replicas`
+  (what makes models differ: `_changed_parameters`, `_gradient_hooks`, `_rank_settings`
+  and `_rank_decisions`, which `_rank_sources`, `_trained_parts` and `_replica_notes`
+  serve), `_display`, `_file_names` and `_file_reads` (output and files), `_device`,
+  `_setup` and `_support` (the ranks, and inserted functions), and `_advice`.
 - `_proof` shows which losses are means over samples, by computing with values that say
   how a number depends on a batch.
 - `_horovod` and `_already_distributed` convert scripts that are distributed already.

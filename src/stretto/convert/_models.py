@@ -11,6 +11,7 @@ from stretto.convert._edit import theirs
 from stretto.convert._free_tensors import refuse_free_tensors
 from stretto.convert._freezing import Freezing
 from stretto.convert._held_models import HeldModels
+from stretto.convert._part_names import refuse_renamed
 from stretto.convert._prepared import every_backward, is_cut
 from stretto.convert._tree import (
     Scope,
@@ -188,6 +189,8 @@ class Models:
         for model in self._work.job.models:
             self._check_called(model)
             self._wrap(model)
+        if not self._work.horovod:
+            refuse_renamed(self._work, [site for _, site in self._sites])
         self._uses()
 
     # Wrapping

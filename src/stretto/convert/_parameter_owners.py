@@ -8,6 +8,7 @@ import libcst as cst
 
 from stretto.convert._batch_loops import WRAPPERS
 from stretto.convert._flow import parameters
+from stretto.convert._modules import Wholes
 from stretto.convert._tree import Scope, dotted, found
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ class ParameterOwners:
 
     def __init__(self, tree: Tree, flow: Flow) -> None:
         self._tree, self._flow = tree, flow
+        self._wholes = Wholes(tree, flow)
+        self._followed: set[int] = set()
+        """Values of names that are being followed."""
 
     def models_of(
         self, given: cst.BaseExpression, scope: Scope, depth: int
@@ -64,7 +68,11 @@ class ParameterOwners:
         if over is not None:
             elements = self._elements(over, scope)
             return [m for e, where in elements for m in self.model(e, where)]
-        # The longest assigned part of model.head.parameters() is the model.
+        parts = self._named_parts(owner, scope)
+        if parts:
+            return parts
+        # The longest assigned part of model.head.parameters() is the model, unless
+        # it is part of a module that training calls as a whole.
         node: cst.BaseExpression = owner
         while True:
             origins = self._flow.origins(node, scope)
@@ -75,12 +83,43 @@ class ParameterOwners:
                     for element, where in self._elements(over, origin.scope):
                         real += self.model(element, where)
             if real:
-                return real
+                return self._whole(node, scope, real) or real
             if not isinstance(node, cst.Attribute):
                 return []
             node = node.value
             if dotted(node) == "self" and scope is not None:
                 return self._receivers(scope)
+
+    def _named_parts(self, owner: cst.BaseExpression, scope: Scope) -> list[Origin]:
+        """Return the models of ``head.parameters()`` after ``head = model.head``."""
+        if not isinstance(owner, cst.Name):
+            return []
+        made = self._flow.assigned(owner.value, scope)
+        if not made or any(
+            not isinstance(o.value, cst.Attribute)
+            or o.place is not None
+            or id(o.value) in self._followed
+            for o in made
+        ):
+            return []
+        values = {id(o.value) for o in made}
+        self._followed |= values
+        out = [m for o in made for m in self.model(o.value, o.scope)]
+        self._followed -= values
+        return out
+
+    def _whole(
+        self, part: cst.BaseExpression, scope: Scope, made: list[Origin]
+    ) -> list[Origin]:
+        """Return the model that training calls, if a part is called only by it."""
+        if not isinstance(part, cst.Attribute):
+            return []
+        if dotted(part.value) == "self":
+            whole = self._receivers(scope) if scope is not None else []
+        else:
+            whole = self._flow.origins(part.value, scope)
+            whole = self._whole(part.value, scope, whole) or whole
+        return whole if self._wholes.is_called(whole, made) else []
 
     def _iterated(self, node: cst.BaseExpression) -> cst.BaseExpression | None:
         """Return what a loop or a comprehension goes through to set a name."""

@@ -87,6 +87,8 @@ class Views:
         if self._is_site(path, scope, site):
             here = scope is site.scope
             return not here or not site.first_line <= line <= site.last_line
+        if self._is_of_object(node, scope, site):
+            return True
         made = self._last(self._assigned(node, scope), scope, line)
         passed = self._passed(node, scope)
         first = min((self._tree.line(o.statement) for o in made), default=0)
@@ -145,6 +147,18 @@ class Views:
             isinstance(here, cst.ClassDef)
             and isinstance(there, cst.ClassDef)
             and there in self._tree.family(here)
+        )
+
+    def _is_of_object(self, node: cst.BaseExpression, scope: Scope, site: Site) -> bool:
+        """Return whether ``gan.net`` is the ``self.net`` that a class's methods wrap.
+
+        If ``__init__`` wraps it, every object has the wrapper once it is created.
+        """
+        if site.scope is None or site.scope.name.value != "__init__":
+            return False
+        made = self._flow.of_objects(node, scope)
+        return bool(made) and all(
+            o.path is not None and self._is_site(o.path, o.scope, site) for o in made
         )
 
     def _home(self, path: str, scope: Scope) -> cst.CSTNode | None:
