@@ -140,3 +140,20 @@ def test_several_optimizers_over_parts_of_a_model_leave_the_others_out():
         "\n",
     )
     assert looks(source)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        "with torch.no_grad():\n    h = self.body(x)\nreturn self.two(self.one(h))",
+        "return self.two(self.one(self.body(x).relu().detach()))",
+        "h = self.body(x)\nreturn self.two(self.one(h.detach()))",
+    ],
+)
+def test_layers_to_which_forward_lets_no_gradient_through_are_searched(forward):
+    assert looks(script(forward, MEAN))
+
+
+def test_a_layer_that_forward_also_reads_with_gradients_is_not_cut_off():
+    forward = "h = self.body(x)\nreturn self.two(self.one(h - h.mean().detach()))"
+    assert not looks(script(forward, MEAN))

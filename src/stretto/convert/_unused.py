@@ -64,6 +64,9 @@ class _Unused:
             name = self._branch(kind) or self._never_read(kind)
             if name is not None:
                 return f"`{name}` does not run in every forward"
+            name = self._cut_off(kind)
+            if name is not None:
+                return f"forward lets no gradient through to `{name}`"
         return None
 
     # Outputs
@@ -226,6 +229,46 @@ class _Unused:
         if self._forward(kind) is None or "getattr" in self._tree.names:
             return None
         return next((n for n in self._made(kind) if n not in read), None)
+
+    def _cut_off(self, kind: cst.ClassDef) -> str | None:
+        """Return a layer that is only read where no gradient flows."""
+        cut: dict[str, bool] = {}
+        made = self._made(kind)
+        for node in found(kind.body, cst.Attribute):
+            function = self._tree.function(node)
+            name = node.attr.value
+            if name not in made or dotted(node.value) != "self" or function is None:
+                continue
+            if function.name.value != "forward" and (
+                function.name.value == "__init__" or not self._flow.calls_of(function)
+            ):
+                continue
+            cut[name] = cut.get(name, True) and self._is_cut(node, function)
+        return next((name for name, always in cut.items() if always), None)
+
+    def _is_cut(self, node: cst.CSTNode, function: cst.FunctionDef) -> bool:
+        """Return whether no gradient flows to an expression of a function."""
+        if self._tree.without_gradient(node) or self._is_detached(node):
+            return True
+        line = next(
+            (a for a in self._tree.ancestors(node) if isinstance(a, cst.Assign)), None
+        )
+        name = None if line is None else dotted(line.targets[0].target)
+        reads = [
+            read
+            for read in found(function.body, cst.Name)
+            if read.value == name
+            and not isinstance(self._tree.parent(read), cst.AssignTarget)
+        ]
+        return bool(reads) and all(self._is_detached(read) for read in reads)
+
+    def _is_detached(self, node: cst.CSTNode) -> bool:
+        return any(
+            isinstance(above, cst.Call)
+            and (on := self._tree.method_called(above, "detach", "detach_")) is not None
+            and self._tree.within(node, on)
+            for above in self._tree.ancestors(node)
+        )
 
     def _branch(self, kind: cst.ClassDef) -> str | None:
         """Return a layer that runs in one branch of forward only.
