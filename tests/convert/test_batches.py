@@ -643,10 +643,11 @@ def test_a_pass_over_a_divided_loader_in_one_call_only_takes_all_samples():
     assert open_notes(conversion) == []
 
 
-def test_a_pass_that_adds_up_numbers_stays_divided():
+def test_ranks_share_a_pass_that_adds_up_numbers():
     line = "n = 0\nfor (x,) in loader:\n    n += len(x)\nprint(n)"
     after = convert(outside_steps(line)).after
-    assert "for (x,) in loader:\n    n += len(x)\nn = sum_over_ranks(n)" in after
+    shared = "for (x,) in share_of(undivided(loader)):\n    n += len(x)\n"
+    assert f"{shared}n = sum_over_ranks(n)" in after
 
 
 @pytest.mark.parametrize(

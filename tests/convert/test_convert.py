@@ -1409,7 +1409,7 @@ def check(data):
 
 def test_a_loop_over_divided_and_whole_loaders_gets_all_samples():
     source = step("pass", EVALUATED, "check(loader)")
-    assert "for (x,) in data:" in convert(source).after
+    assert "for (x,) in share_of(undivided(data)):" in convert(source).after
     whole = "test = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)\n"
     both = source.replace("for epoch", f"{whole}for epoch") + "check(test)\n"
     assert opened(both) == []

@@ -18,7 +18,7 @@ imports torch. It needs LibCST, which the extra ``stretto[convert]`` installs.
   `_batch_loops` the loops and their loaders.
 - Stages: `_models`, `_part_names`, `_free_tensors`, `_held_models`, `_buffers`,
   `_unwrapping`, `_freezing`, `_unused`, `_prepared` and `_second_backward` (the model),
-  `_loaders`, `_collate`, `_batch`, `_loader_sizes` and `_whole_passes` (its
+  `_loaders`, `_collate`, `_batch`, `_loader_sizes`, `_passes` and `_whole_passes` (its
   data), `_numbers`, `_loop_sums`, `_sample_loops`, `_classify`, `_losses`,
   `_rank_values`, `_divided` and `_rank_value_notes` (numbers of one rank), `_replicas`
   (what makes models differ: `_changed_parameters`, `_gradient_hooks`, `_rank_settings`

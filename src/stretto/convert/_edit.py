@@ -76,6 +76,11 @@ class Work:
         """Numbers that became this rank's part of the batch size."""
         self.whole: set[cst.CSTNode] = set()
         """What gives each rank the samples, or the batch size, of all ranks."""
+        self.shared: set[cst.CSTNode] = set()
+        """Loops over a divided loader that only add up numbers of all its samples."""
+        self.passes: dict[cst.CSTNode, str] = {}
+        """Loops of which some passes do not train, and the names of their conditions.
+        """
         self.written: set[cst.CSTNode] = set()
         """Calls that open a file for writing on rank 0 and nothing on the others."""
         self.guarded: list[cst.CSTNode] = []

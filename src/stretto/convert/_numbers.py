@@ -73,6 +73,8 @@ class Numbers:
         for loop in loops:
             if loop.node in self._work.whole:
                 self._handled |= {id(n) for n in found(loop.node, cst.BaseExpression)}
+            elif loop.node in self._work.shared:
+                self._evaluation(loop)
             elif self._loaders.is_divided(loop):
                 self._divided(loop)
             elif self._tree.without_gradient(loop.node) and isinstance(
@@ -196,6 +198,15 @@ class Numbers:
                 "another call through one that is not: sums over ranks count the "
                 "other's samples once for each rank. Use one function for each",
             )
+        if loop.node in self._work.passes:
+            for size in self._work.divided:
+                if self._tree.within(size, body):
+                    self._work.undecided(
+                        size,
+                        f"`{self._tree.text(size)}` is this rank's part of the batch "
+                        "here, also in passes that do not train, whose batches are "
+                        "whole",
+                    )
         after: dict[Amount, list[str]] = {Amount.MEAN: [], Amount.SUM: []}
         for added in added_in(body):
             amount = self._classify.of(added.value, body)
@@ -229,7 +240,11 @@ class Numbers:
         self.reduced_after.append((loop.node, names))
         listed = ", ".join(names)
         own = theirs(listed)
-        self._work.after(loop.node, f"{own} = {amount.value}_over_ranks({own})")
+        line = f"{own} = {amount.value}_over_ranks({own})"
+        trains = self._work.passes.get(loop.node)
+        if trains is not None:
+            line = f"if {theirs(trains)}:\n    {line}"
+        self._work.after(loop.node, line)
         how = "averaged" if amount is Amount.MEAN else "summed"
         self._work.done(loop.node, f"{listed}: {how} over ranks after the loop")
 
@@ -240,9 +255,43 @@ class Numbers:
                 node, f"`{self._tree.text(node)}` is rank 0's only, not all ranks'"
             )
             return
-        self._work.call_around(node, f"{amount.value}_over_ranks")
+        function = f"{amount.value}_over_ranks"
+        trains = self._condition(node)
+        if trains is None:
+            self._work.call_around(node, function)
+            if amount is Amount.SUM and self._is_after_pass(node):
+                self._work.undecided(
+                    node,
+                    f"`{self._tree.text(node)[:60]}` is summed over ranks; if it is of "
+                    "a pass that does not train, each rank has the whole sum already",
+                )
+        else:
+            func, test = self._work.expression(function), cst.Name(trains)
+            self._work.change(node, partial(_if_trains, func=func, test=test))
         how = "averaged" if amount is Amount.MEAN else "summed"
         self._work.done(node, f"`{self._tree.text(node)[:60]}` {how} over ranks")
+
+    def _condition(self, node: cst.CSTNode) -> str | None:
+        """Return the name of what is true if a number is of a pass that trains."""
+        before: list[cst.CSTNode] = []
+        for loop, name in self._work.passes.items():
+            if self._tree.within(node, loop):
+                return name
+            if (
+                self._tree.within(node, self._tree.block(loop))
+                and self._tree.function(node) is self._tree.function(loop)
+                and self._tree.line(node) > self._tree.line(loop)
+            ):
+                before.append(loop)
+        return self._work.passes[max(before, key=self._tree.line)] if before else None
+
+    def _is_after_pass(self, node: cst.CSTNode) -> bool:
+        """Return whether a function has a loop above that does not always train."""
+        return any(
+            self._tree.function(node) is self._tree.function(loop)
+            and self._tree.line(node) > self._tree.line(loop)
+            for loop in self._work.passes
+        )
 
     def _is_handled(self, node: cst.CSTNode) -> bool:
         """Return whether a node, its surroundings, or its content is reduced."""
@@ -572,6 +621,8 @@ class Numbers:
         whole = work.choices.evaluation is Evaluation.RANK0
         for source, _ in loop.loaders:
             self._given.add(id(source))
+            if node in work.shared:
+                work.call_around(source, "undivided")
             work.call_around(source, "whole_on_rank0" if whole else "share_of")
         self._reduce_after(loop, names, Amount.SUM)
         self._handled |= {id(n) for n in found(node, cst.BaseExpression)}
@@ -579,6 +630,19 @@ class Numbers:
             "rank 0 evaluates" if whole else "each rank evaluates its share of batches"
         )
         work.done(node, who)
+
+
+def _if_trains(
+    node: cst.BaseExpression, func: cst.BaseExpression, test: cst.BaseExpression
+) -> cst.BaseExpression:
+    """Return ``(function(node) if test else node)``."""
+    return cst.IfExp(
+        test=test,
+        body=cst.Call(func=func, args=[cst.Arg(value=node)]),
+        orelse=node.deep_clone(),
+        lpar=[cst.LeftParen()],
+        rpar=[cst.RightParen()],
+    )
 
 
 def _times(node: cst.BaseExpression, factor: cst.BaseExpression) -> cst.BaseExpression:

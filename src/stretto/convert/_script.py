@@ -12,6 +12,7 @@ from stretto.convert import (
     _file_names,
     _file_reads,
     _loader_sizes,
+    _passes,
     _rank_values,
     _reading,
     _replicas,
@@ -114,6 +115,7 @@ def _distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Not
         distribute_optimizers(work, models)
     loaders = Loaders(work)
     loaders.convert()
+    _passes.convert(work)
     whole = _whole_passes.convert(work, models, loaders)
     read = _loader_sizes.convert(work, loaders)
     Batch(work, loaders.batch_sizes, [*whole, *read]).convert()

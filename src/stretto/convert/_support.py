@@ -198,10 +198,16 @@ class share_of(_other_batches):
     """Gives this rank's batches of a loader whose results are summed over ranks."""
 
     def __iter__(self):
-        if isinstance(getattr(self.loader, "sampler", None), SequentialSampler):
+        ordered = (SequentialSampler, DistributedSampler)
+        if isinstance(getattr(self.loader, "sampler", None), ordered):
             return itertools.islice(self.loader, RANK, None, WORLD_SIZE)
         # Ranks may see it in different orders, so one rank takes it whole.
         return iter(self.loader if RANK == 0 else ())
+''',
+    "batches_of_pass": '''
+def batches_of_pass(loader, trains):
+    """Return a loader to train on, or one of all samples, as rank 0 sees them."""
+    return loader if trains else as_on_rank0(undivided(loader))
 ''',
     "whole_on_rank0": '''
 class whole_on_rank0(_other_batches):
@@ -319,7 +325,13 @@ NEEDS = {
     "mean_over_ranks": {"_reduced"},
     "sum_over_ranks": {"_reduced"},
     "with_epoch": {"itertools"},
-    "share_of": {"_other_batches", "SequentialSampler", "itertools"},
+    "share_of": {
+        "_other_batches",
+        "DistributedSampler",
+        "SequentialSampler",
+        "itertools",
+    },
+    "batches_of_pass": {"as_on_rank0", "undivided"},
     "whole_on_rank0": {"_other_batches"},
     "as_on_rank0": {"_other_batches", "_as_rank0", "_random_states"},
     "_as_rank0": {"of_rank0", "_random_states"},

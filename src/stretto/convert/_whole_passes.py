@@ -72,6 +72,7 @@ class _WholePasses:
     def __init__(self, work: Work, models: Models, loaders: Loaders) -> None:
         self._work, self._tree, self._flow = work, work.tree, work.flow
         self._loaders = loaders
+        self._models = models
         self._sums = LoopSums(work, models)
         self._reaching = reaching_training(work)
         self._steps = {id(node) for node in loaders.steps}
@@ -148,9 +149,18 @@ class _WholePasses:
         if not self._loaders.is_divided(loop):
             return []
         of_all = all(self._loaders.has_divided([o]) for o in loop.origins)
-        if of_all and self._sums.why_not_summable(node) is None:
-            return []  # each rank adds up its part, which is then summed over ranks
+        uneven = self._tree.without_gradient(node) or not self._calls_model(node)
+        if of_all and uneven and self._sums.why_not_summable(node) is None:
+            # Each rank adds up numbers of its batches, which are then summed.
+            self._work.shared.add(node)
+            return []
         return loop.loaders
+
+    def _calls_model(self, node: cst.For) -> bool:
+        return any(
+            self._models.is_model(call.func, self._tree.function(call))
+            for call in found(node.body, cst.Call)
+        )
 
     def _may_train(self, node: cst.CSTNode) -> bool:
         return any(

@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(2)
-inputs = torch.randn(480, 10)
+inputs = torch.randn(479, 10)
 targets = (inputs[:, :3].sum(1) > 0).long()
 image_datasets = {
     "train": TensorDataset(inputs[:320], targets[:320]),

@@ -1,0 +1,260 @@
+"""Find loops that train in some passes only, as with ``for phase in ("train", "val")``.
+
+The samples of a divided loader are filled up to a multiple of the ranks, so what a pass
+counts that does not train would not be what one process counts. Such a pass therefore
+gives each rank all samples, and nothing is reduced after it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import libcst as cst
+
+from stretto.convert._edit import theirs
+from stretto.convert._models import reaching_training
+from stretto.convert._tree import dotted, found
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stretto.convert._batch_loops import Loop
+    from stretto.convert._edit import Work
+
+_PLAIN = (
+    cst.Name,
+    cst.Attribute,
+    cst.SimpleString,
+    cst.Integer,
+    cst.Comparison,
+    cst.ComparisonTarget,
+    cst.BaseCompOp,
+    cst.UnaryOperation,
+    cst.Not,
+    cst.BooleanOperation,
+    cst.BaseBooleanOp,
+    cst.LeftParen,
+    cst.RightParen,
+    cst.Dot,
+    cst.BaseParenthesizableWhitespace,
+)
+"""What a condition consists of that can be decided before a loop."""
+
+
+def convert(work: Work) -> None:
+    """Let passes that do not train see all samples, and name each loop's condition."""
+    for loop in work.job.training:
+        condition = _condition(work, loop)
+        if condition is None or not isinstance(loop.node, cst.For):
+            _point_out(work, loop)
+            continue
+        at = _begins(work, loop)
+        name = _free_name(work)
+        work.passes[loop.node] = name
+        work.before(at, f"{theirs(name)} = {theirs(condition)}")
+        for source, _ in loop.loaders:
+            func = work.expression("batches_of_pass")
+            work.change(source, partial(_call, func=func, trains=cst.Name(name)))
+        work.done(
+            loop.node,
+            f"a pass trains if `{condition}`; in any other, each rank goes through all "
+            "samples, as rank 0 sees them, and nothing is reduced over ranks",
+        )
+
+
+def _point_out(work: Work, loop: Loop) -> None:
+    """List a loop that may evaluate in some calls, under a condition not known."""
+    several = len(loop.origins) > len(loop.loaders) or any(
+        isinstance(above, cst.DictComp | cst.ListComp)
+        for origin in loop.origins
+        for above in work.tree.ancestors(origin.value)
+    )
+    guarded = any(
+        isinstance(above, cst.If)
+        and (
+            work.tree.within(above, loop.node)
+            or work.tree.function(above) is not loop.scope
+        )
+        for call in _backwards(work, loop)
+        for above in work.tree.ancestors(call)
+    )
+    if several and guarded:
+        work.undecided(
+            loop.node,
+            "whether each pass of this loop trains: one that only evaluates counts a "
+            "few samples twice if their number is not divisible by the number of "
+            "ranks. Decide it in this loop's body (`if train:` around the step), or "
+            "evaluate in a loop of its own",
+        )
+
+
+def _backwards(work: Work, loop: Loop) -> list[cst.Call]:
+    """Return the calls of ``backward`` that a loop's steps make, also in functions."""
+    waiting: list[cst.CSTNode] = [loop.node.body]
+    seen: set[int] = set()
+    out: list[cst.Call] = []
+    while waiting:
+        for call in found(waiting.pop(), cst.Call):
+            if call in work.job.backwards:
+                out.append(call)
+            for function in work.flow.local(call):
+                if id(function) not in seen:
+                    seen.add(id(function))
+                    waiting.append(function.body)
+    return out
+
+
+def _call(
+    loader: cst.BaseExpression, func: cst.BaseExpression, trains: cst.BaseExpression
+) -> cst.Call:
+    """Return ``function(loader, trains)``."""
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    first = cst.Arg(value=loader, comma=comma)
+    return cst.Call(func=func, args=[first, cst.Arg(value=trains)])
+
+
+def _free_name(work: Work) -> str:
+    name, number = "trains", 1
+    while name in work.tree.names or name in work.passes.values():
+        number += 1
+        name = f"trains_{number}"
+    return name
+
+
+def _begins(work: Work, loop: Loop) -> cst.CSTNode:
+    """Return the first statement at which a loop's loaders are named.
+
+    Raises:
+        SpecError: it is not just before the loop.
+    """
+    tree = work.tree
+    places: list[cst.CSTNode] = [loop.node]
+    for source, scope in loop.loaders:
+        if tree.within(source, loop.node):
+            continue
+        statement = tree.statement(source)
+        if scope is not loop.scope or tree.block(statement) is not tree.block(
+            loop.node
+        ):
+            raise work.job.refuse(
+                loop.node,
+                "not every pass of this loop trains, and its loader is named at "
+                f"another place (line {tree.shown_line(source)}), so the passes that "
+                "evaluate would count some samples twice. Name the loader in this "
+                "`for`, or evaluate in a loop of its own",
+            )
+        places.append(statement)
+    return min(places, key=tree.line)
+
+
+def _condition(work: Work, loop: Loop) -> str | None:
+    """Return a condition, set before a loop, without which it does not train."""
+    points = list(_points(work, loop))
+    if not points:
+        return None
+    common: list[str] | None = None
+    for point in points:
+        texts = list(dict.fromkeys(_guards(work, point, loop)))
+        common = texts if common is None else [t for t in common if t in texts]
+    return " and ".join(common) if common else None
+
+
+def _points(work: Work, loop: Loop) -> Iterator[cst.Call]:
+    """Yield the calls in a loop that are, or run, a ``backward``."""
+    reaching = reaching_training(work)
+    for call in found(loop.node.body, cst.Call):
+        local = work.flow.local(call)
+        if call in work.job.backwards or any(f in reaching for f in local):
+            yield call
+
+
+def _guards(work: Work, point: cst.CSTNode, loop: Loop) -> Iterator[str]:
+    """Yield the conditions of a loop's body that hold where a call is made."""
+    tree = work.tree
+    below: cst.CSTNode = point
+    for above in tree.ancestors(point):
+        if isinstance(above, cst.If) and not tree.within(point, above.test):
+            for part in _parts(above.test, holds=tree.within(point, above.body)):
+                yield from _decided_before(work, *part, loop)
+        if isinstance(above, cst.IndentedBlock):
+            for line in above.body:
+                if line is below:
+                    break
+                if isinstance(line, cst.If) and _skips(line):
+                    for part in _parts(line.test, holds=False):
+                        yield from _decided_before(work, *part, loop)
+        if above is loop.node.body:
+            return
+        below = above
+
+
+def _skips(line: cst.If) -> bool:
+    """Return whether a branch ends a step, so that what follows is the other one."""
+    last = line.body.body[-1]
+    inner = last.body[-1] if isinstance(last, cst.SimpleStatementLine) else last
+    return line.orelse is None and isinstance(inner, cst.Continue)
+
+
+def _parts(
+    test: cst.BaseExpression, *, holds: bool
+) -> Iterator[tuple[cst.BaseExpression, bool]]:
+    """Yield what is true, or false, if all of a condition is."""
+    kind = cst.And if holds else cst.Or
+    if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, kind):
+        yield from _parts(test.left, holds=holds)
+        yield from _parts(test.right, holds=holds)
+    else:
+        yield test, holds
+
+
+def _decided_before(
+    work: Work,
+    test: cst.BaseExpression,
+    holds: bool,  # noqa: FBT001 - unpacked from a pair
+    loop: Loop,
+) -> Iterator[str]:
+    """Yield a condition's text if it is the same in each step of a loop."""
+    node = loop.node
+    if not isinstance(node, cst.For):
+        return
+    if any(not isinstance(part, _PLAIN) for part in found(test, cst.CSTNode)):
+        return
+    changed = _changed_in(node)
+    modes = any(
+        work.tree.method_called(call, "train", "eval") is not None
+        for call in found(node.body, cst.Call)
+    )
+    names = {n.value for n in found(test, cst.Name) if not work.tree.is_label(n)}
+    if names <= {"True", "False", "None"}:
+        return
+    for part in found(test, (cst.Name, cst.Attribute)):
+        if dotted(part) in changed:
+            return
+        if isinstance(part, cst.Attribute) and part.attr.value == "training" and modes:
+            return
+    text = work.tree.text(test)
+    if isinstance(test, cst.BooleanOperation):
+        text = f"({text})"
+    yield text if holds else f"not ({text})"
+
+
+def _changed_in(node: cst.For) -> set[str]:
+    """Return the names, also of attributes, that a loop sets."""
+    targets: list[cst.BaseExpression] = [node.target]
+    for line in found(node.body, cst.Assign):
+        targets += [t.target for t in line.targets]
+    targets += [line.target for line in found(node.body, cst.AugAssign)]
+    targets += [line.target for line in found(node.body, cst.AnnAssign)]
+    targets += [walrus.target for walrus in found(node.body, cst.NamedExpr)]
+    targets += [inner.target for inner in found(node.body, cst.For)]
+    targets += [inner.target for inner in found(node.body, cst.CompFor)]
+    targets += [inner.name for inner in found(node.body, cst.AsName)]
+    out: set[str] = set()
+    while targets:
+        target = targets.pop()
+        if isinstance(target, cst.Tuple | cst.List):
+            targets += [element.value for element in target.elements]
+        elif (path := dotted(target)) is not None:
+            out.add(path)
+    return out
