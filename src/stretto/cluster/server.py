@@ -58,6 +58,11 @@ _MAX_ROWS = 1000
 """Events in one answer."""
 
 
+def _text(value: object) -> str:
+    """Return a message's text, in which UTF-8 can encode all: the store is UTF-8."""
+    return str(value).encode(errors="replace").decode()
+
+
 def wall_s() -> float:
     """Return the wall clock's time, which may jump."""
     return time.clock_gettime(time.CLOCK_REALTIME)
@@ -228,13 +233,13 @@ class Server:
             del self._agents[host]
 
     def _on_push(self, channel: Channel, message: dict[str, Any]) -> None:
-        host = str(message["host"])
-        for fence, (address, port) in message.get("meetings", {}).items():
+        host, agent = _text(message["host"]), _text(message["agent"])
+        for fence, (address, port) in dict(message.get("meetings", {})).items():
             if len(self._meetings) >= _MAX_MEETINGS:
                 self._meetings.pop(next(iter(self._meetings)))
             self._meetings[fence] = (str(address), int(port))
         events = [event_of(each) for each in message["events"]]
-        answer = self.coordinator.push(host, str(message["agent"]), events)
+        answer = self.coordinator.push(host, agent, events)
         if self._agents.get(host) is not channel:
             self._agents[host], self._sent[host] = channel, set()
             channel.peer = host
@@ -335,17 +340,17 @@ class Server:
 
     def _submit(self, message: dict[str, Any]) -> dict[str, Any]:
         source = str(message.get("source", "job"))
-        spec = codec.decode(message["spec"].encode(), Job, source=source)
-        user, request = str(message["user"]), str(message.get("request", ""))
+        spec = codec.decode(_text(message["spec"]).encode(), Job, source=source)
+        user, request = _text(message["user"]), _text(message.get("request", ""))
         return {"job": self.coordinator.submit(spec, user=user, request=request)}
 
     def _stop(self, message: dict[str, Any]) -> dict[str, Any]:
         job = self.ledger.job(str(message["job"])).id
-        self.coordinator.stop(job, user=str(message.get("user", "")))
+        self.coordinator.stop(job, user=_text(message.get("user", "")))
         return {"job": job}
 
     def _drain(self, message: dict[str, Any]) -> dict[str, Any]:
-        host, user = self._known(message), str(message.get("user", ""))
+        host, user = self._known(message), _text(message.get("user", ""))
         if message.get("open"):
             self.coordinator.open(host, user=user)
         else:

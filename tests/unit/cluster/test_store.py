@@ -21,6 +21,7 @@ from stretto.cluster.state import State
 from stretto.cluster.store import Store, read_events, read_only, read_spec, read_table
 from stretto.cluster.tables import TABLES, all_rows
 from stretto.errors import ClusterError, SpecError, StoreUnavailable
+from stretto.schema import codec
 from support.cluster_world import LIMITS, World
 from support.clusters import job, part_spec_of
 
@@ -307,6 +308,21 @@ def test_after_a_store_was_moved_away_no_job_gets_an_earlier_ones_files(tmp_path
     made = [first.coordinator.submit(job(tmp_path, "true")) for _ in range(2)]
     first.store.close()
     assert made == ["test-8", "test-9"]
+
+
+def test_a_user_whose_name_is_not_utf_8_can_submit(tmp_path):
+    # Before, later requests of all users failed, until another coordinator started.
+    folders = Folders(tmp_path)
+    folders.save_settings(Settings(hosts={"host0": ("cpu:0",)}, policy="fifo"))
+    found = server.Server(folders)
+    spec = codec.encode(job(tmp_path, "true")).decode()
+    with pytest.raises(SpecError):
+        found._submit({"spec": 5, "user": "me"})
+    for user in (os.fsdecode(b"\xff"), "me"):
+        found._submit({"spec": spec, "user": user})
+    found.store.close()
+    rows = server.Server(folders)._list({})["jobs"]
+    assert [row["user"] for row in rows] == ["?", "me"]
 
 
 def test_a_file_that_is_no_database_is_refused(tmp_path):
