@@ -128,7 +128,8 @@ def _located(
     """Return the error with one place: msgspec's path, then the rule's own path."""
     text = str(exc)
     message, _, path = text.partition(" - at `")
-    at = place + path.rstrip("`").removeprefix("$")
+    path = _with_key(body, path.rstrip("`").removeprefix("$"), message)
+    at = place + path
     if isinstance(exc.__cause__, SpecError):
         message = str(exc.__cause__)
         at += exc.__cause__.place
@@ -136,6 +137,27 @@ def _located(
         message = f"{message}, value {found!r:.80}"
     return SpecError(f"{source}: {at}: {message}", place=at)
 
+
+def _with_key(body: Any, path: str, message: str) -> str:
+    """Return msgspec's path with the key of a mapping's value, which it leaves out."""
+    parent = _lookup(body, path.removesuffix("[...]"))
+    if not path.endswith("[...]") or not isinstance(parent, dict):
+        return path
+    got = message.rpartition(", got `")[2].rstrip("`")
+    keys = (key for key, value in parent.items() if _KINDS.get(type(value)) == got)
+    key = next(keys, None)
+    return path if key is None else f"{path.removesuffix('[...]')}.{key}"
+
+
+_KINDS: dict[type, str] = {
+    type(None): "null",
+    bool: "bool",
+    int: "int",
+    float: "float",
+    str: "str",
+    list: "array",
+    dict: "object",
+}
 
 _NOTHING = object()
 

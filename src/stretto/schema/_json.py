@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 from typing import Any
 
 from stretto.errors import SpecError
@@ -129,13 +130,35 @@ def parse_any(data: bytes, source: str) -> Any:
         with contextlib.suppress(ValueError, RecursionError):
             defect = _first_defect(data)
         if defect is None:
-            raise SpecError(f"{source}: is not JSON: {exc}", place="$") from exc
+            why = _not_json(exc, data)
+            raise SpecError(f"{source}: is not JSON: {why}", place="$") from exc
     except RecursionError as exc:
         raise SpecError(f"{source}: is nested too deeply", place="$") from exc
     if defect is not None:
         place, rule = defect
         raise SpecError(f"{source}: {place}: {rule}", place=place)
     return body
+
+
+def _not_json(error: Exception, data: bytes) -> str:
+    """Return why bytes are not JSON, with the line and the column."""
+    rule, at = str(error).removeprefix("JSON is malformed: "), len(data)
+    if (found := _BYTE.search(rule)) is not None:
+        rule, at = rule[: found.start()], int(found[1])
+    elif isinstance(error, UnicodeDecodeError):
+        try:
+            data.decode()
+        except UnicodeDecodeError as exc:  # the other counts from a string's begin
+            rule, at = f"is not UTF-8: {exc.reason}", exc.start
+    elif "truncated" in rule:
+        rule = "it ends too early"
+    before = data[:at]
+    line, begin = before.count(b"\n") + 1, before.rfind(b"\n") + 1
+    column = len(before[begin:].decode(errors="replace")) + 1
+    return f"line {line}, column {column}: {rule}"
+
+
+_BYTE = re.compile(r" \(byte ([0-9]+)\)$")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -86,7 +86,8 @@ def one_of(place: str, value: str, allowed: Iterable[str]) -> None:
     if value not in choices:
         name = place.rpartition(".")[2]
         raise SpecError(
-            f"{name} must be one of {', '.join(choices)}, got {value!r}", place=place
+            f"{name} must be one of {', '.join(choices)}, got {value!r:.80}",
+            place=place,
         )
 
 

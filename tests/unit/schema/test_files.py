@@ -349,6 +349,21 @@ def test_a_truncated_file_is_refused(kind, data):
     assert "is not JSON" in refused(whole[:cut], kind, at=None)
 
 
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        (b'{"kind": "plan",\n "a" 1}', "line 2, column 6: expected ':'"),
+        (b'{"kind": "plan",\n', "line 2, column 1: it ends too early"),
+        (b'{\n"\xc3\xa4" 1}', "line 2, column 5: "),
+        (b'{\n\n"kind": "\xff"}', "line 3, column 10: is not UTF-8"),
+    ],
+)
+def test_what_is_not_json_is_named_with_line_and_column(text, place):
+    with pytest.raises(SpecError, match="is not JSON") as caught:
+        codec.parse(text, "some.json")
+    assert f"some.json: is not JSON: {place}" in str(caught.value)
+
+
 @pytest.mark.parametrize("kind", TYPES)
 @settings(max_examples=40)
 @given(data=st.data())

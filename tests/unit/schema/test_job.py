@@ -100,3 +100,8 @@ def test_a_bad_job_file_is_refused_with_its_place(changes, place, rule):
 
 def test_a_range_holds_its_ends():
     assert GpuRange(minimum=3, maximum=3).minimum == 3
+
+
+def test_a_value_of_the_environment_is_named_by_its_key():
+    with pytest.raises(SpecError, match=r"\$\.environment\.B: Expected `str`"):
+        decoded(environment={"A": "1", "B": 2})
