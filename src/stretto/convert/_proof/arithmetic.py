@@ -6,18 +6,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stretto.convert._proof.batch_values import (
-    Alt,
-    Bad,
+    BoundMethod,
+    Constant,
     Count,
     Draw,
-    Fixed,
     Item,
     Iter,
     Linear,
-    Method,
+    OneOf,
     Rows,
     Seq,
     Shape,
+    Unproved,
     Why,
     first_bad,
     first_nonlinear,
@@ -43,23 +43,23 @@ def combined(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
     Any operator but ``+ - * /``, ``//`` and ``**`` is ``?``.
     """
     for value in (a, b):
-        if isinstance(value, Bad):
+        if isinstance(value, Unproved):
             return value
-    if isinstance(a, Alt):
+    if isinstance(a, OneOf):
         return joined([combined(op, v, b, node) for v in a.values], node)
-    if isinstance(b, Alt):
+    if isinstance(b, OneOf):
         return joined([combined(op, a, v, node) for v in b.values], node)
     if isinstance(a, Seq) and isinstance(b, Seq) and op == "+":
         return Seq(a.items + b.items)
     several = (Seq, Iter)
     if op == "+" and isinstance(a, several) and isinstance(b, several):
         if any(isinstance(v, Iter) and v.samples for v in (a, b)):
-            return Iter(Bad(Why.PLACED, node), samples=True)
+            return Iter(Unproved(Why.PLACED, node), samples=True)
         return Iter(joined([_element(a), _element(b)], node))
     a, b = _plain(a, node), _plain(b, node)
-    if isinstance(a, Bad) or isinstance(b, Bad):
-        return a if isinstance(a, Bad) else b
-    if isinstance(a, Fixed) and isinstance(b, Fixed):
+    if isinstance(a, Unproved) or isinstance(b, Unproved):
+        return a if isinstance(a, Unproved) else b
+    if isinstance(a, Constant) and isinstance(b, Constant):
         return _folded(op, a, b)
     if isinstance(a, Item) or isinstance(b, Item):
         return _with_item(op, a, b, node)
@@ -68,19 +68,19 @@ def combined(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
         if isinstance(other, Rows):
             return other
         if isinstance(other, Linear):
-            return other if op in "+-" else Bad(Why.DRAWN, node)
+            return other if op in "+-" else Unproved(Why.DRAWN, node)
         return Draw()
     if isinstance(a, Count) or isinstance(b, Count):
         return _with_count(op, a, b, node)
     if isinstance(a, Rows) and isinstance(b, Rows):
         return rows_with_rows(op, a, b, node)
-    if isinstance(a, Rows) and isinstance(b, Fixed):
+    if isinstance(a, Rows) and isinstance(b, Constant):
         if has_size(b, a):
-            return Bad(Why.SIZED, node)
+            return Unproved(Why.SIZED, node)
         return _rows_with_fixed(op, a, node, inverse=False)
-    if isinstance(a, Fixed) and isinstance(b, Rows):
+    if isinstance(a, Constant) and isinstance(b, Rows):
         if has_size(a, b):
-            return Bad(Why.SIZED, node)
+            return Unproved(Why.SIZED, node)
         return _rows_with_fixed(op, b, node, inverse=op not in "+-*")
     if isinstance(a, Rows) and isinstance(b, Linear):
         return _rows_with_linear(op, a, b, node)
@@ -91,16 +91,16 @@ def combined(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
 
 def _plain(value: Value, node: cst.CSTNode) -> Value:
     """Return a value as a number or a tensor."""
-    if isinstance(value, Fixed | Rows | Linear | Item | Count | Draw):
+    if isinstance(value, Constant | Rows | Linear | Item | Count | Draw):
         return value
     if (bad := first_bad([value])) is not None:
         return bad
     if (rows := first_rows([value])) is not None:
         return rows
-    of_rows = isinstance(value, Method) and isinstance(value.of, Rows)
+    of_rows = isinstance(value, BoundMethod) and isinstance(value.of, Rows)
     if has_count(value) or isinstance(value, Shape) or of_rows:
-        return Bad(Why.COUNTED, node)
-    return Bad(Why.UNREAD, node) if is_of_batch(value) else Fixed()
+        return Unproved(Why.COUNTED, node)
+    return Unproved(Why.UNREAD, node) if is_of_batch(value) else Constant()
 
 
 def _element(value: Value) -> Value:
@@ -111,7 +111,7 @@ def _element(value: Value) -> Value:
     return value
 
 
-def _folded(op: str, a: Fixed, b: Fixed) -> Fixed:
+def _folded(op: str, a: Constant, b: Constant) -> Constant:
     grad = a.grad or b.grad
     x, y = a.value, b.value
     if isinstance(x, int | float) and isinstance(y, int | float):
@@ -120,38 +120,38 @@ def _folded(op: str, a: Fixed, b: Fixed) -> Fixed:
             if op == "/":
                 value = x / y
         except (ArithmeticError, ValueError):
-            return Fixed(grad=grad)
+            return Constant(grad=grad)
         if value is not None:
-            return Fixed(value, grad)
+            return Constant(value, grad)
     if op == "+" and isinstance(x, str) and isinstance(y, str):
-        return Fixed(x + y)
+        return Constant(x + y)
     return computed([a, b])
 
 
 def _with_item(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
     places = [isinstance(v, Item) and v.place != "" for v in (a, b)]
     if any(places):
-        if all(places) or any(isinstance(v, Fixed | Count) for v in (a, b)):
+        if all(places) or any(isinstance(v, Constant | Count) for v in (a, b)):
             return Item(place="moved")
-        return Bad(Why.ACROSS, node)  # places in the batch as numbers
+        return Unproved(Why.ACROSS, node)  # places in the batch as numbers
     for one, other in ((a, b), (b, a)):
         if isinstance(one, Item):
             if isinstance(other, Rows):
-                return Bad(Why.ACROSS, node)
+                return Unproved(Why.ACROSS, node)
             if isinstance(other, Linear):
                 if op == "+" and other.degree == one.degree + 1:
                     return other
-                return Bad(Why.UNREAD, node)
+                return Unproved(Why.UNREAD, node)
             if isinstance(other, Count) and op == "/" and one is a and not other.affine:
                 return Item(one.degree - other.degree)
             if isinstance(other, Count) and op == "*" and not other.affine:
                 return Item(one.degree + other.degree)
             if isinstance(other, Count):
-                return Bad(Why.COUNTED, node)
+                return Unproved(Why.COUNTED, node)
             if isinstance(other, Item) and other.degree != one.degree:
-                return Bad(Why.MIXED, node)
+                return Unproved(Why.MIXED, node)
             return one
-    return Bad(Why.UNREAD, node)
+    return Unproved(Why.UNREAD, node)
 
 
 def _with_count(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
@@ -160,15 +160,15 @@ def _with_count(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
     count = a if isinstance(a, Count) else b
     other = b if isinstance(a, Count) else a
     if not isinstance(count, Count):
-        return Bad(Why.UNREAD, node)
-    if isinstance(other, Fixed):
+        return Unproved(Why.UNREAD, node)
+    if isinstance(other, Constant):
         return _count_with_fixed(op, count, other, node, inverse=count is b)
     if isinstance(other, Linear) and op in "+-":
         if other.degree == 0 and not count.grad:
             return other
         return replace(other, mixed=True)
     if op not in "*/" or count.affine:
-        return Bad(Why.COUNTED, node)
+        return Unproved(Why.COUNTED, node)
     by = count.degree
     if isinstance(other, Rows):
         if op == "*":
@@ -178,13 +178,13 @@ def _with_count(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
         return replace(other, degree=by - other.degree)
     if isinstance(other, Linear):
         if other.mixed:
-            return Bad(Why.MIXED, node)
+            return Unproved(Why.MIXED, node)
         if op == "*":
             return Linear(other.degree + by)
         if count is b:
             return Linear(other.degree - by)
-        return Bad(Why.NONLINEAR, node)
-    return Bad(Why.UNREAD, node)
+        return Unproved(Why.NONLINEAR, node)
+    return Unproved(Why.UNREAD, node)
 
 
 def _counts(op: str, a: Count, b: Count, node: cst.CSTNode) -> Value:
@@ -196,20 +196,20 @@ def _counts(op: str, a: Count, b: Count, node: cst.CSTNode) -> Value:
         rest = a.degree - b.degree
         if rest:
             return Count(rest, exact=False, affine=affine, grad=grad)
-        return Bad(Why.COUNTED, node) if affine else Fixed(grad=grad)
+        return Unproved(Why.COUNTED, node) if affine else Constant(grad=grad)
     if op in "+-" and a.degree == b.degree:
         return Count(a.degree, exact=False, affine=affine, grad=grad)
-    return Bad(Why.COUNTED, node)
+    return Unproved(Why.COUNTED, node)
 
 
 def _count_with_fixed(
-    op: str, count: Count, other: Fixed, node: cst.CSTNode, *, inverse: bool
+    op: str, count: Count, other: Constant, node: cst.CSTNode, *, inverse: bool
 ) -> Value:
     """Return the value of an operation on a number of samples and a constant."""
     by, grad, number = count.degree, count.grad or other.grad, other.value
     out = replace(count, exact=False, grad=grad)
     if isinstance(number, str):
-        return Bad(Why.COUNTED, node)
+        return Unproved(Why.COUNTED, node)
     if other.counted:
         rows = as_rows(other)
         if inverse:
@@ -218,7 +218,7 @@ def _count_with_fixed(
     if op == "*" or (op == "/" and not inverse):
         return replace(out, exact=count.exact and number in (1, True))
     if op == "/":
-        return Bad(Why.COUNTED, node) if count.affine else replace(out, degree=-by)
+        return Unproved(Why.COUNTED, node) if count.affine else replace(out, degree=-by)
     if op in "+-":
         same = number in (0, False) and not (inverse and op == "-")
         return replace(out, affine=True) if not same else replace(count, grad=grad)
@@ -226,7 +226,7 @@ def _count_with_fixed(
         return replace(out, affine=True, exact=count.exact and number in (1, True))
     if op == "**" and not inverse and isinstance(number, int) and not count.affine:
         return replace(out, degree=by * int(number))
-    return Bad(Why.COUNTED, node)
+    return Unproved(Why.COUNTED, node)
 
 
 def rows_with_rows(op: str, a: Rows, b: Rows, node: cst.CSTNode) -> Value:
@@ -239,24 +239,24 @@ def rows_with_rows(op: str, a: Rows, b: Rows, node: cst.CSTNode) -> Value:
             else (a.axis, b.axis)
         )
         if ends[0] != ends[1]:
-            return Bad(Why.ACROSS, node)
+            return Unproved(Why.ACROSS, node)
         axis = max(a.axis, b.axis)
     if (a.kind == "order") is not (b.kind == "order"):
-        return Bad(Why.ACROSS, node)  # places in the batch as numbers
+        return Unproved(Why.ACROSS, node)  # places in the batch as numbers
     if a.sorted is not b.sorted:
-        return Bad(Why.ACROSS, node)  # each sample with another
+        return Unproved(Why.ACROSS, node)  # each sample with another
     if (a.single and b.thin) or (b.single and a.thin):
-        return Bad(Why.UNREAD, node)  # maybe each sample with each other
+        return Unproved(Why.UNREAD, node)  # maybe each sample with each other
     shifted = a.shifted or b.shifted
     if shifted is not None and op not in "+-":
-        return Bad(Why.ACROSS, shifted)
+        return Unproved(Why.ACROSS, shifted)
     degree = a.degree
     if op == "*":
         degree = a.degree + b.degree
     elif op == "/":
         degree = a.degree - b.degree
     elif a.degree != b.degree:
-        return Bad(Why.MIXED, node)
+        return Unproved(Why.MIXED, node)
     ndim = None
     if a.ndim is not None and b.ndim is not None:
         ndim = max(a.ndim, b.ndim)
@@ -279,7 +279,7 @@ def rows_with_rows(op: str, a: Rows, b: Rows, node: cst.CSTNode) -> Value:
     )
 
 
-def has_size(fixed: Fixed, rows: Rows) -> bool:
+def has_size(fixed: Constant, rows: Rows) -> bool:
     """Return whether a constant has a fixed number of elements for the samples."""
     if fixed.shape is None or rows.axis is None or rows.ndim is None:
         return False
@@ -290,11 +290,11 @@ def has_size(fixed: Fixed, rows: Rows) -> bool:
 
 def _rows_with_fixed(op: str, a: Rows, node: cst.CSTNode, *, inverse: bool) -> Value:
     if a.shifted is not None and (inverse or op not in "+-*/"):
-        return Bad(Why.ACROSS, a.shifted)
+        return Unproved(Why.ACROSS, a.shifted)
     if inverse:
         return replace(a, degree=-a.degree, raw=False, whole=False, kind="")
     if op not in "+-*/" and a.degree != 0:
-        return Bad(Why.NONLINEAR, node)
+        return Unproved(Why.NONLINEAR, node)
     return replace(a, raw=False, whole=False, kind=kept_kind(op, a))
 
 
@@ -307,8 +307,8 @@ def _rows_with_linear(op: str, a: Rows, b: Linear, node: cst.CSTNode) -> Value:
     if op in "+-" and a.degree == b.degree and not b.mixed:
         return replace(a, shifted=node, raw=False, whole=False)
     if a.opaque is not None and not a.trusted:
-        return Bad(Why.UNREAD, a.opaque)
-    return Bad(Why.ACROSS, node)
+        return Unproved(Why.UNREAD, a.opaque)
+    return Unproved(Why.ACROSS, node)
 
 
 def _with_linear(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
@@ -316,39 +316,39 @@ def _with_linear(op: str, a: Value, b: Value, node: cst.CSTNode) -> Value:
         if op in "+-":
             mixed = a.mixed or b.mixed or a.degree != b.degree
             return Linear(max(a.degree, b.degree), mixed)
-        return Bad(Why.SELECTED if op == "/" else Why.NONLINEAR, node)
+        return Unproved(Why.SELECTED if op == "/" else Why.NONLINEAR, node)
     linear = a if isinstance(a, Linear) else b
     other = b if isinstance(a, Linear) else a
-    if not isinstance(linear, Linear) or not isinstance(other, Fixed):
-        return Bad(Why.UNREAD, node)
+    if not isinstance(linear, Linear) or not isinstance(other, Constant):
+        return Unproved(Why.UNREAD, node)
     if op in "+-":
         mixed = linear.mixed or (linear.degree != 0 and other.grad)
         return Linear(linear.degree, mixed)
     if op == "*" or (op == "/" and linear is a):
         return linear
-    return Bad(Why.NONLINEAR, node)
+    return Unproved(Why.NONLINEAR, node)
 
 
 def elementwise(values: Iterable[Value], node: cst.CSTNode) -> Value:
     """Return the value of a function of the elements of its arguments."""
-    out: Value = Fixed()
+    out: Value = Constant()
     given = [
         v
         for v in with_elements(values)
-        if isinstance(v, Fixed | Rows | Linear | Item | Count | Draw | Bad)
+        if isinstance(v, Constant | Rows | Linear | Item | Count | Draw | Unproved)
     ]
     if (bad := first_bad(given) or first_nonlinear(given, node)) is not None:
         return bad
     for value in given:
-        if isinstance(value, Fixed):
+        if isinstance(value, Constant):
             continue
         if isinstance(value, Count):
-            return Bad(Why.COUNTED, node)
-        out = combined("?", out, value, node) if out != Fixed() else value
-        if isinstance(out, Bad):
+            return Unproved(Why.COUNTED, node)
+        out = combined("?", out, value, node) if out != Constant() else value
+        if isinstance(out, Unproved):
             return out
     if isinstance(out, Rows):
         return replace(out, raw=False, whole=False, kind=kept_kind("?", out))
-    if isinstance(out, Fixed):
-        return computed(v for v in given if isinstance(v, Fixed))
+    if isinstance(out, Constant):
+        return computed(v for v in given if isinstance(v, Constant))
     return out

@@ -6,20 +6,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stretto.convert._proof.batch_values import (
-    Alt,
-    Bad,
+    BoundMethod,
     Class,
+    Constant,
     Count,
-    Fixed,
     Item,
-    Lib,
+    LibraryName,
+    LibraryResult,
     Linear,
-    Made,
-    Method,
-    Ref,
+    ObjectRef,
+    OneOf,
     Rows,
     Seq,
     Shape,
+    Unproved,
     first_rows,
     joined,
 )
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 def attribute_of(run: Run, on: Value, name: str, node: cst.CSTNode) -> Value:
     """Return an attribute of a value."""
-    if isinstance(on, Alt):
+    if isinstance(on, OneOf):
         return joined([attribute_of(run, v, name, node) for v in on.values], node)
-    if isinstance(on, Lib):
-        return Lib(f"{on.name}.{name}")
-    if isinstance(on, Ref):
+    if isinstance(on, LibraryName):
+        return LibraryName(f"{on.name}.{name}")
+    if isinstance(on, ObjectRef):
         return object_attribute(run, on, name, node)
     if isinstance(on, Class):
         if name == "apply" and has_own_gradient(run, on):
-            return Method(on, name)
+            return BoundMethod(on, name)
         known = run.get(run.key("class", id(on.node)), name)
         if known is not None:
             return known
@@ -59,37 +59,37 @@ def attribute_of(run: Run, on: Value, name: str, node: cst.CSTNode) -> Value:
             given = run.given(as_call(node), (on,), {})
             return tensor_method(name, given) or on
         if name in ("device", "dtype", "grad", "requires_grad", "grad_fn"):
-            return Fixed()
+            return Constant()
         if name.startswith("is_"):
-            return Fixed()
+            return Constant()
         if name == "ndim":
             run.given(as_call(node), (), {}).test_rank(on)
-            return Fixed() if on.ndim is None else Fixed(on.ndim)
+            return Constant() if on.ndim is None else Constant(on.ndim)
         if name in ("data", "real", "imag"):
             return replace(on, kind="")
         if name == "loss" and on.trusted:
             return Linear(0)
         if name in ("size", "nbytes", "strides", "itemsize"):
-            return Method(on, name)
+            return BoundMethod(on, name)
         if on.raw or on.opaque is not None:
             return replace(on, whole=False)
-        return Method(on, name)
+        return BoundMethod(on, name)
     if isinstance(on, Linear):
         if name in ("device", "dtype", "grad", "shape", "requires_grad", "grad_fn"):
-            return Fixed()
-        return on if name in ("data", "T") else Method(on, name)
+            return Constant()
+        return on if name in ("data", "T") else BoundMethod(on, name)
     if isinstance(on, Seq):
         if name in ("values", "indices") and len(on.items) == 2:
             return on.items[name == "indices"]
-        return Method(on, name)
-    if isinstance(on, Made):
+        return BoundMethod(on, name)
+    if isinstance(on, LibraryResult):
         known = run.get(run.key("made", id(on.node)), name)
         if known is not None:
             return known
         if name == "batch_size" and is_loader(run, on):
-            return Fixed() if node in run.work.whole else Count()
+            return Constant() if node in run.work.whole else Count()
         if name in ("weight", "bias"):
-            return Fixed(grad=True)
+            return Constant(grad=True)
         if name in (
             "mean",
             "stddev",
@@ -101,19 +101,21 @@ def attribute_of(run: Run, on: Value, name: str, node: cst.CSTNode) -> Value:
             "mode",
         ) and (rows := first_rows([on])):
             return replace(rows, raw=False, whole=False)
-        return Made(f"{on.name}.{name}", on.node, on.args, on.options)
-    if isinstance(on, Item | Bad):
+        return LibraryResult(f"{on.name}.{name}", on.node, on.args, on.options)
+    if isinstance(on, Item | Unproved):
         return on
     if isinstance(on, Count) and name in ("shape", "device", "dtype"):
-        return Fixed()
-    if isinstance(on, Fixed) and on.counted:
+        return Constant()
+    if isinstance(on, Constant) and on.counted:
         if name == "shape":
             return Shape(as_rows(on))
         if name in ("data", "T", "mT", "real"):
             return fixed_method(name, on, run.given(as_call(node), (on,), {}))
-        return Fixed() if name in ("device", "dtype", "grad") else Method(on, name)
-    return Fixed(
-        grad=isinstance(on, Fixed)
+        return (
+            Constant() if name in ("device", "dtype", "grad") else BoundMethod(on, name)
+        )
+    return Constant(
+        grad=isinstance(on, Constant)
         and on.grad
         and name not in ("shape", "device", "dtype", "grad")
     )

@@ -53,7 +53,7 @@ UNSET = Unset.UNSET
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class Constant:
     """A value that does not depend on the batch."""
 
     value: Hashable = UNSET
@@ -146,7 +146,7 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
+class Unproved:
     """A value that depends on the batch in another way."""
 
     why: Why
@@ -161,7 +161,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SliceValue:
     """A slice."""
 
     lower: Value
@@ -176,8 +176,8 @@ class Cut:
     @property
     def is_whole(self) -> bool:
         """Return whether it takes everything."""
-        begins = self.lower in (NONE, Fixed(0))
-        return begins and self.upper == NONE and self.step in (NONE, Fixed(1))
+        begins = self.lower in (NONE, Constant(0))
+        return begins and self.upper == NONE and self.step in (NONE, Constant(1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class Iter:
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class ObjectRef:
     """A list, a dict or an object of a class of the script."""
 
     key: int
@@ -226,14 +226,14 @@ class Class:
 
 
 @dataclass(frozen=True, slots=True)
-class Lib:
+class LibraryName:
     """A name of a library."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class LibraryResult:
     """The result of a library call on values that do not depend on the batch."""
 
     name: str
@@ -250,7 +250,7 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class BoundMethod:
     """A method of a value that is no object of the script."""
 
     of: Value
@@ -258,37 +258,37 @@ class Method:
 
 
 @dataclass(frozen=True, slots=True)
-class Alt:
+class OneOf:
     """One of several values."""
 
     values: frozenset[Value]
 
 
 Value = (
-    Fixed
+    Constant
     | Rows
     | Linear
     | Item
     | Count
     | Draw
-    | Bad
+    | Unproved
     | Shape
-    | Cut
+    | SliceValue
     | Seq
     | Iter
-    | Ref
+    | ObjectRef
     | Func
     | Class
-    | Lib
-    | Made
-    | Method
-    | Alt
+    | LibraryName
+    | LibraryResult
+    | BoundMethod
+    | OneOf
 )
 
-NONE = Fixed(None)
-ELLIPSIS = Fixed(...)
+NONE = Constant(None)
+ELLIPSIS = Constant(...)
 _MOST = 12
-"""The largest number of values of an `Alt`."""
+"""The largest number of values of a `OneOf`."""
 
 
 def is_of_batch(value: Value) -> bool:
@@ -297,13 +297,13 @@ def is_of_batch(value: Value) -> bool:
         return any(is_of_batch(v) for v in value.items)
     if isinstance(value, Iter):
         return is_of_batch(value.item)
-    if isinstance(value, Made):
+    if isinstance(value, LibraryResult):
         return any(is_of_batch(v) for v in value.args) or any(
             is_of_batch(v) for _, v in value.options
         )
-    if isinstance(value, Alt):
+    if isinstance(value, OneOf):
         return any(is_of_batch(v) for v in value.values)
-    return isinstance(value, Rows | Linear | Item | Bad | Draw)
+    return isinstance(value, Rows | Linear | Item | Unproved | Draw)
 
 
 def has_count(value: Value) -> bool:
@@ -312,11 +312,11 @@ def has_count(value: Value) -> bool:
         return any(has_count(v) for v in value.items)
     if isinstance(value, Iter):
         return has_count(value.item)
-    if isinstance(value, Alt):
+    if isinstance(value, OneOf):
         return any(has_count(v) for v in value.values)
-    if isinstance(value, Cut):
+    if isinstance(value, SliceValue):
         return any(has_count(v) for v in (*value.ends, value.step))
-    if isinstance(value, Made):
+    if isinstance(value, LibraryResult):
         return any(has_count(v) for v in (*value.args, *dict(value.options).values()))
     return isinstance(value, Count)
 
@@ -331,16 +331,16 @@ def first_rows(values: Iterable[Value]) -> Rows | None:
             inner = first_rows(value.items)
         elif isinstance(value, Iter):
             inner = first_rows([value.item])
-        elif isinstance(value, Alt):
+        elif isinstance(value, OneOf):
             inner = first_rows(value.values)
-        elif isinstance(value, Made):
+        elif isinstance(value, LibraryResult):
             inner = first_rows([*value.args, *(v for _, v in value.options)])
         if inner is not None:
             return inner
     return None
 
 
-def first_nonlinear(values: Iterable[Value], node: cst.CSTNode) -> Bad | None:
+def first_nonlinear(values: Iterable[Value], node: cst.CSTNode) -> Unproved | None:
     """Return what keeps a function of values from treating each sample by itself.
 
     Such a function is not linear, so it may get neither a result over samples nor rows
@@ -348,11 +348,11 @@ def first_nonlinear(values: Iterable[Value], node: cst.CSTNode) -> Bad | None:
     """
     for value in values:
         if isinstance(value, Linear):
-            return Bad(Why.NONLINEAR, node)
+            return Unproved(Why.NONLINEAR, node)
         if isinstance(value, Rows) and value.shifted is not None:
-            return Bad(Why.ACROSS, value.shifted)
+            return Unproved(Why.ACROSS, value.shifted)
         if isinstance(value, Rows) and value.degree:
-            return Bad(Why.NONLINEAR, node)
+            return Unproved(Why.NONLINEAR, node)
     return None
 
 
@@ -361,19 +361,19 @@ def is_list_of_samples(value: Value) -> bool:
     return isinstance(value, Iter) and value.samples and isinstance(value.item, Item)
 
 
-def first_bad(values: Iterable[Value]) -> Bad | None:
+def first_bad(values: Iterable[Value]) -> Unproved | None:
     """Return the first value that cannot be classified among values."""
     for value in values:
-        if isinstance(value, Bad):
+        if isinstance(value, Unproved):
             return value
-        inner: Bad | None = None
+        inner: Unproved | None = None
         if isinstance(value, Seq):
             inner = first_bad(value.items)
         elif isinstance(value, Iter):
             inner = first_bad([value.item])
-        elif isinstance(value, Alt):
+        elif isinstance(value, OneOf):
             inner = first_bad(value.values)
-        elif isinstance(value, Made):
+        elif isinstance(value, LibraryResult):
             inner = first_bad([*value.args, *(v for _, v in value.options)])
         if inner is not None:
             return inner
@@ -385,19 +385,19 @@ def join(one: Value, other: Value, node: cst.CSTNode) -> Value:
     if one == other:
         return one
     for a, b in ((one, other), (other, one)):
-        if isinstance(a, Bad):
+        if isinstance(a, Unproved):
             return a
-        if isinstance(a, Fixed):
-            if isinstance(b, Fixed):
+        if isinstance(a, Constant):
+            if isinstance(b, Constant):
                 shape = a.shape if a.shape == b.shape else None
                 counted = a.counted or b.counted
-                return Fixed(grad=a.grad or b.grad, shape=shape, counted=counted)
-            if a.value is None or not isinstance(b, Count | Draw | Alt):
+                return Constant(grad=a.grad or b.grad, shape=shape, counted=counted)
+            if a.value is None or not isinstance(b, Count | Draw | OneOf):
                 return b
             if isinstance(b, Draw):
                 return b
             if isinstance(b, Count):
-                return Bad(Why.UNREAD, node)
+                return Unproved(Why.UNREAD, node)
     if isinstance(one, Seq) and isinstance(other, Seq):
         if len(one.items) == len(other.items):
             pairs = zip(one.items, other.items, strict=True)
@@ -417,7 +417,7 @@ def join(one: Value, other: Value, node: cst.CSTNode) -> Value:
     if isinstance(one, Rows) and isinstance(other, Rows):
         return _join_rows(one, other, node)
     if isinstance(one, Linear) and isinstance(other, Linear):
-        return Bad(Why.MIXED, node)
+        return Unproved(Why.MIXED, node)
     if isinstance(one, Count) and isinstance(other, Count):
         if one.degree == other.degree:
             return Count(
@@ -426,15 +426,15 @@ def join(one: Value, other: Value, node: cst.CSTNode) -> Value:
                 affine=one.affine or other.affine,
                 grad=one.grad or other.grad,
             )
-        return Bad(Why.UNREAD, node)
+        return Unproved(Why.UNREAD, node)
     of_data = (Rows, Linear, Item, Count, Draw)
     if isinstance(one, of_data) and isinstance(other, of_data):
         for a, b in ((one, other), (other, one)):
             if isinstance(a, Rows) and a.opaque is not None and isinstance(b, Linear):
                 return a
-        return Bad(Why.UNREAD, node)
+        return Unproved(Why.UNREAD, node)
     values = _values(one) | _values(other)
-    return Fixed() if len(values) > _MOST else Alt(values)
+    return Constant() if len(values) > _MOST else OneOf(values)
 
 
 def joined(values: Iterable[Value], node: cst.CSTNode) -> Value:
@@ -442,16 +442,16 @@ def joined(values: Iterable[Value], node: cst.CSTNode) -> Value:
     out: Value | None = None
     for value in values:
         out = value if out is None else join(out, value, node)
-    return Fixed() if out is None else out
+    return Constant() if out is None else out
 
 
 def _values(value: Value) -> frozenset[Value]:
-    return value.values if isinstance(value, Alt) else frozenset([value])
+    return value.values if isinstance(value, OneOf) else frozenset([value])
 
 
 def _join_rows(one: Rows, other: Rows, node: cst.CSTNode) -> Value:
     if one.degree != other.degree:
-        return Bad(Why.MIXED, node)
+        return Unproved(Why.MIXED, node)
     return replace(
         one,
         axis=one.axis if one.axis == other.axis else None,
@@ -479,7 +479,7 @@ def with_elements(values: Iterable[Value]) -> list[Value]:
             out += with_elements(value.items)
         elif isinstance(value, Iter):
             out.append(value.item)
-        elif isinstance(value, Alt):
+        elif isinstance(value, OneOf):
             out += with_elements(value.values)
         else:
             out.append(value)

@@ -10,20 +10,20 @@ import libcst as cst
 from stretto.convert._proof.batch_values import (
     NONE,
     UNSET,
-    Bad,
     Class,
+    Constant,
     Count,
     Draw,
-    Fixed,
     Func,
     Item,
     Iter,
-    Lib,
+    LibraryName,
+    LibraryResult,
     Linear,
-    Made,
-    Ref,
+    ObjectRef,
     Rows,
     Seq,
+    Unproved,
     Why,
     is_of_batch,
     join,
@@ -170,13 +170,13 @@ def either(one: Value, other: Value, node: cst.CSTNode, why: Why | None) -> Valu
         both = (one, other)
         of_step = (Linear, Rows) if why is Why.DECIDED else Linear
         if any(isinstance(v, Seq | Iter) and _contains(v, of_step) for v in both):
-            return Iter(Bad(why, node))  # of another length on another rank
+            return Iter(Unproved(why, node))  # of another length on another rank
         if any(isinstance(v, Linear | Item) for v in both):
-            return Bad(why, node)
+            return Unproved(why, node)
         if why is Why.DECIDED and any(isinstance(v, Rows | Draw) for v in both):
-            return Bad(why, node)
-        if all(isinstance(v, Fixed | Count) for v in both) and NONE not in both:
-            return Bad(why, node) if why is Why.DECIDED else Draw()
+            return Unproved(why, node)
+        if all(isinstance(v, Constant | Count) for v in both) and NONE not in both:
+            return Unproved(why, node) if why is Why.DECIDED else Draw()
     return join(one, other, node)
 
 
@@ -218,11 +218,11 @@ def run_try(run: Run, node: cst.Try, frame: Frame) -> bool:
 
 def truth_of(value: Value) -> bool | None:
     """Return whether a value is true, if that is certain."""
-    if isinstance(value, Fixed):
+    if isinstance(value, Constant):
         return None if value.value is UNSET else bool(value.value)
-    if isinstance(value, Func | Class | Made | Lib):
-        return True if not isinstance(value, Lib | Made) else None
-    if isinstance(value, Ref) and isinstance(value.kind, cst.ClassDef):
+    if isinstance(value, Func | Class | LibraryResult | LibraryName):
+        return True if not isinstance(value, LibraryName | LibraryResult) else None
+    if isinstance(value, ObjectRef) and isinstance(value.kind, cst.ClassDef):
         return True
     if isinstance(value, Seq):
         return bool(value.items)

@@ -10,11 +10,11 @@ import libcst as cst
 from stretto.convert._proof.arithmetic import combined
 from stretto.convert._proof.batch_values import (
     NONE,
-    Fixed,
+    Constant,
     Iter,
+    LibraryResult,
     Linear,
-    Made,
-    Ref,
+    ObjectRef,
     Rows,
     Shape,
     is_of_batch,
@@ -56,7 +56,8 @@ def _arguments_of(
             options[given.keyword.value] = value
         elif given.star == "*":
             if isinstance(value, Iter) or (
-                isinstance(value, Ref) and isinstance(run.items_of_ref(value), Iter)
+                isinstance(value, ObjectRef)
+                and isinstance(run.items_of_ref(value), Iter)
             ):
                 args.append(
                     Iter(
@@ -64,13 +65,13 @@ def _arguments_of(
                         samples=items_of(run, value, node)[1],
                     )
                 )
-                options.setdefault("*", Fixed())
+                options.setdefault("*", Constant())
             elif isinstance(value, Shape):
                 args.append(value)
             else:
                 args += items_in(run, value, node)
         elif given.star == "**":
-            if isinstance(value, Ref) and value.kind == "dict":
+            if isinstance(value, ObjectRef) and value.kind == "dict":
                 for name, part in run.state.get(value.key, {}).items():
                     options[name.removeprefix("k:")] = part
             else:
@@ -86,8 +87,8 @@ def _note_loss(run: Run, node: cst.Call, frame: Frame) -> Value:
     try:
         loss_node = run.job.differentiated(node)
     except Exception:  # noqa: BLE001 - refused elsewhere
-        return Fixed()
-    value = run.value(loss_node, frame) if loss_node is not None else Fixed()
+        return Constant()
+    value = run.value(loss_node, frame) if loss_node is not None else Constant()
     if not (
         isinstance(node.func, cst.Attribute)
         and run.tree.called(node) == "torch.autograd.backward"
@@ -100,7 +101,7 @@ def _note_loss(run: Run, node: cst.Call, frame: Frame) -> Value:
                 value = replace(total, degree=total.degree + weights.degree)
             else:
                 value = combined("*", total, weights, node)
-        if isinstance(value, Ref | Made) and args:
+        if isinstance(value, ObjectRef | LibraryResult) and args:
             for given in args:  # optimizer.backward(loss), fabric.backward(loss)
                 if is_of_batch(given):
                     value = given
@@ -115,22 +116,22 @@ def _super_call(run: Run, node: cst.Call, name: str, frame: Frame) -> Value:
     here: Frame | None = frame
     while here is not None and here.receiver is None:
         here = here.parent
-    if here is None or not isinstance(here.receiver, Ref):
-        return Fixed()
+    if here is None or not isinstance(here.receiver, ObjectRef):
+        return Constant()
     ref = here.receiver
     if not isinstance(ref.kind, cst.ClassDef):
-        return Fixed()
+        return Constant()
     method = method_of(run, ref.kind, name, after=here.owner)
     if method is not None:
         return run.call(bound_method(run, method, ref), args, options, node, frame)
     base = library_base(run, ref.kind)
     if name == "__init__":
-        made = Made(base, node, args, tuple(options.items()))
+        made = LibraryResult(base, node, args, tuple(options.items()))
         run.set(ref.key, "__made__", made)
         return NONE
     if name in ("forward", "__call__"):
         known = run.get(ref.key, "__made__")
-        made = known if isinstance(known, Made) else Made(base, node)
+        made = known if isinstance(known, LibraryResult) else LibraryResult(base, node)
         given = run.given(node, args, options)
         return module_call(made, given, trusted=run.trusted)
     return run.unread(node, [*args, *options.values()])

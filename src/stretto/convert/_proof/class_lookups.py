@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from stretto.convert._proof.batch_values import Fixed, Func, Method
+from stretto.convert._proof.batch_values import BoundMethod, Constant, Func
 from stretto.convert._proof.script_run import MODULE
 from stretto.convert._tree import dotted
 
 if TYPE_CHECKING:
-    from stretto.convert._proof.batch_values import Ref, Value
+    from stretto.convert._proof.batch_values import ObjectRef, Value
     from stretto.convert._proof.script_run import Frame, Run
 
 
-def object_attribute(run: Run, ref: Ref, name: str, node: cst.CSTNode) -> Value:
+def object_attribute(run: Run, ref: ObjectRef, name: str, node: cst.CSTNode) -> Value:
     """Return an attribute of an object of the script."""
     if isinstance(ref.kind, str):
-        return Method(ref, name)
+        return BoundMethod(ref, name)
     known = run.get(ref.key, name)
     if known is not None:
         return known
@@ -27,7 +27,7 @@ def object_attribute(run: Run, ref: Ref, name: str, node: cst.CSTNode) -> Value:
     if method is not None:
         return bound_method(run, method, ref)
     if name == "training":
-        return Fixed(value=True)
+        return Constant(value=True)
     return class_attribute(run, ref.kind, name, ref, node)
 
 
@@ -63,7 +63,7 @@ def bound_method(
 
 
 def class_attribute(
-    run: Run, kind: cst.ClassDef, name: str, ref: Ref | None, node: cst.CSTNode
+    run: Run, kind: cst.ClassDef, name: str, ref: ObjectRef | None, node: cst.CSTNode
 ) -> Value:
     """Return an attribute that a class or one of its bases sets."""
     for owner in _class_line(run, kind):
@@ -86,8 +86,8 @@ def class_attribute(
                 ):
                     return run.value(small.value, run.frames[MODULE])
     if ref is not None:
-        return Method(ref, name)
-    return Fixed()
+        return BoundMethod(ref, name)
+    return Constant()
 
 
 def _class_line(run: Run, kind: cst.ClassDef) -> list[cst.ClassDef]:

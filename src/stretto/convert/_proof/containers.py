@@ -11,19 +11,19 @@ from stretto.convert._flow import SAME_OBJECT
 from stretto.convert._proof.batch_values import (
     NONE,
     UNSET,
-    Alt,
-    Bad,
+    Constant,
     Count,
     Draw,
-    Fixed,
     Item,
     Iter,
+    LibraryResult,
     Linear,
-    Made,
-    Ref,
+    ObjectRef,
+    OneOf,
     Rows,
     Seq,
     Shape,
+    Unproved,
     Why,
     has_count,
     joined,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from stretto.convert._proof.batch_values import Value
-    from stretto.convert._proof.given_arguments import Given
+    from stretto.convert._proof.given_arguments import CallArguments
     from stretto.convert._proof.script_run import Frame, Run
 
 
@@ -46,23 +46,25 @@ _UNROLLED = 6
 """The longest tuple whose loop is followed element by element."""
 
 
-def new_list(run: Run, items: Value, node: cst.CSTNode, frame: Frame) -> Ref:
+def new_list(run: Run, items: Value, node: cst.CSTNode, frame: Frame) -> ObjectRef:
     """Return a new list."""
-    ref = Ref(run.key("list", frame.key, id(node)), "list")
+    ref = ObjectRef(run.key("list", frame.key, id(node)), "list")
     run.state[ref.key] = {"items": items}
     return ref
 
 
 def new_dict(
     run: Run, parts: Mapping[str, Value], node: cst.CSTNode, frame: Frame
-) -> Ref:
+) -> ObjectRef:
     """Return a new dict."""
-    ref = Ref(run.key("dict", frame.key, id(node)), "dict")
+    ref = ObjectRef(run.key("dict", frame.key, id(node)), "dict")
     run.state[ref.key] = dict(parts)
     return ref
 
 
-def extend(run: Run, ref: Ref, values: Sequence[Value], node: cst.CSTNode) -> None:
+def extend(
+    run: Run, ref: ObjectRef, values: Sequence[Value], node: cst.CSTNode
+) -> None:
     """Add values to a list."""
     old = run.get(ref.key, "items") or Seq(())
     samples = any(loop.samples for loop in run.loops)
@@ -70,7 +72,7 @@ def extend(run: Run, ref: Ref, values: Sequence[Value], node: cst.CSTNode) -> No
         run.set(ref.key, "items", Seq((*old.items, *values)))
         return
     if isinstance(old, Iter) and old.samples and not samples:
-        values = [Bad(Why.PLACED, node)]
+        values = [Unproved(Why.PLACED, node)]
     items = list(old.items) if isinstance(old, Seq) else []
     if isinstance(old, Iter):
         items, samples = [old.item], samples or old.samples
@@ -82,8 +84,8 @@ def extend(run: Run, ref: Ref, values: Sequence[Value], node: cst.CSTNode) -> No
 
 def by_place(value: Value) -> Value:
     """Return what is made for each sample of a batch, which may differ by its place."""
-    known = isinstance(value, Fixed) and (value.uniform or value.value is not UNSET)
-    if isinstance(value, Fixed) and not known and not value.grad:
+    known = isinstance(value, Constant) and (value.uniform or value.value is not UNSET)
+    if isinstance(value, Constant) and not known and not value.grad:
         return Item(place="moved")
     return value
 
@@ -97,13 +99,13 @@ def items_of(
     run: Run, value: Value, node: cst.CSTNode, *, whole: bool = False
 ) -> tuple[list[Value], bool]:
     """Return the elements of a value, and whether there is one for each sample."""
-    if isinstance(value, Ref):
+    if isinstance(value, ObjectRef):
         if value.kind == "dict":
-            return [Fixed()], False
+            return [Constant()], False
         if isinstance(value.kind, cst.ClassDef):
             return [_iterated(run, value)], False
         value = run.items_of_ref(value)
-    if isinstance(value, Alt):
+    if isinstance(value, OneOf):
         return [
             joined((i for v in value.values for i in items_in(run, v, node)), node)
         ], False
@@ -116,9 +118,9 @@ def items_of(
     if isinstance(value, Shape):
         ndim = value.of.ndim
         if ndim is None:
-            return [Bad(Why.COUNTED, node)], False
+            return [Unproved(Why.COUNTED, node)], False
         return [size_of(value.of, i) for i in range(ndim)], False
-    if isinstance(value, Fixed) and value.counted:
+    if isinstance(value, Constant) and value.counted:
         part = replace(value, shape=None, counted=False)
         run.note_view(part, value)
         return [part], sample_axis(value) == 0
@@ -133,16 +135,16 @@ def items_of(
             ], True
         ndim = None if value.ndim is None else value.ndim - 1
         return [replace(value, axis=max(value.axis - 1, 0), ndim=ndim)], False
-    if isinstance(value, Made) and is_loader(run, value):
+    if isinstance(value, LibraryResult) and is_loader(run, value):
         return [batch_of(run, value)], False
     if isinstance(value, Count):
         return [Item(place="here")], True
-    if isinstance(value, Linear | Item | Bad | Draw):
+    if isinstance(value, Linear | Item | Unproved | Draw):
         return [value], False
-    return [Fixed(grad=isinstance(value, Fixed) and value.grad)], False
+    return [Constant(grad=isinstance(value, Constant) and value.grad)], False
 
 
-def _iterated(run: Run, ref: Ref) -> Value:
+def _iterated(run: Run, ref: ObjectRef) -> Value:
     """Return what an object of the script yields."""
     if isinstance(ref.kind, cst.ClassDef):
         method = method_of(run, ref.kind, "__iter__")
@@ -151,25 +153,27 @@ def _iterated(run: Run, ref: Ref) -> Value:
                 bound_method(run, method, ref), (), {}, ref.kind, run.frames[MODULE]
             )
             return items_in(run, made, ref.kind)[0]
-    return Fixed()
+    return Constant()
 
 
-def dict_value(run: Run, ref: Ref, name: object, node: cst.CSTNode) -> Value:
+def dict_value(run: Run, ref: ObjectRef, name: object, node: cst.CSTNode) -> Value:
     """Return a value of a dict."""
     known = run.state.get(ref.key, {})
-    if isinstance(known.get("*"), Bad):
+    if isinstance(known.get("*"), Unproved):
         return known["*"]
     if isinstance(name, str) and f"k:{name}" in known:
         return known[f"k:{name}"]
     if isinstance(name, str) and "*" in known:
         return known["*"]
-    return joined(known.values(), node) if known else Fixed()
+    return joined(known.values(), node) if known else Constant()
 
 
-def container_method(run: Run, on: Ref, name: str, given: Given, frame: Frame) -> Value:
+def container_method(
+    run: Run, on: ObjectRef, name: str, given: CallArguments, frame: Frame
+) -> Value:
     """Return the value of a call of a method of a list or a dict."""
     node, args = given.node, given.args
-    first: Value = args[0] if args else Fixed()
+    first: Value = args[0] if args else Constant()
     if on.kind == "list":
         if name in ("append", "add", "insert", "appendleft"):
             extend(run, on, [args[-1]] if args else [], node)
@@ -185,10 +189,10 @@ def container_method(run: Run, on: Ref, name: str, given: Given, frame: Frame) -
         if name in SAME_OBJECT:
             return on
         if name in ("parameters",):
-            return Iter(Fixed(grad=True))
+            return Iter(Constant(grad=True))
         if name in ("copy", "reverse", "sort"):
             return on
-        return Fixed()
+        return Constant()
     inside = run.state.get(on.key, {})
     few = 0 < len(inside) <= _UNROLLED and "*" not in inside
     if name == "values":
@@ -196,17 +200,17 @@ def container_method(run: Run, on: Ref, name: str, given: Given, frame: Frame) -
     if name == "items":
         if few:
             pairs = ((k.removeprefix("k:"), v) for k, v in inside.items())
-            return Seq(tuple(Seq((Fixed(k), v)) for k, v in pairs))
+            return Seq(tuple(Seq((Constant(k), v)) for k, v in pairs))
         each = run.items_of_ref(on)
-        value = each.item if isinstance(each, Iter) else Fixed()
-        return Iter(Seq((Fixed(), value)))
+        value = each.item if isinstance(each, Iter) else Constant()
+        return Iter(Seq((Constant(), value)))
     if name in ("get", "pop", "setdefault"):
-        key = first.value if isinstance(first, Fixed) else UNSET
+        key = first.value if isinstance(first, Constant) else UNSET
         if has_count(first):
-            return Bad(Why.COUNTED, node)
+            return Unproved(Why.COUNTED, node)
         return dict_value(run, on, key, node)
     if name == "update":
-        if isinstance(first, Ref) and first.kind == "dict":
+        if isinstance(first, ObjectRef) and first.kind == "dict":
             for key_, value in run.state.get(first.key, {}).items():
                 run.set(on.key, key_, value)
         for key_, value in given.options.items():
@@ -214,4 +218,4 @@ def container_method(run: Run, on: Ref, name: str, given: Given, frame: Frame) -
         return NONE
     if name in SAME_OBJECT or name == "copy":
         return on
-    return Fixed()
+    return Constant()

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stretto.convert._proof.batch_values import NONE, Bad, Why, has_count
+from stretto.convert._proof.batch_values import NONE, Unproved, Why, has_count
 from stretto.convert._proof.tensor_names import DRAWS, MAKES
 
 if TYPE_CHECKING:
     from stretto.convert._proof.batch_values import Value
-    from stretto.convert._proof.given_arguments import Given
+    from stretto.convert._proof.given_arguments import CallArguments
 
 _SIZED = frozenset(
     [
@@ -51,7 +51,7 @@ _SIZES = ("size", "shape", "sizes", "split_size_or_sections", "repeats", "steps"
 _KEEPING = MAKES | DRAWS | _SIZED | _ARITHMETIC | _PYTHON
 
 
-def followed(name: str, given: Given, out: Value) -> Value:
+def followed(name: str, given: CallArguments, out: Value) -> Value:
     """Return a call's value, or what says that it depends on a number of samples.
 
     Args:
@@ -59,7 +59,7 @@ def followed(name: str, given: Given, out: Value) -> Value:
         given: Its arguments.
         out: Its value.
     """
-    if isinstance(out, Bad) or out == NONE:
+    if isinstance(out, Unproved) or out == NONE:
         return out
     last = name.rpartition(".")[2]
     keeps = name in _KEEPING or last in _KEEPING or last.endswith("Tensor")
@@ -69,5 +69,5 @@ def followed(name: str, given: Given, out: Value) -> Value:
     if any(map(has_count, (*placed, *named))):
         if last in ("dict", "update", "partial") or last[:1].isupper():
             return out
-        return Bad(Why.COUNTED, given.node)
+        return Unproved(Why.COUNTED, given.node)
     return out

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from stretto.convert._proof.batch_values import (
-    Bad,
+    Constant,
     Count,
-    Fixed,
     Iter,
     Seq,
     Shape,
+    Unproved,
     Why,
     first_rows,
 )
@@ -21,7 +21,7 @@ from stretto.convert._proof.given_arguments import known_ints
 
 if TYPE_CHECKING:
     from stretto.convert._proof.batch_values import Rows, Value
-    from stretto.convert._proof.given_arguments import Given
+    from stretto.convert._proof.given_arguments import CallArguments
 
 
 def is_sample_dim(dim: int, on: Rows) -> bool:
@@ -77,7 +77,7 @@ def _reshaped(on: Rows, sizes: list[Value], node: cst.CSTNode) -> Value:
             return replace(on, axis=of.axis, ndim=of.ndim, raw=False, whole=False)
         if isinstance(sizes[0], Seq):
             sizes = list(sizes[0].items)
-        elif isinstance(sizes[0], Iter) or not isinstance(sizes[0], Fixed | Count):
+        elif isinstance(sizes[0], Iter) or not isinstance(sizes[0], Constant | Count):
             return replace(on, ndim=None, raw=False, whole=False)
     new = replace(on, ndim=len(sizes), raw=False, whole=False, thin=False, single=False)
     new = replace(new, layer=None)
@@ -90,21 +90,21 @@ def _reshaped(on: Rows, sizes: list[Value], node: cst.CSTNode) -> Value:
     if free == [0]:
         flat = on.ndim == 1 or (on.single and on.ndim in (None, 2))
         if flat and any(known_ints(s) != [1] for s in sizes[1:]):
-            return Bad(Why.ACROSS, node)
+            return Unproved(Why.ACROSS, node)
         return replace(new, axis=0)
     if free and all(known_ints(s) == [1] for s in sizes[: free[0]]):
         return replace(new, axis=free[0])
     if on.axis == 0 and sizes and known_ints(sizes[0]) != [1]:
-        return Bad(Why.UNREAD, node)
+        return Unproved(Why.UNREAD, node)
     return replace(new, axis=None)
 
 
-def _unflattened(on: Rows, given: Given) -> Value:
+def _unflattened(on: Rows, given: CallArguments) -> Value:
     """Return a tensor of which one dimension becomes several."""
     at = known_ints(given.get("dim", 1))
     sizes = given.get("sizes", 2)
     if at is None or is_sample_dim(at[0], on) or may_be_sample_dim(at[0], on):
-        return Bad(Why.ACROSS, given.node)
+        return Unproved(Why.ACROSS, given.node)
     more = len(sizes.items) - 1 if isinstance(sizes, Seq) else None
     if more is None or on.ndim is None or on.axis is None:
         behind = on.axis == 0
@@ -114,7 +114,7 @@ def _unflattened(on: Rows, given: Given) -> Value:
     return replace(on, axis=axis, ndim=on.ndim + more)
 
 
-def moved_dims(name: str, on: Rows, given: Given) -> Value | None:
+def moved_dims(name: str, on: Rows, given: CallArguments) -> Value | None:
     """Return what a function that changes a shape makes of a tensor."""
     rest = list(given.args[1:])
     plain = replace(on, raw=False, whole=False, thin=False, single=False, least=1)
@@ -171,7 +171,7 @@ def moved_dims(name: str, on: Rows, given: Given) -> Value | None:
         if on.axis is None:
             return plain
         if on.ndim is None:
-            return Bad(Why.UNREAD, given.node)
+            return Unproved(Why.UNREAD, given.node)
         swapped = {on.ndim - 1: on.ndim - 2, on.ndim - 2: on.ndim - 1}
         return replace(plain, axis=swapped.get(on.axis, on.axis))
     if name in ("t", "T", "H"):
@@ -203,7 +203,7 @@ def moved_dims(name: str, on: Rows, given: Given) -> Value | None:
         across = [i for i in counts if i != on.axis]
         repeats = name in ("repeat", "tile") and on.axis is not None
         if repeats and (across or (counts and name == "repeat")):
-            return Bad(Why.ACROSS, given.node)
+            return Unproved(Why.ACROSS, given.node)
         return replace(plain, ndim=ndim)
     if name == "repeat_interleave":
         return replace(plain, ndim=plain.ndim)
@@ -233,6 +233,6 @@ def size_of(on: Rows, dim: int) -> Value:
             if on.even and on.copies == 1
             else Count(exact=False)
             if on.even
-            else Bad(Why.SELECTED, on.opaque or cst.Name("x"))
+            else Unproved(Why.SELECTED, on.opaque or cst.Name("x"))
         )
-    return Fixed()
+    return Constant()

@@ -9,11 +9,11 @@ import libcst as cst
 
 from stretto.convert._proof.batch_values import (
     NONE,
+    Constant,
     Count,
     Draw,
-    Fixed,
     Iter,
-    Ref,
+    ObjectRef,
     Rows,
     Seq,
     Shape,
@@ -24,17 +24,17 @@ from stretto.convert._proof.given_arguments import known_ints
 
 if TYPE_CHECKING:
     from stretto.convert._proof.batch_values import Value
-    from stretto.convert._proof.given_arguments import Given
+    from stretto.convert._proof.given_arguments import CallArguments
 
 
-def numpy_drawn(given: Given) -> Value:
+def numpy_drawn(given: CallArguments) -> Value:
     """Return random numbers of NumPy, which are the same on all ranks."""
     values = list(given.all)
     size = given.options.get("size")
     if size is None and values:
         size = values[-1]
-    if isinstance(size, Ref):
-        return Fixed()
+    if isinstance(size, ObjectRef):
+        return Constant()
     name = (
         given.node.func.attr.value if isinstance(given.node.func, cst.Attribute) else ""
     )
@@ -45,25 +45,25 @@ def numpy_drawn(given: Given) -> Value:
     if given.in_step and any(isinstance(s, Count | Shape) for s in (*asked, *sizes)):
         given.repeated.add(given.node)
         return Rows()
-    return Fixed(
-        shape=made_shape(asked) if asked and isinstance(size, Seq | Fixed) else None
+    return Constant(
+        shape=made_shape(asked) if asked and isinstance(size, Seq | Constant) else None
     )
 
 
-def note_generator(given: Given) -> None:
+def note_generator(given: CallArguments) -> None:
     """Note that a generator draws the same numbers on each rank for its samples."""
     generator = given.options.get("generator")
     if given.in_step and generator is not None and generator != NONE:
         given.repeated.add(given.node)
 
 
-def drawn(last: str, full: str, given: Given) -> Value:
+def drawn(last: str, full: str, given: CallArguments) -> Value:
     """Return random numbers: each rank draws its own once training has begun."""
     if full.startswith("numpy."):
         return numpy_drawn(given)
     note_generator(given)
     if last == "randperm":
-        return Rows(ndim=1, kind="order") if given.in_step else Fixed()
+        return Rows(ndim=1, kind="order") if given.in_step else Constant()
     if last in ("bernoulli", "multinomial", "poisson", "normal") and (
         rows := first_rows(given.args)
     ):
@@ -72,7 +72,7 @@ def drawn(last: str, full: str, given: Given) -> Value:
         size = given.options.get("size")
         sizes = [v for v in given.args if last != "randint" or isinstance(v, Seq)]
         known = last in ("rand", "randn", "randint")
-        return Fixed(
+        return Constant(
             shape=made_shape(sizes if size is None else [size]) if known else None
         )
     sizes = list(given.args)

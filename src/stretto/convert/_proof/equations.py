@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from stretto.convert._proof.arithmetic import elementwise
 from stretto.convert._proof.batch_values import (
-    Bad,
-    Fixed,
+    Constant,
     Linear,
     Rows,
+    Unproved,
     Why,
     first_rows,
 )
@@ -18,17 +18,17 @@ from stretto.convert._proof.given_arguments import known_text
 
 if TYPE_CHECKING:
     from stretto.convert._proof.batch_values import Value
-    from stretto.convert._proof.given_arguments import Given
+    from stretto.convert._proof.given_arguments import CallArguments
 
 
-def einsum(given: Given) -> Value:
+def einsum(given: CallArguments) -> Value:
     """Return the value of ``torch.einsum``."""
     node = given.node
     text = given.args[0] if given.args else None
     values = list(given.args[1:])
-    equation = text.value if isinstance(text, Fixed) else None
+    equation = text.value if isinstance(text, Constant) else None
     if not isinstance(equation, str):
-        return Bad(Why.UNREAD, node) if first_rows(values) else Fixed(grad=True)
+        return Unproved(Why.UNREAD, node) if first_rows(values) else Constant(grad=True)
     if "..." in equation:
         return elementwise(values, node)
     if "->" not in equation:
@@ -39,7 +39,7 @@ def einsum(given: Given) -> Value:
     degree = 0
     out: Rows | None = None
     for names, value in zip(left.split(","), values, strict=False):
-        if isinstance(value, Bad):
+        if isinstance(value, Unproved):
             return value
         if isinstance(value, Rows) and names:
             axis = 0 if value.axis is None else value.axis
@@ -47,13 +47,13 @@ def einsum(given: Given) -> Value:
             degree += value.degree
             out = value if out is None else out
             if value.shifted is not None:
-                return Bad(Why.ACROSS, value.shifted)
+                return Unproved(Why.ACROSS, value.shifted)
         elif isinstance(value, Linear):
-            return Bad(Why.NONLINEAR, node)
+            return Unproved(Why.NONLINEAR, node)
     if out is None:
-        return Fixed(grad=True)
+        return Constant(grad=True)
     if len(letters) > 1:
-        return Bad(Why.ACROSS, node)
+        return Unproved(Why.ACROSS, node)
     letter = letters.pop()
     if letter not in right:
         return Linear(degree + 1)
@@ -62,12 +62,12 @@ def einsum(given: Given) -> Value:
     )
 
 
-def einops_function(last: str, given: Given) -> Value | None:
+def einops_function(last: str, given: CallArguments) -> Value | None:
     """Return the value of a function of einops."""
     on = first_rows(given.args[:1])
     text = known_text(given.get("pattern", 1))
     if on is None:
-        return Fixed(grad=True)
+        return Constant(grad=True)
     if text is None or "->" not in text or on.axis is None:
         return replace(on, ndim=None, raw=False, whole=False)
     left, _, right = text.partition("->")
@@ -83,7 +83,7 @@ def einops_function(last: str, given: Given) -> Value | None:
         how = known_text(given.get("reduction", 2))
         if how in ("mean", "sum"):
             return Linear(on.degree + (how == "sum"))
-    return Bad(Why.ACROSS, given.node)
+    return Unproved(Why.ACROSS, given.node)
 
 
 def _groups_in(text: str) -> list[list[str]]:

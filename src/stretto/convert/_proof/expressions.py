@@ -11,20 +11,20 @@ from stretto.convert._proof.arithmetic import combined, elementwise
 from stretto.convert._proof.batch_values import (
     NONE,
     UNSET,
-    Alt,
-    Bad,
+    BoundMethod,
+    Constant,
     Count,
     Draw,
-    Fixed,
     Item,
     Iter,
-    Lib,
+    LibraryName,
+    LibraryResult,
     Linear,
-    Made,
-    Method,
-    Ref,
+    ObjectRef,
+    OneOf,
     Rows,
     Seq,
+    Unproved,
     Why,
     first_rows,
     has_count,
@@ -74,7 +74,7 @@ def element_values(
     for element in elements:
         value = run.value(element.value, frame)
         if element in run.work.whole:
-            yield Fixed()  # batches of all ranks, equal on each
+            yield Constant()  # batches of all ranks, equal on each
         elif isinstance(element, cst.StarredElement):
             yield from items_in(run, value, element)
         else:
@@ -88,11 +88,11 @@ def dict_display(run: Run, node: cst.Dict, frame: Frame) -> Value:
         value = run.value(element.value, frame)
         if isinstance(element, cst.DictElement):
             key = run.value(element.key, frame)
-            name = key.value if isinstance(key, Fixed) else UNSET
+            name = key.value if isinstance(key, Constant) else UNSET
             if isinstance(name, str):
                 parts[f"k:{name}"] = value
                 continue
-        elif isinstance(value, Ref) and value.kind == "dict":
+        elif isinstance(value, ObjectRef) and value.kind == "dict":
             parts |= run.state.get(value.key, {})
             continue
         parts["*"] = join(parts["*"], value, node) if "*" in parts else value
@@ -104,16 +104,16 @@ def operation(run: Run, node: cst.BinaryOperation, frame: Frame) -> Value:
     a, b = run.value(node.left, frame), run.value(node.right, frame)
     if isinstance(node.operator, cst.MatrixMultiply):
         return product(a, b, node)
-    if isinstance(a, Ref) or isinstance(b, Ref):
-        parts = [run.items_of_ref(v) if isinstance(v, Ref) else v for v in (a, b)]
+    if isinstance(a, ObjectRef) or isinstance(b, ObjectRef):
+        parts = [run.items_of_ref(v) if isinstance(v, ObjectRef) else v for v in (a, b)]
         if isinstance(node.operator, cst.Multiply):
-            listed = parts[0] if isinstance(a, Ref) else parts[1]
+            listed = parts[0] if isinstance(a, ObjectRef) else parts[1]
             inner = joined(items_in(run, listed, node), node)
-            times = parts[1] if isinstance(a, Ref) else parts[0]
+            times = parts[1] if isinstance(a, ObjectRef) else parts[0]
             one = isinstance(listed, Seq) and len(listed.items) == 1
             exact = isinstance(times, Count) and times.exact and times.degree == 1
             if has_count(times) and not (one and exact):
-                inner = Bad(Why.COUNTED, node)
+                inner = Unproved(Why.COUNTED, node)
             return new_list(run, Iter(inner, samples=exact), node, frame)
         both = combined("+", parts[0], parts[1], node)
         return new_list(
@@ -128,15 +128,15 @@ def unary_operation(run: Run, node: cst.UnaryOperation, frame: Frame) -> Value:
     if isinstance(node.operator, cst.Not):
         known = truth_of(value)
         if known is not None:
-            return Fixed(not known)
-        return value if is_of_batch(value) else Fixed()
-    if isinstance(node.operator, cst.Minus) and isinstance(value, Fixed):
+            return Constant(not known)
+        return value if is_of_batch(value) else Constant()
+    if isinstance(node.operator, cst.Minus) and isinstance(value, Constant):
         number = value.value
         if isinstance(number, int | float):
-            return Fixed(-number, value.grad)
-        return Fixed(grad=value.grad)
+            return Constant(-number, value.grad)
+        return Constant(grad=value.grad)
     if isinstance(node.operator, cst.BitInvert) and isinstance(value, Linear):
-        return Bad(Why.NONLINEAR, node)
+        return Unproved(Why.NONLINEAR, node)
     return value
 
 
@@ -150,15 +150,15 @@ def comparison(run: Run, node: cst.Comparison, frame: Frame) -> Value:
         out.append(_compared(part.operator, values[-1], right))
         values.append(right)
     if out and all(o is not None for o in out):
-        return Fixed(all(out))
+        return Constant(all(out))
     if any(isinstance(p.operator, cst.Is | cst.IsNot) for p in node.comparisons):
-        return Fixed()
+        return Constant()
     for value in values:
-        if isinstance(value, Linear | Bad):
-            return Bad(Why.DECIDED, node)
+        if isinstance(value, Linear | Unproved):
+            return Unproved(Why.DECIDED, node)
     counts = sum(isinstance(v, Count) for v in values)
     if 0 < counts < len(values) and first_rows(values) is None:
-        return Bad(Why.DECIDED, node)
+        return Unproved(Why.DECIDED, node)
     rows = first_rows(values)
     if rows is not None:
         made = elementwise(
@@ -166,11 +166,11 @@ def comparison(run: Run, node: cst.Comparison, frame: Frame) -> Value:
             node,
         )
         if isinstance(made, Rows) and made.kind == "order":
-            return Bad(Why.ACROSS, node)
+            return Unproved(Why.ACROSS, node)
         return replace(made, kind="bool") if isinstance(made, Rows) else made
     if any(isinstance(v, Item) for v in values):
         return Item()
-    return Draw() if any(isinstance(v, Draw) for v in values) else Fixed()
+    return Draw() if any(isinstance(v, Draw) for v in values) else Constant()
 
 
 def boolean_operation(run: Run, node: cst.BooleanOperation, frame: Frame) -> Value:
@@ -183,7 +183,9 @@ def boolean_operation(run: Run, node: cst.BooleanOperation, frame: Frame) -> Val
     right = run.value(node.right, frame)
     second = truth_of(right)
     if second is not None and second is not is_and and not is_of_batch(left):
-        return Fixed(second) if isinstance(right, Fixed) else join(left, right, node)
+        return (
+            Constant(second) if isinstance(right, Constant) else join(left, right, node)
+        )
     for value in (left, right):
         if is_of_batch(value):
             return value
@@ -217,7 +219,7 @@ def comprehension(run: Run, node: cst.BaseComp, frame: Frame) -> Value:
         over = run.value(part.iter, inner)
         items, each = items_of(run, over, part)
         if part in run.work.whole:
-            items, each = [Fixed()], False
+            items, each = [Constant()], False
         samples = samples or each
         simple = part is node.for_in and part.inner_for_in is None and not part.ifs
         if simple and len(items) > 1:
@@ -256,27 +258,31 @@ def _compared(operator: cst.BaseCompOp, a: Value, b: Value) -> bool | None:
     """Return the result of a comparison, if it is certain."""
     if isinstance(operator, cst.Is | cst.IsNot | cst.Equal | cst.NotEqual):
         equal: bool | None = None
-        x = a.value if isinstance(a, Fixed) else UNSET
-        y = b.value if isinstance(b, Fixed) else UNSET
+        x = a.value if isinstance(a, Constant) else UNSET
+        y = b.value if isinstance(b, Constant) else UNSET
         if x is not UNSET and y is not UNSET:
             equal = x == y
         elif NONE in (a, b):
             other = b if a == NONE else a
-            if not isinstance(other, Fixed | Alt | Made | Lib | Method):
+            if not isinstance(
+                other, Constant | OneOf | LibraryResult | LibraryName | BoundMethod
+            ):
                 equal = False
         if equal is None:
             return None
         return equal if isinstance(operator, cst.Is | cst.Equal) else not equal
-    if not isinstance(a, Fixed) or a.value is UNSET:
+    if not isinstance(a, Constant) or a.value is UNSET:
         return None
     if isinstance(operator, cst.In | cst.NotIn):
         if isinstance(b, Seq) and all(
-            isinstance(i, Fixed) and i.value is not UNSET for i in b.items
+            isinstance(i, Constant) and i.value is not UNSET for i in b.items
         ):
-            inside = any(isinstance(i, Fixed) and i.value == a.value for i in b.items)
+            inside = any(
+                isinstance(i, Constant) and i.value == a.value for i in b.items
+            )
             return inside if isinstance(operator, cst.In) else not inside
         return None
-    if not isinstance(b, Fixed) or b.value is UNSET:
+    if not isinstance(b, Constant) or b.value is UNSET:
         return None
     x, y = a.value, b.value
     if not isinstance(x, int | float) or not isinstance(y, int | float):

@@ -9,14 +9,14 @@ from stretto.convert._proof.batch_values import (
     ELLIPSIS,
     NONE,
     UNSET,
-    Bad,
+    Constant,
     Count,
-    Cut,
-    Fixed,
     Item,
     Rows,
     Seq,
     Shape,
+    SliceValue,
+    Unproved,
     Why,
     first_bad,
     has_count,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import libcst as cst
 
     from stretto.convert._proof.batch_values import Value
-    from stretto.convert._proof.given_arguments import Given
+    from stretto.convert._proof.given_arguments import CallArguments
 
 Sizes = tuple[int | Count | None, ...]
 
@@ -94,7 +94,7 @@ def made_shape(sizes: Sequence[Value]) -> Sizes | None:
 def _sizes(sizes: Sequence[Value]) -> Sizes | None:
     out: list[int | Count | None] = []
     for size in sizes:
-        if not isinstance(size, Fixed | Count):
+        if not isinstance(size, Constant | Count):
             return None
         number = known_ints(size)
         plain = number[0] if number is not None else None
@@ -102,15 +102,15 @@ def _sizes(sizes: Sequence[Value]) -> Sizes | None:
     return tuple(out)
 
 
-def made(sizes: Sequence[Value], *, uniform: bool) -> Fixed:
+def made(sizes: Sequence[Value], *, uniform: bool) -> Constant:
     """Return what functions such as ``torch.zeros`` make."""
     shape = made_shape(sizes)
     counted = any(
-        has_count(v) or isinstance(v, Shape | Bad) for v in with_elements(sizes)
+        has_count(v) or isinstance(v, Shape | Unproved) for v in with_elements(sizes)
     )
     if shape is None and len(sizes) == 1 and isinstance(sizes[0], Shape):
         shape = shape_of(sizes[0].of)
-    return Fixed(uniform=uniform, shape=shape, counted=counted)
+    return Constant(uniform=uniform, shape=shape, counted=counted)
 
 
 def shape_of(rows: Rows) -> Sizes | None:
@@ -121,19 +121,19 @@ def shape_of(rows: Rows) -> Sizes | None:
     return tuple(count if i == rows.axis else None for i in range(rows.ndim))
 
 
-def sample_axis(on: Fixed) -> int | None:
+def sample_axis(on: Constant) -> int | None:
     """Return the dimension of a counted tensor that is that of the samples."""
     places = [i for i, s in enumerate(on.shape or ()) if isinstance(s, Count)]
     return places[0] if len(places) == 1 else None
 
 
-def as_rows(on: Fixed) -> Rows:
+def as_rows(on: Constant) -> Rows:
     """Return a counted tensor as one with a row for each sample."""
     ndim = None if on.shape is None else len(on.shape)
     return Rows(axis=sample_axis(on), ndim=ndim)
 
 
-def computed(values: Iterable[Fixed]) -> Fixed:
+def computed(values: Iterable[Constant]) -> Constant:
     """Return what a function of the elements of its arguments makes of them."""
     shape: Sizes | None = ()
     grad, uniform, several, counted = False, True, False, False
@@ -146,12 +146,12 @@ def computed(values: Iterable[Fixed]) -> Fixed:
         if not number and shape is not None:
             shape = None if value.shape is None else _broadcast(shape, value.shape)
     known = shape if several else None
-    return Fixed(grad=grad, uniform=uniform, shape=known, counted=counted)
+    return Constant(grad=grad, uniform=uniform, shape=known, counted=counted)
 
 
-def multiplied(a: Fixed, b: Fixed) -> Fixed:
+def multiplied(a: Constant, b: Constant) -> Constant:
     """Return the matrix product of two tensors without samples."""
-    out = Fixed(grad=a.grad or b.grad)
+    out = Constant(grad=a.grad or b.grad)
     if not a.shape or not b.shape or len(b.shape) > 2:
         return out
     return replace(out, shape=(*a.shape[:-1], *b.shape[1:]))
@@ -167,7 +167,7 @@ def _broadcast(one: Sizes, other: Sizes) -> Sizes:
     )
 
 
-def fixed_method(name: str, on: Fixed, given: Given) -> Fixed:
+def fixed_method(name: str, on: Constant, given: CallArguments) -> Constant:
     """Return what a method of a tensor without samples makes of it."""
     grad = on.grad and name not in ("detach", "item", "data")
     rest = given.args[1:]
@@ -182,18 +182,20 @@ def fixed_method(name: str, on: Fixed, given: Given) -> Fixed:
     if shape is not None or name in LINEAR_SHAPE:
         return replace(same, shape=shape)
     if name in ELEMENTWISE - RANK_CHANGING - SIZE_CHANGING:
-        others = [v for v in (*rest, *given.options.values()) if isinstance(v, Fixed)]
+        others = [
+            v for v in (*rest, *given.options.values()) if isinstance(v, Constant)
+        ]
         out = computed([same, *others])
         return replace(out, grad=grad, uniform=out.uniform and name not in _UNEVEN)
     if name in REDUCING:
         shape = None if on.shape is None else _reduced(on.shape, given)
         by_dim = given.get("dim", 1) is not None or given.get("axis") is not None
         left = by_dim if shape is None else any(isinstance(s, Count) for s in shape)
-        return Fixed(grad=grad, shape=shape, counted=on.counted and left)
-    return Fixed(grad=grad, counted=on.counted)
+        return Constant(grad=grad, shape=shape, counted=on.counted and left)
+    return Constant(grad=grad, counted=on.counted)
 
 
-def _moved(name: str, shape: Sizes | None, given: Given) -> Sizes | None:
+def _moved(name: str, shape: Sizes | None, given: CallArguments) -> Sizes | None:
     """Return the shape after a function that changes only the shape."""
     rest = given.args[1:]
     if name in ("view", "reshape"):
@@ -217,7 +219,7 @@ def _moved(name: str, shape: Sizes | None, given: Given) -> Sizes | None:
     return None
 
 
-def _reduced(shape: Sizes, given: Given) -> Sizes | None:
+def _reduced(shape: Sizes, given: CallArguments) -> Sizes | None:
     """Return the shape after a function that combines dimensions."""
     dim = given.get("dim", 1) or given.get("axis")
     dims = known_ints(dim) if dim is not None else None
@@ -225,12 +227,12 @@ def _reduced(shape: Sizes, given: Given) -> Sizes | None:
         return None
     keep = given.get("keepdim", 2) or given.get("keepdims")
     gone = {d % len(shape) for d in dims}
-    if isinstance(keep, Fixed) and keep.value is True:
+    if isinstance(keep, Constant) and keep.value is True:
         return tuple(1 if i in gone else s for i, s in enumerate(shape))
     return tuple(s for i, s in enumerate(shape) if i not in gone) or None
 
 
-def repeated(on: Fixed, sizes: Sequence[Value]) -> Fixed:
+def repeated(on: Constant, sizes: Sequence[Value]) -> Constant:
     """Return what ``expand`` and ``repeat`` make of a tensor by the batch's size."""
     shape = made_shape(sizes)
     if shape is not None and -1 in shape:
@@ -240,7 +242,7 @@ def repeated(on: Fixed, sizes: Sequence[Value]) -> Fixed:
     return replace(on, value=UNSET, shape=shape, counted=True)
 
 
-def tiles(on: Fixed, counts: Sequence[bool]) -> bool:
+def tiles(on: Constant, counts: Sequence[bool]) -> bool:
     """Return whether a dimension of several elements is repeated by the batch's size.
 
     Args:
@@ -254,9 +256,9 @@ def tiles(on: Fixed, counts: Sequence[bool]) -> bool:
     return any(counted and size not in (1, None) for size, counted in pairs)
 
 
-def part_of(on: Fixed, parts: Sequence[Value]) -> Fixed:
+def part_of(on: Constant, parts: Sequence[Value]) -> Constant:
     """Return a part of a tensor without samples, by the parts of an index."""
-    out = Fixed(grad=on.grad, uniform=on.uniform, counted=on.counted)
+    out = Constant(grad=on.grad, uniform=on.uniform, counted=on.counted)
     if on.shape is None:
         return out
     left, shape = list(on.shape), list[int | Count | None]()
@@ -265,9 +267,9 @@ def part_of(on: Fixed, parts: Sequence[Value]) -> Fixed:
             shape.append(1)
         elif not left:
             return out
-        elif isinstance(value, Cut):
+        elif isinstance(value, SliceValue):
             shape.append(_sliced(left.pop(0), value))
-        elif isinstance(value, Fixed) and isinstance(value.value, int):
+        elif isinstance(value, Constant) and isinstance(value.value, int):
             left.pop(0)
         else:
             return out
@@ -276,7 +278,7 @@ def part_of(on: Fixed, parts: Sequence[Value]) -> Fixed:
     return replace(out, shape=sizes, counted=counted)
 
 
-def _sliced(size: int | Count | None, part: Cut) -> int | Count | None:
+def _sliced(size: int | Count | None, part: SliceValue) -> int | Count | None:
     """Return the size of a slice of a dimension."""
     if part.is_whole:
         return size
@@ -294,13 +296,13 @@ def _sliced(size: int | Count | None, part: Cut) -> int | Count | None:
 
 
 def stored_in(
-    on: Fixed, parts: Sequence[Value], value: Value, node: cst.CSTNode
+    on: Constant, parts: Sequence[Value], value: Value, node: cst.CSTNode
 ) -> Value:
     """Return a counted tensor after some of its elements were set."""
     if (bad := first_bad([value, *parts])) is not None:
         return bad
     if isinstance(value, Item) and value.place:
-        return Bad(Why.PLACED, node)
+        return Unproved(Why.PLACED, node)
     axis, place = sample_axis(on), 0
     of_samples = isinstance(value, Rows | Item)
     for part in parts:
@@ -308,7 +310,7 @@ def stored_in(
             continue
         if part == ELLIPSIS:
             if on.shape is None:
-                return Bad(Why.PLACED, node)
+                return Unproved(Why.PLACED, node)
             after = [p for p in parts[parts.index(part) + 1 :] if p != NONE]
             place = len(on.shape) - len(after)
             continue
@@ -316,10 +318,10 @@ def stored_in(
         place += 1
         if isinstance(part, Rows) or part == Item(place="here"):
             of_samples = True
-        elif here and not (isinstance(part, Cut) and part.is_whole):
-            return Bad(Why.PLACED, node)
+        elif here and not (isinstance(part, SliceValue) and part.is_whole):
+            return Unproved(Why.PLACED, node)
     if of_samples:
         return as_rows(on)
-    if isinstance(value, Fixed):
+    if isinstance(value, Constant):
         return replace(on, grad=on.grad or value.grad, uniform=False)
     return value

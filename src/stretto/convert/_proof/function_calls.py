@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from stretto.convert._proof.batch_values import NONE, Fixed, Iter, Seq, joined
+from stretto.convert._proof.batch_values import NONE, Constant, Iter, Seq, joined
 from stretto.convert._proof.branches import afresh, either
 from stretto.convert._proof.containers import new_dict
 from stretto.convert._proof.script_run import MODULE, Frame
@@ -126,14 +126,14 @@ def _bind_parameters(
         elif param.default is not None:
             run.set(frame.key, name, run.value(param.default, home))
         else:
-            run.set(frame.key, name, Fixed())
+            run.set(frame.key, name, Constant())
     if spread and given and isinstance(given[-1], Iter) and len(given) <= len(plain):
         run.set(frame.key, plain[len(given) - 1].name.value, given[-1].item)
     for param in of.kwonly_params:
         name = param.name.value
         value = options.get(name)
         if value is None:
-            value = run.value(param.default, home) if param.default else Fixed()
+            value = run.value(param.default, home) if param.default else Constant()
         run.set(frame.key, name, value)
     if isinstance(of.star_arg, cst.Param):
         run.set(frame.key, of.star_arg.name.value, Seq(tuple(rest)))

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from stretto.convert._proof.batch_values import Fixed, Rows, Seq, Value
+from stretto.convert._proof.batch_values import Constant, Rows, Seq, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class CallArguments:
     """The arguments of a call, and where it is."""
 
     node: cst.Call
@@ -53,7 +53,7 @@ class Given:
 
 def known_ints(value: Value | None) -> list[int] | None:
     """Return the numbers that a value certainly is."""
-    if isinstance(value, Fixed) and isinstance(value.value, int):
+    if isinstance(value, Constant) and isinstance(value.value, int):
         return [int(value.value)]
     if isinstance(value, Seq):
         out: list[int] = []
@@ -68,7 +68,7 @@ def known_ints(value: Value | None) -> list[int] | None:
 
 def known_int(value: Value | None) -> int | None:
     """Return the number that a value certainly is."""
-    numbers = known_ints(value) if isinstance(value, Fixed) else None
+    numbers = known_ints(value) if isinstance(value, Constant) else None
     return None if numbers is None else numbers[0]
 
 
@@ -76,7 +76,7 @@ def known_text(value: Value | None) -> str | None:
     """Return the text that a value certainly is."""
     return (
         value.value
-        if isinstance(value, Fixed) and isinstance(value.value, str)
+        if isinstance(value, Constant) and isinstance(value.value, str)
         else None
     )
 

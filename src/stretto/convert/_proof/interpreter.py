@@ -16,18 +16,18 @@ import libcst as cst
 from stretto.convert._proof.attributes import attribute_of
 from stretto.convert._proof.batch_values import (
     ELLIPSIS,
-    Alt,
-    Bad,
+    BoundMethod,
     Class,
+    Constant,
     Count,
-    Fixed,
     Func,
-    Lib,
-    Made,
-    Method,
-    Ref,
+    LibraryName,
+    LibraryResult,
+    ObjectRef,
+    OneOf,
     Rows,
     Seq,
+    Unproved,
     Why,
     has_count,
     joined,
@@ -137,7 +137,7 @@ class Interpreter(Run):
         defaults = {p.name.value: p.default for p in (*of.params, *of.kwonly_params)}
         for name in names:
             if defaults.get(name) is None:
-                options[name] = Fixed()
+                options[name] = Constant()
         function_call(
             self, Func(function, top.key, receiver, owner), (), options, function, top
         )
@@ -176,9 +176,9 @@ class Interpreter(Run):
             return subscript(self, node, frame)
         if isinstance(node, cst.Integer | cst.Float | cst.SimpleString):
             try:
-                return Fixed(ast.literal_eval(node.value))
+                return Constant(ast.literal_eval(node.value))
             except (ValueError, SyntaxError):
-                return Fixed()
+                return Constant()
         if isinstance(node, cst.Tuple):
             return Seq(tuple(element_values(self, node.elements, frame)))
         if isinstance(node, cst.List | cst.Set):
@@ -211,7 +211,7 @@ class Interpreter(Run):
                     frame.yields += items_in(self, self.value(inner.item, frame), node)
                 else:
                     frame.yields.append(self.value(inner, frame))
-            return Fixed()
+            return Constant()
         if isinstance(node, cst.Await):
             return self.value(node.expression, frame)
         if isinstance(node, cst.FormattedString | cst.ConcatenatedString):
@@ -219,8 +219,12 @@ class Interpreter(Run):
                 self.value(part.expression, frame)
                 for part in found(node, cst.FormattedStringExpression)
             ]
-            return Bad(Why.COUNTED, node) if any(map(has_count, shown)) else Fixed()
-        return ELLIPSIS if isinstance(node, cst.Ellipsis) else Fixed()
+            return (
+                Unproved(Why.COUNTED, node)
+                if any(map(has_count, shown))
+                else Constant()
+            )
+        return ELLIPSIS if isinstance(node, cst.Ellipsis) else Constant()
 
     def call(
         self,
@@ -231,7 +235,7 @@ class Interpreter(Run):
         frame: Frame,
     ) -> Value:
         """Return the value of a call."""
-        if isinstance(func, Alt):
+        if isinstance(func, OneOf):
             return joined(
                 [self.call(f, args, options, node, frame) for f in func.values], node
             )
@@ -239,16 +243,16 @@ class Interpreter(Run):
             return function_call(self, func, args, options, node, frame)
         if isinstance(func, Class):
             return new_object(self, func, node, args, options, frame)
-        if isinstance(func, Ref) and isinstance(func.kind, cst.ClassDef):
+        if isinstance(func, ObjectRef) and isinstance(func.kind, cst.ClassDef):
             return object_call(self, func, args, options, node, frame)
         call = as_call(node)
         given = self.given(call, args, options)
-        if isinstance(func, Method):
+        if isinstance(func, BoundMethod):
             return method_call(self, func.of, func.name, args, options, node, frame)
-        if isinstance(func, Lib):
+        if isinstance(func, LibraryName):
             return library_call(self, func.name, given, frame)
-        if isinstance(func, Made):
+        if isinstance(func, LibraryResult):
             return made_call(self, func, given, frame)
-        if isinstance(func, Bad):
+        if isinstance(func, Unproved):
             return func
         return self.unread(call, given.all)

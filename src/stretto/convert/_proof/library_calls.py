@@ -11,17 +11,17 @@ from stretto.convert._batch_loops import WRAPPERS
 from stretto.convert._flow import WRAPPING
 from stretto.convert._proof.arithmetic import elementwise
 from stretto.convert._proof.batch_values import (
-    Bad,
+    Constant,
     Count,
-    Fixed,
     Func,
     Iter,
+    LibraryResult,
     Linear,
-    Made,
-    Ref,
+    ObjectRef,
     Rows,
     Seq,
     Shape,
+    Unproved,
     Why,
     first_bad,
     first_rows,
@@ -39,7 +39,7 @@ from stretto.convert._proof.tensor_functions import tensor_function
 
 if TYPE_CHECKING:
     from stretto.convert._proof.batch_values import Value
-    from stretto.convert._proof.given_arguments import Given
+    from stretto.convert._proof.given_arguments import CallArguments
     from stretto.convert._proof.script_run import Frame, Run
 
 
@@ -52,22 +52,26 @@ _COMBINING = frozenset(
 """Functions of itertools that combine elements with each other."""
 
 
-def made_call(run: Run, made: Made, given: Given, frame: Frame) -> Value:
+def made_call(
+    run: Run, made: LibraryResult, given: CallArguments, frame: Frame
+) -> Value:
     """Return the value of a call of an object that a library made."""
     if made.name == "functools.partial" and made.args:
         options = {**dict(made.options), **given.options}
         args = (*made.args[1:], *given.args)
         return run.call(made.args[0], args, options, given.node, frame)
     if made.name.endswith("nn.Sequential") and _is_chain(made):
-        value: Value = given.args[0] if given.args else Fixed()
+        value: Value = given.args[0] if given.args else Constant()
         for part in made.args:
             value = run.call(part, (value,), {}, given.node, frame)
         return value
     whole = {
-        name: run.items_of_ref(v) if isinstance(v, Ref) else v
+        name: run.items_of_ref(v) if isinstance(v, ObjectRef) else v
         for name, v in given.options.items()
     }
-    args = tuple(run.items_of_ref(v) if isinstance(v, Ref) else v for v in given.args)
+    args = tuple(
+        run.items_of_ref(v) if isinstance(v, ObjectRef) else v for v in given.args
+    )
     given = replace(given, args=args, options=whole)
     if made.name.startswith("torch.") and not made.name.startswith("torch.nn."):
         known = tensor_function(made.name, given)
@@ -76,16 +80,16 @@ def made_call(run: Run, made: Made, given: Given, frame: Frame) -> Value:
     return module_call(made, given, trusted=run.trusted)
 
 
-def _is_chain(made: Made) -> bool:
+def _is_chain(made: LibraryResult) -> bool:
     """Return whether all layers of a sequential module are known."""
     return bool(made.args) and all(
-        isinstance(a, Made | Func)
-        or (isinstance(a, Ref) and isinstance(a.kind, cst.ClassDef))
+        isinstance(a, LibraryResult | Func)
+        or (isinstance(a, ObjectRef) and isinstance(a.kind, cst.ClassDef))
         for a in made.args
     )
 
 
-def library_call(run: Run, full: str, given: Given, frame: Frame) -> Value:
+def library_call(run: Run, full: str, given: CallArguments, frame: Frame) -> Value:
     """Return the value of a call of a library's function."""
     out = followed(full, given, _library_call(run, full, given, frame))
     if full.endswith("_") and given.args:
@@ -93,7 +97,7 @@ def library_call(run: Run, full: str, given: Given, frame: Frame) -> Value:
     return out
 
 
-def _library_call(run: Run, full: str, given: Given, frame: Frame) -> Value:
+def _library_call(run: Run, full: str, given: CallArguments, frame: Frame) -> Value:
     node = given.node
     last_given = given.args[-1] if given.args else None
     if "*" in given.options and isinstance(last_given, Iter) and full != "zip":
@@ -108,28 +112,31 @@ def _library_call(run: Run, full: str, given: Given, frame: Frame) -> Value:
         "alive_it",
         "trange",
     ):
-        return given.args[0] if given.args else Iter(Fixed())
+        return given.args[0] if given.args else Iter(Constant())
     if full in WRAPPING or full in SAME:
-        return given.args[0] if given.args else Fixed()
+        return given.args[0] if given.args else Constant()
     last = full.rpartition(".")[2]
     if full.startswith("torch.") and last in ("ModuleList", "ParameterList"):
         listed = given.args[0] if given.args else Seq(())
-        items = run.items_of_ref(listed) if isinstance(listed, Ref) else listed
+        items = run.items_of_ref(listed) if isinstance(listed, ObjectRef) else listed
         return new_list(
-            run, items if isinstance(items, Seq | Iter) else Iter(Fixed()), node, frame
+            run,
+            items if isinstance(items, Seq | Iter) else Iter(Constant()),
+            node,
+            frame,
         )
     if full.startswith("torch.") and last == "ModuleDict":
         return (
             given.args[0]
-            if given.args and isinstance(given.args[0], Ref)
+            if given.args and isinstance(given.args[0], ObjectRef)
             else new_dict(run, {}, node, frame)
         )
     if last in ("Parameter", "UninitializedParameter"):
-        return Fixed(grad=True)
+        return Constant(grad=True)
     if full.startswith("torch.utils.data.") and last == "random_split" and given.args:
         return Iter(given.args[0])
     if last == "deepcopy" or full == "copy.copy":
-        return given.args[0] if given.args else Fixed()
+        return given.args[0] if given.args else Constant()
     if last == "data_parallel" and len(given.args) > 1:
         return run.call(given.args[0], given.args[1:2], {}, node, frame)
     if last in ("checkpoint", "maybe_checkpoint") and given.args:
@@ -141,9 +148,9 @@ def _library_call(run: Run, full: str, given: Given, frame: Frame) -> Value:
         return run.call(given.args[0], given.args[1:], rest, node, frame)
     combines = full.startswith("itertools.") and last in _COMBINING
     if combines and any(is_of_batch(v) or has_count(v) for v in given.all):
-        return Bad(Why.ACROSS, node)
+        return Unproved(Why.ACROSS, node)
     if full in GENERATORS:
-        return Made(full, node, given.args)
+        return LibraryResult(full, node, given.args)
     if full.startswith(("random.", "numpy.random.")):
         rows = first_rows(given.all)
         return rows if rows is not None else numpy_drawn(given)
@@ -153,18 +160,22 @@ def _library_call(run: Run, full: str, given: Given, frame: Frame) -> Value:
         "collections.Counter",
     ):
         counts = full.endswith("Counter") and is_of_batch(Seq(given.args))
-        parts = {"*": Bad(Why.SELECTED, node)} if counts else {}
+        parts = {"*": Unproved(Why.SELECTED, node)} if counts else {}
         return new_dict(run, parts, node, frame)
     if full in ("math.prod", "numpy.prod") and any(
         isinstance(v, Shape) for v in given.args
     ):
         return Count(exact=False)
     values = tuple(
-        run.items_of_ref(v) if isinstance(v, Ref) and isinstance(v.kind, str) else v
+        run.items_of_ref(v)
+        if isinstance(v, ObjectRef) and isinstance(v.kind, str)
+        else v
         for v in given.args
     )
     options = {
-        k: run.items_of_ref(v) if isinstance(v, Ref) and isinstance(v.kind, str) else v
+        k: run.items_of_ref(v)
+        if isinstance(v, ObjectRef) and isinstance(v.kind, str)
+        else v
         for k, v in given.options.items()
     }
     plain = replace(given, args=values, options=options)
@@ -174,7 +185,7 @@ def _library_call(run: Run, full: str, given: Given, frame: Frame) -> Value:
     of_torch = full.startswith(("torch.", "torchvision.")) and last[:1].isupper()
     if of_torch or not is_of_batch(Seq(tuple(plain.all))):
         kept = values if "Sequential" not in last else given.args
-        return Made(full, node, kept, tuple(given.options.items()))
+        return LibraryResult(full, node, kept, tuple(given.options.items()))
     if full.startswith("math."):
         return elementwise(values, node)
     if full.startswith("torch.") and not full.startswith("torch.nn.utils"):
@@ -182,7 +193,7 @@ def _library_call(run: Run, full: str, given: Given, frame: Frame) -> Value:
         if bad is None and any(
             isinstance(v, Linear | Rows) for v in with_elements(plain.all)
         ):
-            return Bad(Why.UNREAD, node)
+            return Unproved(Why.UNREAD, node)
     if full.startswith(("torchvision.", "timm.", "kornia.")):
         rows = first_rows(plain.all)
         if rows is not None:

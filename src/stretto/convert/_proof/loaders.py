@@ -10,12 +10,12 @@ import libcst as cst
 from stretto.convert._collate import is_listed
 from stretto.convert._proof.batch_values import (
     NONE,
-    Fixed,
+    Constant,
     Func,
     Item,
     Iter,
-    Made,
-    Ref,
+    LibraryResult,
+    ObjectRef,
     Rows,
     Seq,
     first_bad,
@@ -30,30 +30,30 @@ if TYPE_CHECKING:
     from stretto.convert._proof.script_run import Run
 
 
-def is_loader(run: Run, made: Made) -> bool:
+def is_loader(run: Run, made: LibraryResult) -> bool:
     """Return whether an object of a library is a loader."""
     last = made.name.rpartition(".")[2]
     return last.endswith("DataLoader") or run.job.batches.is_loader(made.node)
 
 
-def _tensors_of(run: Run, loader: Made) -> Value | None:
+def _tensors_of(run: Run, loader: LibraryResult) -> Value | None:
     """Return the batch of a loader whose samples are tensors of known shapes."""
     data = loader.option("dataset", 0)
-    while isinstance(data, Made) and data.name.endswith("data.Subset"):
+    while isinstance(data, LibraryResult) and data.name.endswith("data.Subset"):
         data = data.option("dataset", 0)
-    if isinstance(data, Made) and data.name.endswith("TensorDataset"):
-        shapes = [v.shape if isinstance(v, Fixed) else None for v in data.args]
+    if isinstance(data, LibraryResult) and data.name.endswith("TensorDataset"):
+        shapes = [v.shape if isinstance(v, Constant) else None for v in data.args]
         return _batch_of_shapes([None if s is None else s[1:] for s in shapes])
-    if isinstance(data, Ref) and isinstance(data.kind, cst.ClassDef):
+    if isinstance(data, ObjectRef) and isinstance(data.kind, cst.ClassDef):
         sample = _sample_of(run, data)
         if isinstance(sample, Seq):
             return _batch_of_shapes(
-                [v.shape if isinstance(v, Fixed) else None for v in sample.items]
+                [v.shape if isinstance(v, Constant) else None for v in sample.items]
             )
     return None
 
 
-def _sample_of(run: Run, data: Ref) -> Value | None:
+def _sample_of(run: Run, data: ObjectRef) -> Value | None:
     """Return a sample of a data set of the script."""
     kind = data.kind
     method = method_of(run, kind, "__getitem__") if not isinstance(kind, str) else None
@@ -62,7 +62,7 @@ def _sample_of(run: Run, data: Ref) -> Value | None:
     before = run.state
     run.state = dict(before)
     get = bound_method(run, method, data)
-    sample = run.call(get, (Fixed(0),), {}, method[0], run.frames[MODULE])
+    sample = run.call(get, (Constant(0),), {}, method[0], run.frames[MODULE])
     run.state = before
     return sample
 
@@ -82,7 +82,7 @@ def _batch_of_shapes(shapes: list[Sizes | None]) -> Value | None:
 
 def _with_lists(run: Run, value: Value) -> Value:
     """Return a value with the elements of lists in place of these."""
-    if isinstance(value, Ref) and value.kind == "list":
+    if isinstance(value, ObjectRef) and value.kind == "list":
         value = run.items_of_ref(value)
     if isinstance(value, Seq):
         return Seq(tuple(_with_lists(run, v) for v in value.items))
@@ -91,15 +91,15 @@ def _with_lists(run: Run, value: Value) -> Value:
 
 def _function_of(run: Run, collate: Value) -> cst.FunctionDef | cst.Lambda | None:
     """Return the script's function that a loader's ``collate_fn`` calls."""
-    if isinstance(collate, Made) and collate.name == "functools.partial":
+    if isinstance(collate, LibraryResult) and collate.name == "functools.partial":
         collate = collate.args[0] if collate.args else NONE
-    if isinstance(collate, Ref) and isinstance(collate.kind, cst.ClassDef):
+    if isinstance(collate, ObjectRef) and isinstance(collate.kind, cst.ClassDef):
         method = method_of(run, collate.kind, "__call__")
         return method[0] if method is not None else None
     return collate.node if isinstance(collate, Func) else None
 
 
-def batch_of(run: Run, made: Made) -> Value:
+def batch_of(run: Run, made: LibraryResult) -> Value:
     """Return the batch of a loader, as its ``collate_fn`` makes it."""
     raw = Rows(raw=True, whole=True)
     collate = made.option("collate_fn", 6)
@@ -107,7 +107,7 @@ def batch_of(run: Run, made: Made) -> Value:
     return read_batch(run, made) or (replace(raw, axis=None) if unknown else raw)
 
 
-def read_batch(run: Run, made: Made) -> Value | None:
+def read_batch(run: Run, made: LibraryResult) -> Value | None:
     """Return the batch of a loader if its ``collate_fn`` or its tensors are known."""
     collate = made.option("collate_fn", 6)
     if collate is None or collate == NONE:
@@ -120,7 +120,7 @@ def read_batch(run: Run, made: Made) -> Value | None:
     item = Iter(Item(), samples=True)
     out = run.call(collate, (item,), {}, made.node, run.frames[MODULE])
     out = _with_lists(run, out)
-    known = is_of_batch(out) or isinstance(out, Ref)
+    known = is_of_batch(out) or isinstance(out, ObjectRef)
     if known and first_bad([out]) is None:
         return out
     return Rows(raw=True, whole=True, axis=None)

@@ -8,14 +8,14 @@ import libcst as cst
 
 from stretto.convert._batch_loops import WRAPPERS
 from stretto.convert._proof.batch_values import (
-    Bad,
-    Fixed,
+    Constant,
     Item,
     Iter,
+    LibraryResult,
     Linear,
-    Made,
     Rows,
     Seq,
+    Unproved,
     Why,
     is_of_batch,
 )
@@ -27,7 +27,7 @@ from stretto.convert._proof.branches import (
 )
 from stretto.convert._proof.containers import items_of
 from stretto.convert._proof.loaders import is_loader, read_batch
-from stretto.convert._proof.script_run import Loop
+from stretto.convert._proof.script_run import LoopRun
 from stretto.convert._proof.targets import bind
 from stretto.convert._tree import found
 
@@ -57,7 +57,7 @@ def _batches_of(run: Run, node: cst.For, over: Value) -> Value:
     """Return the batches that a training loop takes, as its text says."""
     if isinstance(over, Iter) and is_of_batch(over.item):
         return over
-    if isinstance(over, Made) and is_loader(run, over):
+    if isinstance(over, LibraryResult) and is_loader(run, over):
         batch = read_batch(run, over)
         if batch is not None:
             return Iter(batch)
@@ -67,7 +67,7 @@ def _batches_of(run: Run, node: cst.For, over: Value) -> Value:
 def _of_all_ranks(run: Run, node: cst.BaseExpression) -> Value:
     """Return what a loop over batches of all ranks yields: equal on each rank."""
     inner = run.tree.called(node)
-    return Seq((Fixed(), Fixed())) if inner == "enumerate" else Fixed()
+    return Seq((Constant(), Constant())) if inner == "enumerate" else Constant()
 
 
 def _batches_by_text(run: Run, node: cst.BaseExpression) -> Value:
@@ -78,7 +78,7 @@ def _batches_by_text(run: Run, node: cst.BaseExpression) -> Value:
         inner = _batches_by_text(run, node.args[0].value)
         item = inner.item if isinstance(inner, Iter) else batch
         if full == "enumerate":
-            return Iter(Seq((Fixed(), item)))
+            return Iter(Seq((Constant(), item)))
         if full == "zip":
             parts = [_batches_by_text(run, a.value) for a in node.args]
             return Iter(
@@ -86,7 +86,7 @@ def _batches_by_text(run: Run, node: cst.BaseExpression) -> Value:
             )
         return inner
     if full in ("range", "trange"):
-        return Iter(Fixed())
+        return Iter(Constant())
     return Iter(batch)
 
 
@@ -119,7 +119,7 @@ def _repeat(
     samples: bool,
 ) -> bool:
     """Run a loop's body for its items, or until nothing changes."""
-    loop = Loop(samples=samples, decisions=len(frame.decided))
+    loop = LoopRun(samples=samples, decisions=len(frame.decided))
     before = dict(run.state)
     run.loops.append(loop)
     once = len(items) > 1
@@ -156,14 +156,14 @@ def _repeat(
     return True
 
 
-def _settle_sums(run: Run, loop: Loop, before: State, node: cst.CSTNode) -> None:
+def _settle_sums(run: Run, loop: LoopRun, before: State, node: cst.CSTNode) -> None:
     """Make what a loop over samples has added up a sum over them."""
     for key, name in loop.updated:
         value = run.get(key, name)
         added = (key, name) in loop.added
-        kinds = Fixed if added else (Fixed, Linear, Rows)
+        kinds = Constant if added else (Constant, Linear, Rows)
         if isinstance(value, kinds):
-            run.set(key, name, Bad(Why.COUNTED, node))
+            run.set(key, name, Unproved(Why.COUNTED, node))
     for key, names in list(run.state.items()):
         if names is before.get(key):
             continue
@@ -172,6 +172,6 @@ def _settle_sums(run: Run, loop: Loop, before: State, node: cst.CSTNode) -> None
             if isinstance(value, Item) and before.get(key, {}).get(name) != value:
                 summed = (key, name) in loop.added and not loop.breaks
                 new[name] = (
-                    Linear(value.degree + 1) if summed else Bad(Why.ACROSS, node)
+                    Linear(value.degree + 1) if summed else Unproved(Why.ACROSS, node)
                 )
         run.state[key] = new

@@ -14,19 +14,19 @@ from stretto.convert._proof.attributes import attribute_of
 from stretto.convert._proof.batch_values import (
     NONE,
     UNSET,
-    Alt,
-    Bad,
     Class,
+    Constant,
     Count,
-    Fixed,
     Func,
     Iter,
-    Lib,
-    Made,
-    Ref,
+    LibraryName,
+    LibraryResult,
+    ObjectRef,
+    OneOf,
     Rows,
     Seq,
     Shape,
+    Unproved,
     Why,
     first_bad,
     first_rows,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from stretto.convert._proof.batch_values import Value
-    from stretto.convert._proof.given_arguments import Given
+    from stretto.convert._proof.given_arguments import CallArguments
     from stretto.convert._proof.script_run import Frame, Run
 
 
@@ -72,9 +72,9 @@ def method_call(
 ) -> Value:
     """Return the value of a call of a method."""
     out = _method_call(run, on, name, args, options, node, frame)
-    if isinstance(on, Alt | Class | Func | Lib | Bad):
+    if isinstance(on, OneOf | Class | Func | LibraryName | Unproved):
         return out
-    if isinstance(on, Ref) and isinstance(on.kind, cst.ClassDef):
+    if isinstance(on, ObjectRef) and isinstance(on.kind, cst.ClassDef):
         return out
     return followed(name, run.given(as_call(node), args, options), out)
 
@@ -88,18 +88,18 @@ def _method_call(
     node: cst.CSTNode,
     frame: Frame,
 ) -> Value:
-    if isinstance(on, Alt):
+    if isinstance(on, OneOf):
         return joined(
             [method_call(run, v, name, args, options, node, frame) for v in on.values],
             node,
         )
-    if isinstance(on, Lib):
+    if isinstance(on, LibraryName):
         if on.name == "super":
-            return Fixed()
-        return run.call(Lib(f"{on.name}.{name}"), args, options, node, frame)
+            return Constant()
+        return run.call(LibraryName(f"{on.name}.{name}"), args, options, node, frame)
     call = as_call(node)
     given = run.given(call, args, options)
-    if isinstance(on, Ref):
+    if isinstance(on, ObjectRef):
         if isinstance(on.kind, cst.ClassDef):
             return object_method(run, on, name, given, frame)
         return container_method(run, on, name, given, frame)
@@ -112,7 +112,7 @@ def _method_call(
         }:
             func = replace(func, receiver=on)
         return run.call(func, args, options, node, frame)
-    if isinstance(on, Made):
+    if isinstance(on, LibraryResult):
         return _made_method(run, on, name, given, frame)
     if isinstance(on, Seq | Iter):
         if name in ("items", "values", "keys"):
@@ -125,38 +125,39 @@ def _method_call(
         return known if known is not None else on
     if isinstance(on, Rows) and (on.raw or on.opaque is not None):
         if name == "items":
-            return Iter(Seq((Fixed(), replace(on, whole=False))))
+            return Iter(Seq((Constant(), replace(on, whole=False))))
         if name in ("values", "get", "pop"):
             part = replace(on, whole=False)
             return Iter(part) if name == "values" else part
         if name in ("keys",):
-            return Iter(Fixed())
+            return Iter(Constant())
     if isinstance(on, Func):
         return run.unread(node, list(args))
     if isinstance(on, Shape):
-        return Count(exact=False) if name == "numel" else Fixed()
+        return Count(exact=False) if name == "numel" else Constant()
     if name == "item":
         return number_in(run, on, node)
     if name in ("tolist", "numpy") and isinstance(on, Rows):
         return on
-    values = tuple(run.items_of_ref(v) if isinstance(v, Ref) else v for v in args)
+    values = tuple(run.items_of_ref(v) if isinstance(v, ObjectRef) else v for v in args)
     opts = {
-        k: run.items_of_ref(v) if isinstance(v, Ref) else v for k, v in options.items()
+        k: run.items_of_ref(v) if isinstance(v, ObjectRef) else v
+        for k, v in options.items()
     }
     if name == "apply_" or (name == "apply" and args):
         return run.unread(node, [on, *args[1:]])
     whole = replace(given, args=(on, *values), options=opts)
     if (
-        isinstance(on, Fixed)
+        isinstance(on, Constant)
         and on.value is UNSET
         and is_of_batch(Seq(tuple(whole.all[1:])))
     ):
         if name in PASSING:
-            return next((v for v in values if is_of_batch(v)), Fixed())
+            return next((v for v in values if is_of_batch(v)), Constant())
         if name not in TENSOR_NAMES:
             return run.unread(node, whole.all)
     if name == "__setitem__":
-        run.write(on, Bad(Why.PLACED, node), node)
+        run.write(on, Unproved(Why.PLACED, node), node)
     known = tensor_method(name, whole)
     if known is not None:
         if (
@@ -172,11 +173,13 @@ def _method_call(
         return known
     plain = isinstance(on, Rows) and not on.raw and on.opaque is None
     if plain or (isinstance(on, Rows) and name in OTHER):
-        return Bad(Why.UNREAD, node)
+        return Unproved(Why.UNREAD, node)
     return run.unread(node, whole.all)
 
 
-def _made_method(run: Run, on: Made, name: str, given: Given, frame: Frame) -> Value:
+def _made_method(
+    run: Run, on: LibraryResult, name: str, given: CallArguments, frame: Frame
+) -> Value:
     """Return the value of a call of a method of what a library made."""
     if name in SAME_OBJECT or name in ("compile", "requires_grad_", "manual_seed"):
         return on
@@ -188,39 +191,39 @@ def _made_method(run: Run, on: Made, name: str, given: Given, frame: Frame) -> V
         "state_dict",
     ):
         return (
-            Iter(Fixed(grad=True))
+            Iter(Constant(grad=True))
             if name == "parameters"
-            else Iter(Seq((Fixed(), Fixed(grad=True))))
+            else Iter(Seq((Constant(), Constant(grad=True))))
         )
     if on.name in GENERATORS:
         rows = first_rows(given.all)
         return rows if rows is not None else numpy_drawn(given)
     if name in PASSING:
-        return next((v for v in given.all if is_of_batch(v)), Fixed())
+        return next((v for v in given.all if is_of_batch(v)), Constant())
     own = first_rows([on])
     if own is not None and on.name.startswith(("torch.distributions", "torch.nn")):
         return elementwise([own, *given.all], given.node)
     if is_loader(run, on):
-        return batch_of(run, on) if name in ("next", "__next__") else Fixed()
+        return batch_of(run, on) if name in ("next", "__next__") else Constant()
     if on.name.startswith("torch.distributions") and name in ("sample", "rsample"):
         return (
             tensor_function(
-                "torch.randn", replace(given, args=given.args or (Fixed(1),))
+                "torch.randn", replace(given, args=given.args or (Constant(1),))
             )
-            or Fixed()
+            or Constant()
         )
     if on.name.startswith("torch.distributions"):
         return elementwise(given.all, given.node)
-    values = [run.items_of_ref(v) if isinstance(v, Ref) else v for v in given.all]
+    values = [run.items_of_ref(v) if isinstance(v, ObjectRef) else v for v in given.all]
     if not is_of_batch(Seq(tuple(values))):
         if first_rows([on]) is None:
-            return Made(
+            return LibraryResult(
                 f"{on.name}.{name}",
                 given.node,
                 given.args,
                 tuple(given.options.items()),
             )
-        return Fixed(grad=True)
+        return Constant(grad=True)
     if (bad := first_bad(values)) is not None:
         return bad
     if on.name.startswith(TRUSTED):

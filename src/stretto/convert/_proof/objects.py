@@ -9,13 +9,13 @@ import libcst as cst
 from stretto.convert._flow import SAME_OBJECT
 from stretto.convert._proof.batch_values import (
     NONE,
-    Fixed,
+    BoundMethod,
+    Constant,
     Func,
     Iter,
+    LibraryResult,
     Linear,
-    Made,
-    Method,
-    Ref,
+    ObjectRef,
     Rows,
     Seq,
 )
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from stretto.convert._proof.batch_values import Class, Value
-    from stretto.convert._proof.given_arguments import Given
+    from stretto.convert._proof.given_arguments import CallArguments
     from stretto.convert._proof.script_run import Frame, Run
 
 
@@ -51,19 +51,19 @@ def new_object(
 ) -> Value:
     """Return a new object of a class of the script."""
     kind = made.node
-    ref = Ref(run.key("object", frame.key, id(node), id(kind)), kind)
+    ref = ObjectRef(run.key("object", frame.key, id(node), id(kind)), kind)
     run.state[ref.key] = {}
     base = library_base(run, kind)
     if (
         base.startswith(("torch.nn.", "torch.optim"))
         and base.rpartition(".")[2] != "Module"
     ):
-        run.set(ref.key, "__made__", Made(base, as_call(node)))
+        run.set(ref.key, "__made__", LibraryResult(base, as_call(node)))
     method = method_of(run, kind, "__init__")
     if method is not None:
         if not strict:
             names = parameter_names(method[0])[1:]
-            options = {name: Fixed() for name in names}
+            options = {name: Constant() for name in names}
         run.call(Func(method[0], MODULE, ref, method[1]), args, options, node, frame)
     else:
         fields = [
@@ -80,7 +80,7 @@ def new_object(
 
 def object_call(
     run: Run,
-    ref: Ref,
+    ref: ObjectRef,
     args: tuple[Value, ...],
     options: Mapping[str, Value],
     node: cst.CSTNode,
@@ -88,23 +88,25 @@ def object_call(
 ) -> Value:
     """Return the value of a call of an object of the script."""
     if not isinstance(ref.kind, cst.ClassDef):
-        return Fixed()
+        return Constant()
     for name in ("__call__", "forward"):
         method = method_of(run, ref.kind, name)
         if method is not None:
             return run.call(bound_method(run, method, ref), args, options, node, frame)
     made = run.get(ref.key, "__made__")
-    if not isinstance(made, Made):
-        made = Made(library_base(run, ref.kind), as_call(node))
+    if not isinstance(made, LibraryResult):
+        made = LibraryResult(library_base(run, ref.kind), as_call(node))
     given = run.given(as_call(node), args, options)
     return made_call(run, made, given, frame)
 
 
-def object_method(run: Run, ref: Ref, name: str, given: Given, frame: Frame) -> Value:
+def object_method(
+    run: Run, ref: ObjectRef, name: str, given: CallArguments, frame: Frame
+) -> Value:
     """Return the value of a call of a method of an object of the script."""
     node, args = given.node, given.args
     value = object_attribute(run, ref, name, node)
-    if isinstance(value, Method) and value.of == ref:
+    if isinstance(value, BoundMethod) and value.of == ref:
         if name in SAME_OBJECT:
             return ref
         if name == "save_for_backward":
@@ -112,9 +114,9 @@ def object_method(run: Run, ref: Ref, name: str, given: Given, frame: Frame) -> 
             run.set(ref.key, "saved_variables", Seq(args))
             return NONE
         if name in ("parameters", "buffers"):
-            return Iter(Fixed(grad=True))
+            return Iter(Constant(grad=True))
         if name in ("named_parameters", "named_modules", "named_children"):
-            return Iter(Seq((Fixed(), Fixed(grad=True))))
+            return Iter(Seq((Constant(), Constant(grad=True))))
         if name in (
             "register_buffer",
             "register_parameter",
@@ -123,15 +125,15 @@ def object_method(run: Run, ref: Ref, name: str, given: Given, frame: Frame) -> 
         ):
             if (
                 len(args) > 1
-                and isinstance(args[0], Fixed)
+                and isinstance(args[0], Constant)
                 and isinstance(args[0].value, str)
             ):
                 inner = args[1]
                 if isinstance(inner, Linear | Rows):
-                    inner = Fixed()
+                    inner = Constant()
                 run.set(ref.key, args[0].value, inner)
             return NONE
         if name in ("children", "modules"):
-            return Iter(Fixed(grad=True))
+            return Iter(Constant(grad=True))
         return run.unread(node, given.all)
     return run.call(value, args, given.options, node, frame)

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from stretto.convert._proof.batch_values import (
     NONE,
-    Bad,
     Class,
-    Fixed,
+    Constant,
     Func,
     Linear,
-    Ref,
+    ObjectRef,
     Rows,
     Seq,
+    Unproved,
     Why,
     first_bad,
     is_of_batch,
@@ -53,7 +53,7 @@ def apply(
     Its backward must return, for the gradient of a mean over samples, what belongs to a
     mean: rows for each tensor of samples, and a sum over samples for each parameter.
     """
-    context = Ref(run.key("object", frame.key, id(node), "context"), made.node)
+    context = ObjectRef(run.key("object", frame.key, id(node), "context"), made.node)
     run.state[context.key] = {}
 
     def call(name: str, *given: Value, own: Value | None = context) -> Value | None:
@@ -66,7 +66,7 @@ def apply(
 
     if method_of(run, made.node, "setup_context") is not None:
         out = call("forward", *args, own=None)
-        call("setup_context", Seq(args), out or Fixed())
+        call("setup_context", Seq(args), out or Constant())
     else:
         out = call("forward", *args)
     if out is None:
@@ -75,13 +75,13 @@ def apply(
         return out
     asked = _gradients_of(out)
     if asked is None:
-        return Bad(Why.UNREAD, node)
+        return Unproved(Why.UNREAD, node)
     gradients, degree = asked
     back = call("backward", *gradients)
     if back is None:
         back = call("vjp", *gradients)
     if back is None:
-        return Bad(Why.UNREAD, node)
+        return Unproved(Why.UNREAD, node)
     given = back.items if isinstance(back, Seq) else (back,)
     for argument, gradient in zip(args, given, strict=False):
         wrong = _wrong(argument, gradient, degree, node)
@@ -104,10 +104,10 @@ def _gradients_of(out: Value) -> tuple[list[Value], int] | None:
             gradients.append(replace(plain, degree=-1 - part.degree, shifted=None))
             degrees.add(0)
         elif isinstance(part, Linear) and not part.mixed:
-            gradients.append(Fixed())
+            gradients.append(Constant())
             degrees.add(part.degree)
-        elif isinstance(part, Fixed):
-            gradients.append(Fixed())
+        elif isinstance(part, Constant):
+            gradients.append(Constant())
         else:
             return None
     return (gradients, degrees.pop()) if len(degrees) == 1 else None
@@ -115,10 +115,10 @@ def _gradients_of(out: Value) -> tuple[list[Value], int] | None:
 
 def _wrong(
     argument: Value, gradient: Value, degree: int, node: cst.CSTNode
-) -> Bad | None:
+) -> Unproved | None:
     """Return why a gradient is not that of one process, averaged over ranks."""
-    if isinstance(gradient, Bad) or gradient == NONE:
-        return gradient if isinstance(gradient, Bad) else None
+    if isinstance(gradient, Unproved) or gradient == NONE:
+        return gradient if isinstance(gradient, Unproved) else None
     if isinstance(argument, Rows):
         if argument.kind:
             return None  # numbers of places, and conditions, have no gradient
@@ -126,10 +126,10 @@ def _wrong(
         wanted = degree - 1 - argument.degree
         if fits and isinstance(gradient, Rows) and gradient.degree == wanted:
             return None
-    elif isinstance(argument, Fixed):
+    elif isinstance(argument, Constant):
         summed = isinstance(gradient, Linear) and gradient == Linear(degree)
-        if summed or (isinstance(gradient, Fixed) and not argument.grad):
+        if summed or (isinstance(gradient, Constant) and not argument.grad):
             return None
     elif not is_of_batch(gradient):
         return None
-    return Bad(Why.BACKWARD, node)
+    return Unproved(Why.BACKWARD, node)

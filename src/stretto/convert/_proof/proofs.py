@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
-from stretto.convert._proof.batch_values import Bad, Fixed, Item, Linear, Rows, Why
+from stretto.convert._proof.batch_values import (
+    Constant,
+    Item,
+    Linear,
+    Rows,
+    Unproved,
+    Why,
+)
 from stretto.convert._proof.interpreter import Interpreter
 from stretto.convert._result import Kind
 
@@ -61,7 +68,7 @@ class Proofs:
             return value.degree
         if isinstance(value, Rows) and value.trusted and not value.degree:
             return 0
-        if isinstance(value, Fixed) and value.grad:
+        if isinstance(value, Constant) and value.grad:
             return 0
         return None
 
@@ -82,7 +89,7 @@ class Proofs:
         values = self._run().numbers.get(id(node), [])
         if Linear(0) in values:
             others = [v for v in values if v != Linear(0)]
-            return 0 if all(isinstance(v, Fixed) for v in others) else None
+            return 0 if all(isinstance(v, Constant) for v in others) else None
         return 1 if values == [Linear(1)] else None
 
     def is_rowwise(self, node: cst.CSTNode) -> bool:
@@ -148,7 +155,7 @@ class Proofs:
 
 def _reason(call: cst.Call, value: Value | None) -> tuple[cst.CSTNode, str]:
     """Return the expression that prevents a proof, and what it does."""
-    if isinstance(value, Bad):
+    if isinstance(value, Unproved):
         return value.node, value.why.value
     if isinstance(value, Rows) and value.opaque is not None:
         return value.opaque, Why.UNREAD.value

@@ -9,11 +9,11 @@ import libcst as cst
 
 from stretto.convert._proof.arithmetic import elementwise, rows_with_rows
 from stretto.convert._proof.batch_values import (
-    Bad,
-    Fixed,
+    Constant,
     Linear,
     Rows,
     Seq,
+    Unproved,
     Why,
     first_nonlinear,
 )
@@ -27,7 +27,7 @@ from stretto.convert._tree import found
 
 if TYPE_CHECKING:
     from stretto.convert._proof.batch_values import Value
-    from stretto.convert._proof.given_arguments import Given
+    from stretto.convert._proof.given_arguments import CallArguments
 
 
 _DEFAULT_DIMS = {
@@ -67,7 +67,7 @@ _DIM_PLACES = {
 """Place of the dimension after the tensor, if it is not the first."""
 
 
-def reduced(name: str, on: Rows, given: Given) -> Value:
+def reduced(name: str, on: Rows, given: CallArguments) -> Value:
     """Return what ``mean``, ``sum`` and similar functions make of a tensor."""
     node = given.node
     place = _DIM_PLACES.get(name, 0) + 1
@@ -77,30 +77,30 @@ def reduced(name: str, on: Rows, given: Given) -> Value:
     if name == "norm" and "dim" not in given.options and len(given.args) < 3:
         dim = None
     dims = known_ints(dim)
-    over_all = dim is None or (isinstance(dim, Fixed) and dim.value is None)
+    over_all = dim is None or (isinstance(dim, Constant) and dim.value is None)
     keep = given.get("keepdim", place + 1) or given.get("keepdims")
-    kept = isinstance(keep, Fixed) and keep.value is True
+    kept = isinstance(keep, Constant) and keep.value is True
     pair = not over_all and name in ("max", "min", "median", "mode", "kthvalue")
     if over_all or (dims is not None and any(is_sample_dim(d, on) for d in dims)):
         if name in ("mean", "nanmean") and on.copies:
             if on.opaque is not None and not on.trusted and _is_loss_name(on.opaque):
-                return Bad(Why.UNREAD, on.opaque)
+                return Unproved(Why.UNREAD, on.opaque)
             if not on.even or name == "nanmean":
-                return Bad(Why.SELECTED, node)
+                return Unproved(Why.SELECTED, node)
             return Linear(on.degree)
         if name in ("sum", "nansum"):
             return Linear(on.degree + 1)
-        bad = Bad(Why.ACROSS, node)
+        bad = Unproved(Why.ACROSS, node)
         return Seq((bad, bad)) if pair else bad
     if dims is not None and any(may_be_sample_dim(d, on) for d in dims):
-        bad = Bad(Why.UNREAD, node)
+        bad = Unproved(Why.UNREAD, node)
         return Seq((bad, bad)) if pair else bad
     if on.shifted is not None and name not in ("mean", "sum"):
-        return Bad(Why.ACROSS, on.shifted)
+        return Unproved(Why.ACROSS, on.shifted)
     if dims is None and on.axis is not None and not _is_behind(given, on):
-        return Bad(Why.UNREAD, node)
+        return Unproved(Why.UNREAD, node)
     if name not in ("mean", "sum", "nansum") and on.degree:
-        return Bad(Why.NONLINEAR, node)
+        return Unproved(Why.NONLINEAR, node)
     out = replace(on, raw=False, whole=False, kind="")
     if not kept and dims is not None:
         out = without_dims(on, dims)
@@ -109,7 +109,7 @@ def reduced(name: str, on: Rows, given: Given) -> Value:
     return Seq((out, out)) if pair else out
 
 
-def _is_behind(given: Given, on: Rows) -> bool:
+def _is_behind(given: CallArguments, on: Rows) -> bool:
     """Return whether dimensions are written as a range behind that of the samples."""
     for call in found(given.node, cst.Call):
         named = isinstance(call.func, cst.Name) and call.func.value == "range"
@@ -133,7 +133,7 @@ def _is_loss_name(node: cst.CSTNode) -> bool:
     return any(word in name for word in ("loss", "criteri", "crit", "objective"))
 
 
-def along_dim(name: str, on: Rows, given: Given) -> Value:
+def along_dim(name: str, on: Rows, given: CallArguments) -> Value:
     """Return what a function along one dimension makes of a tensor."""
     node = given.node
     place = _DIM_PLACES.get(name, 0) + 1
@@ -141,12 +141,12 @@ def along_dim(name: str, on: Rows, given: Given) -> Value:
     dims = known_ints(dim)
     pair = name in ("sort", "topk", "kthvalue")
     if dims is None and dim is None and name in _OVER_ALL:
-        return Bad(Why.ACROSS, node)
+        return Unproved(Why.ACROSS, node)
     if dims is None:
         default = _DEFAULT_DIMS.get(name)
         dims = [default] if default is not None and dim is None else []
     if any(is_sample_dim(d, on) for d in dims):
-        bad = Bad(Why.ACROSS, node)
+        bad = Unproved(Why.ACROSS, node)
         order = replace(on, kind="order", raw=False, whole=False, sorted=True)
         if name == "argsort":
             return order
@@ -155,7 +155,7 @@ def along_dim(name: str, on: Rows, given: Given) -> Value:
         return Seq((bad, bad)) if pair else bad
     only = dim is None and pair and on.axis == 0 and on.ndim is None and on.least < 2
     if only or any(may_be_sample_dim(d, on) for d in dims):
-        bad = Bad(Why.UNREAD, node)
+        bad = Unproved(Why.UNREAD, node)
         return Seq((bad, bad)) if pair else bad
     if name not in ("flip", "roll", "cumsum"):
         nonlinear = first_nonlinear([on], node)

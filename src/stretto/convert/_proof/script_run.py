@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from stretto.convert._proof.batch_values import (
-    Bad,
+    Constant,
     Draw,
-    Fixed,
     Item,
     Iter,
-    Lib,
+    LibraryName,
     Linear,
-    Ref,
+    ObjectRef,
     Rows,
     Seq,
+    Unproved,
     Value,
     Why,
     first_bad,
@@ -29,7 +29,7 @@ from stretto.convert._proof.batch_values import (
     joined,
     with_elements,
 )
-from stretto.convert._proof.given_arguments import Given
+from stretto.convert._proof.given_arguments import CallArguments
 from stretto.convert._proof.known_names import BUILTINS, TRUSTED
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Frame:
 
 
 @dataclass(slots=True, eq=False)
-class Loop:
+class LoopRun:
     """One run of a loop."""
 
     samples: bool
@@ -124,7 +124,7 @@ class Run(ABC):
         self.work, self.tree, self.job = work, work.tree, work.job
         self.state: State = {}
         self.frames: dict[int, Frame] = {}
-        self.loops: list[Loop] = []
+        self.loops: list[LoopRun] = []
         self.losses: dict[int, Value] = {}
         self.repeated: set[cst.Call] = set()
         self.unsure: set[cst.Call] = set()
@@ -193,10 +193,10 @@ class Run(ABC):
                 return value
             here = here.parent
         if name in self.tree.imported:
-            return Lib(self.tree.imported[name])
+            return LibraryName(self.tree.imported[name])
         if name in ("True", "False", "None"):
-            return Fixed(ast.literal_eval(name))
-        return Lib(name) if name in BUILTINS else Fixed()
+            return Constant(ast.literal_eval(name))
+        return LibraryName(name) if name in BUILTINS else Constant()
 
     def assign(self, name: str, value: Value, frame: Frame) -> None:
         """Make a name refer to a value."""
@@ -204,14 +204,16 @@ class Run(ABC):
 
     def note_view(self, part: Value, of: Value) -> None:
         """Note that a tensor may share its memory with another."""
-        tensors = isinstance(part, Fixed | Rows | Bad) and part is not of
-        if tensors and (isinstance(of, Rows) or (isinstance(of, Fixed) and of.counted)):
+        tensors = isinstance(part, Constant | Rows | Unproved) and part is not of
+        if tensors and (
+            isinstance(of, Rows) or (isinstance(of, Constant) and of.counted)
+        ):
             self._views[id(part)] = part, of
 
     def write(self, old: Value, new: Value, node: cst.CSTNode) -> None:
         """Set all variables with a tensor's memory after a change in place."""
-        tensor = isinstance(old, Rows) and isinstance(new, Bad)
-        if tensor or (isinstance(old, Fixed) and old.counted):
+        tensor = isinstance(old, Rows) and isinstance(new, Unproved)
+        if tensor or (isinstance(old, Constant) and old.counted):
             for key, names in list(self.state.items()):
                 for name, value in names.items():
                     if value is old:
@@ -219,27 +221,29 @@ class Run(ABC):
         part, of = self._views.get(id(old), (None, None))
         if part is not old or of is None:
             return
-        chosen = isinstance(of, Fixed) and isinstance(old, Fixed) and not old.counted
-        if chosen or isinstance(new, Bad):
-            self.write(of, Bad(Why.PLACED, node), node)
-        elif isinstance(of, Fixed):
-            after = Fixed(grad=of.grad, shape=of.shape, counted=True)
-            self.write(of, after if isinstance(new, Fixed) else new, node)
+        chosen = (
+            isinstance(of, Constant) and isinstance(old, Constant) and not old.counted
+        )
+        if chosen or isinstance(new, Unproved):
+            self.write(of, Unproved(Why.PLACED, node), node)
+        elif isinstance(of, Constant):
+            after = Constant(grad=of.grad, shape=of.shape, counted=True)
+            self.write(of, after if isinstance(new, Constant) else new, node)
 
-    def items_of_ref(self, ref: Ref) -> Value:
+    def items_of_ref(self, ref: ObjectRef) -> Value:
         """Return what a list or a dict contains."""
         if ref.kind == "list":
             return self.get(ref.key, "items") or Seq(())
         if ref.kind == "dict":
             values = [v for k, v in self.state.get(ref.key, {}).items()]
             return Iter(joined(values, self.tree.module))
-        return Iter(Fixed())
+        return Iter(Constant())
 
     def given(
         self, node: cst.Call, args: tuple[Value, ...], options: Mapping[str, Value]
-    ) -> Given:
+    ) -> CallArguments:
         """Return the arguments of a call."""
-        return Given(
+        return CallArguments(
             node=node,
             args=args,
             options=options,
@@ -252,15 +256,17 @@ class Run(ABC):
 
     def unread(self, node: cst.CSTNode, values: list[Value]) -> Value:
         """Return what a call returns that cannot be read."""
-        values = [self.items_of_ref(v) if isinstance(v, Ref) else v for v in values]
+        values = [
+            self.items_of_ref(v) if isinstance(v, ObjectRef) else v for v in values
+        ]
         if (bad := first_bad(values)) is not None:
             return bad
         if any(map(has_count, values)):
-            return Bad(Why.COUNTED, node)
+            return Unproved(Why.COUNTED, node)
         rows = first_rows(values)
         if rows is not None:
             if rows.shifted is not None:
-                return Bad(Why.UNREAD, node)
+                return Unproved(Why.UNREAD, node)
             axis = 0 if rows.axis is None else rows.axis
             return Rows(
                 axis=axis, opaque=node, trusted=self.trusted, copies=rows.copies
@@ -269,7 +275,7 @@ class Run(ABC):
             return Rows(opaque=node, trusted=self.trusted)
         for value in with_elements(values):
             if isinstance(value, Linear):
-                return Bad(Why.UNREAD, node)
+                return Unproved(Why.UNREAD, node)
             if isinstance(value, Item):
                 return value
-        return Draw() if any(isinstance(v, Draw) for v in values) else Fixed()
+        return Draw() if any(isinstance(v, Draw) for v in values) else Constant()

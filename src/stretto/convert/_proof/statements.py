@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from stretto.convert._proof.arithmetic import combined
-from stretto.convert._proof.batch_values import NONE, Class, Func, Ref, Shape
+from stretto.convert._proof.batch_values import NONE, Class, Func, ObjectRef, Shape
 from stretto.convert._proof.branches import run_if, run_match, run_try
 from stretto.convert._proof.class_lookups import decorated
 from stretto.convert._proof.containers import extend, items_in
@@ -162,7 +162,7 @@ def _place_of(
         return frame.foreign.get(target.value, frame.key), target.value
     if isinstance(target, cst.Attribute):
         on = run.value(target.value, frame)
-        if isinstance(on, Ref):
+        if isinstance(on, ObjectRef):
             return on.key, target.attr.value
     return None
 
@@ -171,7 +171,7 @@ def _augment(run: Run, node: cst.AugAssign, frame: Frame) -> None:
     """Run ``a op= b``."""
     old = run.value(node.target, frame)
     more = run.value(node.value, frame)
-    if isinstance(old, Ref) and old.kind == "list":
+    if isinstance(old, ObjectRef) and old.kind == "list":
         extend(run, old, items_in(run, more, node), node)
         return
     op = OPERATORS.get(type(node.operator), "?")

@@ -11,20 +11,20 @@ from stretto.convert._proof.batch_values import (
     ELLIPSIS,
     NONE,
     UNSET,
-    Alt,
-    Bad,
+    Constant,
     Count,
-    Cut,
     Draw,
-    Fixed,
     Item,
     Iter,
+    LibraryResult,
     Linear,
-    Made,
-    Ref,
+    ObjectRef,
+    OneOf,
     Rows,
     Seq,
     Shape,
+    SliceValue,
+    Unproved,
     Why,
     first_rows,
     has_count,
@@ -53,14 +53,14 @@ def index_values(run: Run, node: cst.Subscript, frame: Frame) -> list[Value]:
         elif isinstance(inner, cst.Slice):
             ends = (inner.lower, inner.upper, inner.step)
             values = (NONE if e is None else run.value(e, frame) for e in ends)
-            out.append(Cut(*values))
+            out.append(SliceValue(*values))
     return out
 
 
 def subscript(run: Run, node: cst.Subscript, frame: Frame) -> Value:
     """Return the value of ``a[i]``."""
     on = run.value(node.value, frame)
-    if isinstance(on, Alt):
+    if isinstance(on, OneOf):
         return joined([_subscript_of(run, v, node, frame) for v in on.values], node)
     out = _subscript_of(run, on, node, frame)
     run.note_view(out, on)
@@ -70,22 +70,22 @@ def subscript(run: Run, node: cst.Subscript, frame: Frame) -> Value:
 def _subscript_of(run: Run, on: Value, node: cst.Subscript, frame: Frame) -> Value:
     """Return an element of one value."""
     index = index_values(run, node, frame)
-    first = index[0] if index else Fixed()
-    number = first.value if isinstance(first, Fixed) else UNSET
-    part = first if isinstance(first, Cut) else None
-    if isinstance(on, Ref | Seq | Iter) and part is None:
+    first = index[0] if index else Constant()
+    number = first.value if isinstance(first, Constant) else UNSET
+    part = first if isinstance(first, SliceValue) else None
+    if isinstance(on, ObjectRef | Seq | Iter) and part is None:
         chosen = _chosen_by(first, node)
         if chosen is not None and not (
-            isinstance(on, Ref) and isinstance(on.kind, cst.ClassDef)
+            isinstance(on, ObjectRef) and isinstance(on.kind, cst.ClassDef)
         ):
             return chosen
-    if isinstance(on, Ref):
+    if isinstance(on, ObjectRef):
         if on.kind == "dict":
             return dict_value(run, on, number, node)
         if isinstance(on.kind, cst.ClassDef):
             method = method_of(run, on.kind, "__getitem__")
             if method is None:
-                return Fixed()
+                return Constant()
             given = (first if len(index) == 1 else Seq(tuple(index)),)
             return run.call(bound_method(run, method, on), given, {}, node, frame)
         on = run.items_of_ref(on)
@@ -99,29 +99,29 @@ def _subscript_of(run: Run, on: Value, node: cst.Subscript, frame: Frame) -> Val
         if part is not None and has_count(part):
             return _places(on, on.item)
         if part is not None and on.samples and not part.is_whole:
-            return replace(on, item=Bad(Why.PLACED, node))
-        if part is None and on.samples and isinstance(first, Fixed):
-            return Bad(Why.PLACED, node)
+            return replace(on, item=Unproved(Why.PLACED, node))
+        if part is None and on.samples and isinstance(first, Constant):
+            return Unproved(Why.PLACED, node)
         return on if part is not None else on.item
     if isinstance(on, Shape):
         if part is not None:
             return _sizes(on, part, node)
-        return size_of(on.of, int(number)) if isinstance(number, int) else Fixed()
+        return size_of(on.of, int(number)) if isinstance(number, int) else Constant()
     index = [as_index(run, v) for v in index]
     if isinstance(on, Rows):
         asked = sum(v not in (NONE, ELLIPSIS) for v in index)
         run.given(as_call(node), (), {}).show_rank(on, asked)
         return rows_subscript(on, node, index)
-    if isinstance(on, Linear | Item | Bad | Draw | Count):
+    if isinstance(on, Linear | Item | Unproved | Draw | Count):
         return on
-    if isinstance(on, Fixed) and on.counted:
+    if isinstance(on, Constant) and on.counted:
         return part_of(on, index)
     if any(isinstance(v, Count) for v in index):
-        return Bad(Why.COUNTED, node)
+        return Unproved(Why.COUNTED, node)
     parts = [v for v in index if is_of_batch(v)]
     if parts:
         rows = first_rows(parts)
-        uniform = isinstance(on, Fixed) and on.uniform
+        uniform = isinstance(on, Constant) and on.uniform
         if rows is not None:
             return replace(
                 rows,
@@ -133,38 +133,40 @@ def _subscript_of(run: Run, on: Value, node: cst.Subscript, frame: Frame) -> Val
                 ndim=None,
             )
         return parts[0]
-    if isinstance(on, Made) and has_count(on):
-        return Bad(Why.COUNTED, node)
-    if isinstance(on, Made):
+    if isinstance(on, LibraryResult) and has_count(on):
+        return Unproved(Why.COUNTED, node)
+    if isinstance(on, LibraryResult):
         return (
-            Made(f"{on.name}[]", on.node, on.args, on.options)
+            LibraryResult(f"{on.name}[]", on.node, on.args, on.options)
             if is_of_batch(on)
-            else Fixed()
+            else Constant()
         )
-    if not isinstance(on, Fixed):
-        return Fixed()
+    if not isinstance(on, Constant):
+        return Constant()
     return _fixed_part(on, index, node)
 
 
 def as_index(run: Run, value: Value) -> Value:
     """Return a list of indices as a tensor."""
-    listed = isinstance(value, Ref) and value.kind == "list"
-    items = run.items_of_ref(value) if isinstance(value, Ref) and listed else value
+    listed = isinstance(value, ObjectRef) and value.kind == "list"
+    items = (
+        run.items_of_ref(value) if isinstance(value, ObjectRef) and listed else value
+    )
     if isinstance(items, Iter) and items.samples and isinstance(items.item, Item):
         kind = "order" if items.item.place else ""
         return Rows(ndim=1, kind=kind, even=not items.chosen)
     return value
 
 
-def _fixed_part(on: Fixed, parts: list[Value], node: cst.CSTNode) -> Value:
+def _fixed_part(on: Constant, parts: list[Value], node: cst.CSTNode) -> Value:
     """Return a part of a tensor without samples."""
     out = part_of(on, parts)
     for place, part in enumerate(parts):
-        if isinstance(part, Cut) and has_count(part):
+        if isinstance(part, SliceValue) and has_count(part):
             if on.uniform:
                 return replace(out, counted=True)
             if has_count(part.step):
-                return Bad(Why.COUNTED, node)
+                return Unproved(Why.COUNTED, node)
             ndim = None if out.shape is None else len(out.shape)
             return Rows(axis=place, ndim=ndim, kind="order")
     return out
@@ -172,21 +174,21 @@ def _fixed_part(on: Fixed, parts: list[Value], node: cst.CSTNode) -> Value:
 
 def _chosen_by(index: Value, node: cst.CSTNode) -> Value | None:
     """Return an element of a list or a dict that the batch chooses."""
-    if isinstance(index, Bad):
+    if isinstance(index, Unproved):
         return index
     if isinstance(index, Linear | Rows):
-        return Bad(Why.DECIDED, node)
-    return Bad(Why.COUNTED, node) if isinstance(index, Count) else None
+        return Unproved(Why.DECIDED, node)
+    return Unproved(Why.COUNTED, node) if isinstance(index, Count) else None
 
 
-def _cut(on: Seq, part: Cut, node: cst.CSTNode) -> Value:
+def _cut(on: Seq, part: SliceValue, node: cst.CSTNode) -> Value:
     """Return a slice of a tuple or a list."""
     inner = joined(on.items, node)
     if has_count(part):
         return _places(Iter(inner), inner)
     ends = []
     for value in (part.lower, part.upper, part.step):
-        known = value.value if isinstance(value, Fixed) else UNSET
+        known = value.value if isinstance(value, Constant) else UNSET
         if known is not None and not isinstance(known, int):
             return Iter(inner)
         ends.append(known)
@@ -195,12 +197,12 @@ def _cut(on: Seq, part: Cut, node: cst.CSTNode) -> Value:
 
 def _places(listed: Value, item: Value) -> Value:
     """Return a list of as many numbers as samples, which depend on their places."""
-    if isinstance(item, Fixed):
+    if isinstance(item, Constant):
         return Iter(Item(place="moved"), samples=True)
     return listed
 
 
-def _sizes(on: Shape, part: Cut, node: cst.CSTNode) -> Value:
+def _sizes(on: Shape, part: SliceValue, node: cst.CSTNode) -> Value:
     """Return some sizes of a tensor."""
     lower = 0 if part.lower == NONE else known_int(part.lower)
     upper = known_int(part.upper)
@@ -208,9 +210,9 @@ def _sizes(on: Shape, part: Cut, node: cst.CSTNode) -> Value:
     if lower is not None and upper is not None and 0 <= lower <= upper:
         return Seq(tuple(size_of(on.of, i) for i in range(lower, upper)))
     if axis is None or lower is None or lower < 0 or (upper is None and not whole):
-        return Iter(Bad(Why.COUNTED, node))
+        return Iter(Unproved(Why.COUNTED, node))
     if axis < lower:
-        return Iter(Fixed())
+        return Iter(Constant())
     if whole and lower == 0:
         return on
     return Shape(replace(on.of, axis=axis - lower, ndim=None, thin=False))
@@ -218,15 +220,15 @@ def _sizes(on: Shape, part: Cut, node: cst.CSTNode) -> Value:
 
 def rows_subscript(on: Rows, node: cst.Subscript, index: list[Value]) -> Value:
     """Return elements of a tensor of samples."""
-    key = index[0] if index else Fixed()
-    plain = isinstance(key, Fixed) and len(index) == 1
+    key = index[0] if index else Constant()
+    plain = isinstance(key, Constant) and len(index) == 1
     if len(index) == 1 and isinstance(key, Iter):
         return replace(on, whole=False, ndim=None)
-    if isinstance(key, Fixed) and isinstance(key.value, str):
+    if isinstance(key, Constant) and isinstance(key.value, str):
         if key.value == "loss" and on.trusted:
             return Linear(0)
         return replace(on, whole=False)
-    if on.whole and isinstance(key, Fixed):
+    if on.whole and isinstance(key, Constant):
         return replace(on, whole=False)
     if on.opaque is not None and plain:
         return on
@@ -251,15 +253,15 @@ def _rows_indexed(on: Rows, parts: list[Value], node: cst.Subscript) -> Value:
             ndim = None if ndim is None else ndim + 1
             continue
         here = axis is not None and place == axis
-        if isinstance(value, Cut):
+        if isinstance(value, SliceValue):
             if here:
                 kept = new
                 if not _keeps_samples(value, on):
-                    return Bad(Why.ACROSS, node)
+                    return Unproved(Why.ACROSS, node)
                 if value.ends != (NONE, NONE):
                     out = replace(out, copies=1)
             elif has_count(value):
-                return Bad(Why.COUNTED, node)
+                return Unproved(Why.COUNTED, node)
             new += 1
         elif isinstance(value, Rows):
             if value.kind == "order" or value.kind == "bool" or here or axis is None:
@@ -278,12 +280,12 @@ def _rows_indexed(on: Rows, parts: list[Value], node: cst.Subscript) -> Value:
                 out = replace(out, even=False)
         elif isinstance(value, Item) and here:
             if value.place != "here":
-                return Bad(Why.ACROSS, node)
+                return Unproved(Why.ACROSS, node)
             return Item(on.degree)
         elif here:
-            return Bad(Why.ACROSS, node)
+            return Unproved(Why.ACROSS, node)
         elif has_count(value):
-            return Bad(Why.COUNTED, node)
+            return Unproved(Why.COUNTED, node)
         else:
             ndim = None if ndim is None else ndim - 1
             taken += 1
@@ -304,18 +306,18 @@ def _rows_indexed(on: Rows, parts: list[Value], node: cst.Subscript) -> Value:
     )
 
 
-def _keeps_samples(part: Cut, on: Rows) -> bool:
+def _keeps_samples(part: SliceValue, on: Rows) -> bool:
     """Return whether a slice keeps all samples, or a group of all of them."""
-    if part.step not in (NONE, Fixed(1)):
+    if part.step not in (NONE, Constant(1)):
         return False
     for value in part.ends:
         if isinstance(value, Count) and value.exact:
             continue
         if on.copies > 1 and isinstance(value, Count):
             continue
-        if on.copies > 1 and isinstance(value, Fixed) and value.value is UNSET:
+        if on.copies > 1 and isinstance(value, Constant) and value.value is UNSET:
             continue  # a batch size, which is listed
-        if isinstance(value, Fixed) and value.value in (0, None):
+        if isinstance(value, Constant) and value.value in (0, None):
             continue
         return False
     return True

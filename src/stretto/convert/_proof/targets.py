@@ -10,19 +10,19 @@ import libcst as cst
 from stretto.convert._proof.arithmetic import elementwise
 from stretto.convert._proof.batch_values import (
     UNSET,
-    Alt,
-    Bad,
     Class,
-    Fixed,
+    Constant,
     Item,
     Iter,
-    Lib,
+    LibraryName,
+    LibraryResult,
     Linear,
-    Made,
-    Ref,
+    ObjectRef,
+    OneOf,
     Rows,
     Seq,
     Shape,
+    Unproved,
     Why,
     first_bad,
     has_count,
@@ -50,12 +50,12 @@ def bind(run: Run, target: cst.BaseExpression, value: Value, frame: Frame) -> No
             bind(run, element.value, part, frame)
     elif isinstance(target, cst.Attribute):
         on = run.value(target.value, frame)
-        for ref in on.values if isinstance(on, Alt) else (on,):
-            if isinstance(ref, Ref):
+        for ref in on.values if isinstance(on, OneOf) else (on,):
+            if isinstance(ref, ObjectRef):
                 run.set(ref.key, target.attr.value, value)
             elif isinstance(ref, Class):
                 run.set(run.key("class", id(ref.node)), target.attr.value, value)
-            elif isinstance(ref, Made) and (_is_sized(value)):
+            elif isinstance(ref, LibraryResult) and (_is_sized(value)):
                 run.set(run.key("made", id(ref.node)), target.attr.value, value)
     elif isinstance(target, cst.Subscript):
         _store(run, target, value, frame)
@@ -63,7 +63,7 @@ def bind(run: Run, target: cst.BaseExpression, value: Value, frame: Frame) -> No
 
 def _is_sized(value: Value) -> bool:
     """Return whether a value depends on a batch, also on its size."""
-    counted = isinstance(value, Fixed) and value.counted
+    counted = isinstance(value, Constant) and value.counted
     return counted or is_of_batch(value) or has_count(value)
 
 
@@ -71,14 +71,14 @@ def _unpacked(run: Run, value: Value, target: cst.Tuple | cst.List) -> list[Valu
     """Return the values of the names that a value is unpacked into."""
     count = len(target.elements)
     starred = [isinstance(e, cst.StarredElement) for e in target.elements]
-    if isinstance(value, Alt):
+    if isinstance(value, OneOf):
         parts = [_unpacked(run, v, target) for v in value.values]
         return [joined(p, target) for p in zip(*parts, strict=False)]
-    if isinstance(value, Ref):
+    if isinstance(value, ObjectRef):
         value = run.items_of_ref(value)
     if isinstance(value, Seq) and not any(starred):
         known = list(value.items)
-        return known + [Fixed()] * (count - len(known))
+        return known + [Constant()] * (count - len(known))
     if isinstance(value, Shape):
         return [size_of(value.of, i) for i in range(count)]
     if isinstance(value, Rows):
@@ -91,36 +91,36 @@ def _unpacked(run: Run, value: Value, target: cst.Tuple | cst.List) -> list[Valu
         return [value.item] * count
     if isinstance(value, Seq):
         return [joined(value.items, target)] * count
-    if isinstance(value, Item | Linear | Bad):
+    if isinstance(value, Item | Linear | Unproved):
         return [value] * count
-    return [Fixed()] * count
+    return [Constant()] * count
 
 
 def _store(run: Run, target: cst.Subscript, value: Value, frame: Frame) -> None:
     """Assign a value to an element."""
     on = run.value(target.value, frame)
     index = index_values(run, target, frame)
-    if isinstance(on, Ref) and on.kind == "dict":
-        name = index[0].value if index and isinstance(index[0], Fixed) else UNSET
+    if isinstance(on, ObjectRef) and on.kind == "dict":
+        name = index[0].value if index and isinstance(index[0], Constant) else UNSET
         if isinstance(name, str):
             run.set(on.key, f"k:{name}", value)
         else:
             old = run.get(on.key, "*")
             run.set(on.key, "*", value if old is None else join(old, value, target))
-    elif isinstance(on, Ref) and on.kind == "list":
+    elif isinstance(on, ObjectRef) and on.kind == "list":
         if any(map(has_count, index)):
-            value = Bad(Why.COUNTED, target)
+            value = Unproved(Why.COUNTED, target)
         extend(run, on, [value], target)
-    elif isinstance(on, Ref | Made | Lib | Class):
+    elif isinstance(on, ObjectRef | LibraryResult | LibraryName | Class):
         return
     else:
         index = [as_index(run, v) for v in index]
         mixed = _stored(on, value, [*index], target)
         if isinstance(on, Rows):
             part = rows_subscript(on, target, index)
-            mixed = part if isinstance(part, Bad) else mixed
+            mixed = part if isinstance(part, Unproved) else mixed
         if isinstance(on, Iter) and on.samples:
-            mixed = Iter(Bad(Why.PLACED, target), samples=True)
+            mixed = Iter(Unproved(Why.PLACED, target), samples=True)
         run.write(on, mixed, target)
         write_root(run, target.value, mixed, frame)
         bind_again(run, target.value, mixed, frame)
@@ -131,38 +131,38 @@ def write_root(run: Run, of: cst.BaseExpression, value: Value, frame: Frame) -> 
     root: cst.CSTNode = of
     while isinstance(root, cst.Attribute | cst.Subscript | cst.Call):
         root = root.func if isinstance(root, cst.Call) else root.value
-    if root is of or not isinstance(root, cst.Name) or not isinstance(value, Bad):
+    if root is of or not isinstance(root, cst.Name) or not isinstance(value, Unproved):
         return
     old = run.read(root.value, frame)
-    if isinstance(old, Rows) or (isinstance(old, Fixed) and old.counted):
+    if isinstance(old, Rows) or (isinstance(old, Constant) and old.counted):
         run.write(old, value, of)
 
 
 def _stored(on: Value, value: Value, index: list[Value], node: cst.CSTNode) -> Value:
     """Return a tensor after some of its elements were set."""
-    if isinstance(on, Fixed) and on.counted:
+    if isinstance(on, Constant) and on.counted:
         return stored_in(on, index, value, node)
     if (bad := first_bad([value, *index])) is not None:
         return bad
     parts = [v for v in (on, value, *index) if is_of_batch(v)]
     if not isinstance(on, Rows) and any(map(has_count, (value, *index))):
-        return Bad(Why.COUNTED, node)
+        return Unproved(Why.COUNTED, node)
     if not parts:
-        return replace(on, uniform=False) if isinstance(on, Fixed) else on
+        return replace(on, uniform=False) if isinstance(on, Constant) else on
     if any(isinstance(i, Item) for i in index) and not isinstance(on, Rows):
         return Rows()
     if isinstance(value, Item) and value.place:
-        return Bad(Why.PLACED, node)
+        return Unproved(Why.PLACED, node)
     by_sample = Item(place="here") in index
     if isinstance(on, Rows) and by_sample and isinstance(value, Item):
         return on
     if isinstance(value, Linear):
-        return Bad(Why.ACROSS, node) if isinstance(on, Rows) else value
-    if isinstance(on, Rows) and isinstance(value, Fixed):
+        return Unproved(Why.ACROSS, node) if isinstance(on, Rows) else value
+    if isinstance(on, Rows) and isinstance(value, Constant):
         return on
-    if isinstance(on, Fixed) and isinstance(value, Rows):
+    if isinstance(on, Constant) and isinstance(value, Rows):
         if any(isinstance(i, Rows) and i.kind != "order" for i in index):
-            return Bad(Why.ACROSS, node)  # a memory of samples
+            return Unproved(Why.ACROSS, node)  # a memory of samples
         return replace(value, axis=None if index else value.axis, ndim=None)
     return elementwise([on, value], node)
 

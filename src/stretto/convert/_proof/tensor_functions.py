@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from stretto.convert._proof.arithmetic import combined, elementwise
 from stretto.convert._proof.batch_values import (
     UNSET,
-    Bad,
+    Constant,
     Count,
     Draw,
-    Fixed,
+    LibraryResult,
     Linear,
-    Made,
     Rows,
     Seq,
     Shape,
+    Unproved,
     Why,
     first_bad,
     first_rows,
@@ -50,10 +50,10 @@ from stretto.convert._proof.tensor_names import (
 
 if TYPE_CHECKING:
     from stretto.convert._proof.batch_values import Value
-    from stretto.convert._proof.given_arguments import Given
+    from stretto.convert._proof.given_arguments import CallArguments
 
 
-def tensor_function(full: str, given: Given) -> Value | None:
+def tensor_function(full: str, given: CallArguments) -> Value | None:
     """Return the value of a call of a function of torch or NumPy, if it is known."""
     package, _, last = full.rpartition(".")
     if (
@@ -63,9 +63,9 @@ def tensor_function(full: str, given: Given) -> Value | None:
         return None
     if full in TRUSTED_LOSSES:
         averaged = given.options.get("size_average")
-        if isinstance(averaged, Fixed) and averaged.value is False:
-            return first_rows(given.args) or Fixed()
-        return Linear(0) if first_rows(given.all) is not None else Fixed(grad=True)
+        if isinstance(averaged, Constant) and averaged.value is False:
+            return first_rows(given.args) or Constant()
+        return Linear(0) if first_rows(given.all) is not None else Constant(grad=True)
     if full.startswith("einops."):
         return einops_function(last, given)
     if (
@@ -86,30 +86,30 @@ def tensor_function(full: str, given: Given) -> Value | None:
         )
     place = first_rows(given.args[:1])
     if place is not None and mixes_in_space(last, place):
-        return Bad(Why.ACROSS, given.node)
+        return Unproved(Why.ACROSS, given.node)
     if last == "batch_norm":
         training = given.get("training", 5)
         still = training is None or (
-            isinstance(training, Fixed) and training.value is False
+            isinstance(training, Constant) and training.value is False
         )
         on = first_rows(given.args[:1])
         if on is not None and not still:
-            return Bad(Why.ACROSS, given.node)
-        return on if on is not None else Fixed(grad=True)
+            return Unproved(Why.ACROSS, given.node)
+        return on if on is not None else Constant(grad=True)
     if last == "layer_norm":
         on = first_rows(given.args[:1])
         if on is not None and on.ndim is not None and on.axis == on.ndim - 1:
-            return Bad(Why.ACROSS, given.node)
+            return Unproved(Why.ACROSS, given.node)
     if last == "manual_seed":
-        return Fixed()
+        return Constant()
     if last.endswith("Tensor") and not any(
         is_of_batch(v) for v in with_elements(given.args)
     ):
         first = given.args[0] if len(given.args) == 1 else None
         if any(has_count(v) or isinstance(v, Shape) for v in given.args):
             return made(given.args, uniform=True)
-        of_data = isinstance(first, Fixed) and first.value is UNSET
-        return first if of_data and isinstance(first, Fixed) else Fixed()
+        of_data = isinstance(first, Constant) and first.value is UNSET
+        return first if of_data and isinstance(first, Constant) else Constant()
     if last in DRAWS or last in ("bernoulli", "randperm"):
         return drawn(last, full, given)
     if last in ("arange", "range"):
@@ -117,21 +117,25 @@ def tensor_function(full: str, given: Given) -> Value | None:
         plain = len(given.args) == 1 or known_ints(given.args[0]) == [0]
         plain = plain and len(given.args) < 3 and "step" not in given.options
         if counted and not plain:
-            return Bad(Why.ACROSS, given.node)
-        return Rows(ndim=1, kind="order") if counted else Fixed(shape=_length(given, 0))
+            return Unproved(Why.ACROSS, given.node)
+        return (
+            Rows(ndim=1, kind="order") if counted else Constant(shape=_length(given, 0))
+        )
     if last in MAKES:
         filled = given.get("fill_value", 1)
-        if last == "full" and isinstance(filled, Linear | Bad | Draw | Count):
+        if last == "full" and isinstance(filled, Linear | Unproved | Draw | Count):
             return filled
         counts = [v for v in with_elements(given.args) if isinstance(v, Count)]
         if len(counts) > 1 or (counts and last == "eye"):
-            return Bad(Why.ACROSS, given.node)
+            return Unproved(Why.ACROSS, given.node)
         if last == "linspace":
             steps = given.get("steps", 2) or given.get("num")
             if counts and [steps] != counts:
-                return Bad(Why.COUNTED, given.node)
+                return Unproved(Why.COUNTED, given.node)
             return (
-                Rows(ndim=1, kind="order") if counts else Fixed(shape=_length(given, 2))
+                Rows(ndim=1, kind="order")
+                if counts
+                else Constant(shape=_length(given, 2))
             )
         sizes = given.args[:1] if last in ("full", "eye") else given.args
         size = given.options.get("size", given.options.get("shape"))
@@ -154,27 +158,29 @@ def tensor_function(full: str, given: Given) -> Value | None:
         )
     if last == "pad_sequence":
         first = given.get("batch_first", 1)
-        axis = 0 if isinstance(first, Fixed) and first.value is True else 1
-        return Rows(axis=axis) if is_of_batch(Seq(tuple(given.args[:1]))) else Fixed()
+        axis = 0 if isinstance(first, Constant) and first.value is True else 1
+        return (
+            Rows(axis=axis) if is_of_batch(Seq(tuple(given.args[:1]))) else Constant()
+        )
     if last in ("pack_padded_sequence", "pack_sequence", "pad_packed_sequence"):
         on = first_rows(given.args[:1])
         if on is None:
-            return Fixed(grad=True)
+            return Constant(grad=True)
         first = given.get("batch_first", 2 if last.startswith("pack_p") else 1)
         if last == "pad_packed_sequence":
-            axis = 0 if isinstance(first, Fixed) and first.value is True else 1
+            axis = 0 if isinstance(first, Constant) and first.value is True else 1
             return Seq((Rows(axis=axis), Rows(ndim=1)))
         return replace(on, axis=None, ndim=None)
     if last in ("cdist", "pdist", "corrcoef", "cov"):
         on = first_rows(given.args)
         if on is None:
-            return Fixed(grad=True)
+            return Constant(grad=True)
         batched = last == "cdist" and on.axis == 0 and (on.ndim or 0) >= 3
         of_both = all(isinstance(v, Rows) for v in given.args[:2])
         return (
             on
             if batched or (last == "cdist" and not of_both)
-            else Bad(Why.ACROSS, given.node)
+            else Unproved(Why.ACROSS, given.node)
         )
     if last in ("matmul", "mm", "bmm", "dot", "mv", "inner") and len(given.args) >= 2:
         return product(given.args[0], given.args[1], given.node, dot=last == "dot")
@@ -189,14 +195,14 @@ def tensor_function(full: str, given: Given) -> Value | None:
             1 if last == "cosine_similarity" else -1
         ]
         return (
-            Bad(Why.ACROSS, given.node)
+            Unproved(Why.ACROSS, given.node)
             if is_sample_dim(at[0], both) or may_be_sample_dim(at[0], both)
             else without_dims(both, at)
         )
     if last == "one_hot":
         on = first_rows(given.args)
         return (
-            Fixed()
+            Constant()
             if on is None
             else replace(
                 on,
@@ -212,7 +218,7 @@ def tensor_function(full: str, given: Given) -> Value | None:
         return loss(
             "mse_loss",
             list(given.args[:2]),
-            {"reduction": Fixed("none"), **given.options},
+            {"reduction": Constant("none"), **given.options},
             given.node,
         )
     if not given.args and given.options:
@@ -229,7 +235,7 @@ def tensor_function(full: str, given: Given) -> Value | None:
     return tensor_method(last, given)
 
 
-def _length(given: Given, place: int) -> tuple[int | None]:
+def _length(given: CallArguments, place: int) -> tuple[int | None]:
     """Return the shape of a range, which one argument or the last says."""
     known = known_ints(given.get("steps", place))
     only = place > 0 or len(given.args) == 1
@@ -238,12 +244,12 @@ def _length(given: Given, place: int) -> tuple[int | None]:
 
 def _of_made(value: Value) -> Value | None:
     """Return the samples in what a library made, or the value itself."""
-    if isinstance(value, Made):
-        return first_rows([value]) or first_bad([value]) or Fixed(grad=True)
+    if isinstance(value, LibraryResult):
+        return first_rows([value]) or first_bad([value]) or Constant(grad=True)
     return value
 
 
-def gradients(given: Given) -> Value:
+def gradients(given: CallArguments) -> Value:
     """Return gradients of outputs for inputs, in a tuple."""
     of, to = given.get("outputs", 0), given.get("inputs", 1)
     weights = given.get("grad_outputs", 2)
@@ -256,10 +262,10 @@ def gradients(given: Given) -> Value:
             return Seq((of,))
         if isinstance(of, Rows):
             return Seq((Linear(of.degree + 1),))
-        return Seq((Fixed(grad=True),))
+        return Seq((Constant(grad=True),))
     plain = replace(inputs, raw=False, whole=False, kind="", opaque=None)
     if isinstance(of, Linear):
         return Seq((replace(plain, degree=of.degree - 1),))
-    if isinstance(weights, Linear | Bad):
-        return Seq((Bad(Why.NONLINEAR, given.node),))
+    if isinstance(weights, Linear | Unproved):
+        return Seq((Unproved(Why.NONLINEAR, given.node),))
     return Seq((plain,))

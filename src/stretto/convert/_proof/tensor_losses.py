@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from stretto.convert._proof.arithmetic import has_size, rows_with_rows
 from stretto.convert._proof.batch_values import (
-    Bad,
+    Constant,
     Draw,
-    Fixed,
     Item,
     Linear,
     Rows,
+    Unproved,
     Why,
     first_bad,
     first_nonlinear,
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     import libcst as cst
 
-    from stretto.convert._proof.batch_values import Made, Value
-    from stretto.convert._proof.given_arguments import Given
+    from stretto.convert._proof.batch_values import LibraryResult, Value
+    from stretto.convert._proof.given_arguments import CallArguments
 
 
 LOSSES = frozenset(
@@ -104,46 +104,46 @@ def loss(
     ) is not None:
         return bad
     if any(isinstance(w, Linear) for w in weights):
-        return Bad(Why.NONLINEAR, node)
+        return Unproved(Why.NONLINEAR, node)
     if (bad := first_nonlinear(inputs, node)) is not None:
         return bad
     averaged = options.get("size_average")
     each = options.get("reduce")
     reduction = options.get("reduction")
     how = "mean"
-    if isinstance(each, Fixed) and each.value is False:
+    if isinstance(each, Constant) and each.value is False:
         how = "none"
-    elif isinstance(averaged, Fixed) and averaged.value is False:
+    elif isinstance(averaged, Constant) and averaged.value is False:
         how = "sum"
     elif reduction is not None:
         known = known_text(reduction)
         if known is None and not (
-            isinstance(reduction, Fixed) and reduction.value is None
+            isinstance(reduction, Constant) and reduction.value is None
         ):
-            return Bad(Why.UNREAD, node)
+            return Unproved(Why.UNREAD, node)
         how = known or "mean"
     if any(isinstance(v, Item) for v in inputs):
         mixed = any(isinstance(v, Rows) for v in inputs)
         placed = any(isinstance(v, Item) and v.place for v in inputs)
-        return Bad(Why.ACROSS, node) if mixed or placed else Item()
+        return Unproved(Why.ACROSS, node) if mixed or placed else Item()
     rows = [v for v in inputs if isinstance(v, Rows)]
     if not rows:
         if any(isinstance(v, Draw) for v in inputs):
             return Draw()
-        grad = any(isinstance(v, Fixed) and v.grad for v in inputs)
-        counted = any(isinstance(v, Fixed) and v.counted for v in inputs)
+        grad = any(isinstance(v, Constant) and v.grad for v in inputs)
+        counted = any(isinstance(v, Constant) and v.counted for v in inputs)
         if counted and how == "sum":
             return Linear(1)
-        return Fixed(grad=grad, counted=counted and how == "none")
+        return Constant(grad=grad, counted=counted and how == "none")
     together: Value = rows[0]
     like = rows[0]
     if name in _REMOVING and like.axis == 0:
         like = replace(like, ndim=1)
-    if any(isinstance(v, Fixed) and has_size(v, like) for v in inputs):
-        return Bad(Why.SIZED, node)
+    if any(isinstance(v, Constant) and has_size(v, like) for v in inputs):
+        return Unproved(Why.SIZED, node)
     if name in _REMOVING:
         if any(r.sorted is not rows[0].sorted for r in rows):
-            return Bad(Why.ACROSS, node)
+            return Unproved(Why.ACROSS, node)
         together = replace(rows[0], kind="")
     else:
         for other in rows[1:]:
@@ -159,9 +159,9 @@ def loss(
     if how == "sum":
         return Linear(1)
     if not together.even:
-        return Bad(Why.SELECTED, node)
+        return Unproved(Why.SELECTED, node)
     if how == "batchmean" and together.axis not in (0, None):
-        return Bad(Why.NONLINEAR, node)
+        return Unproved(Why.NONLINEAR, node)
     return Linear(0)
 
 
@@ -176,7 +176,7 @@ def _without_classes(on: Rows, targets: list[Rows]) -> Rows:
     return replace(on, least=least, thin=least < 2 and not known and on.axis == 0)
 
 
-def functional_loss(name: str, given: Given) -> Value:
+def functional_loss(name: str, given: CallArguments) -> Value:
     """Return the value of a call of one of torch's loss functions."""
     count = {
         "gaussian_nll_loss": 3,
@@ -213,9 +213,9 @@ def functional_loss(name: str, given: Given) -> Value:
             text = known_text(value)
             if text in ("sum", "none", "mean", "batchmean"):
                 options.setdefault("reduction", value)
-            elif isinstance(value, Fixed) and value.value is False:
-                return Bad(Why.UNREAD, given.node)
-            elif isinstance(value, Linear | Bad):
+            elif isinstance(value, Constant) and value.value is False:
+                return Unproved(Why.UNREAD, given.node)
+            elif isinstance(value, Linear | Unproved):
                 weights.append(value)
             elif isinstance(value, Rows):
                 inputs.append(value)
@@ -224,7 +224,7 @@ def functional_loss(name: str, given: Given) -> Value:
     return loss(name, inputs, options, given.node, weights=weights)
 
 
-def made_loss(made: Made, given: Given) -> Value | None:
+def made_loss(made: LibraryResult, given: CallArguments) -> Value | None:
     """Return the value of a call of an object of one of torch's losses."""
     last = made.name.rpartition(".")[2]
     if not made.name.startswith("torch.nn.") or last not in _LOSS_CLASSES:
@@ -234,10 +234,12 @@ def made_loss(made: Made, given: Given) -> Value | None:
         text = known_text(value)
         if text in ("sum", "none", "mean", "batchmean"):
             options.setdefault("reduction", value)
-        elif isinstance(value, Fixed) and value.value is False and last != "KLDivLoss":
-            return Bad(Why.UNREAD, made.node)
+        elif (
+            isinstance(value, Constant) and value.value is False and last != "KLDivLoss"
+        ):
+            return Unproved(Why.UNREAD, made.node)
     weights: list[Value | None] = [options.get(w) for w in _WEIGHTS]
-    weights += [v for v in made.args if isinstance(v, Linear | Bad)]
+    weights += [v for v in made.args if isinstance(v, Linear | Unproved)]
     inputs = list(given.args)
     if last in ("CrossEntropyLoss", "NLLLoss") and len(inputs) > 1:
         given.show_rank(inputs[0], 2 if isinstance(inputs[1], Rows) else 0)

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 from stretto.convert._proof.arithmetic import combined, elementwise, kept_kind
 from stretto.convert._proof.batch_values import (
-    Alt,
-    Bad,
+    Constant,
     Count,
     Draw,
-    Fixed,
     Item,
     Iter,
     Linear,
+    OneOf,
     Rows,
     Seq,
     Shape,
+    Unproved,
     Why,
     has_count,
     is_of_batch,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stretto.convert._proof.batch_values import Value
-    from stretto.convert._proof.given_arguments import Given
+    from stretto.convert._proof.given_arguments import CallArguments
 
 
 _ARITHMETIC = {
@@ -84,20 +84,20 @@ _DRAWING = frozenset(
 )
 
 
-def tensor_method(name: str, given: Given) -> Value | None:
+def tensor_method(name: str, given: CallArguments) -> Value | None:
     """Return the value of a method of a tensor, the first argument."""
     if not given.args:
-        return Fixed()
+        return Constant()
     on = given.args[0]
     node = given.node
     _show_rank(name, on, given)
     if name in _DRAWING and (is_of_batch(on) or getattr(on, "counted", False)):
         note_generator(given)
-    if isinstance(on, Alt):
+    if isinstance(on, OneOf):
         return joined(
             [
                 tensor_method(name, replace(given, args=(v, *given.args[1:])))
-                or Fixed()
+                or Constant()
                 for v in on.values
             ],
             node,
@@ -117,21 +117,21 @@ def tensor_method(name: str, given: Given) -> Value | None:
         "std",
     ):
         inner = joined_along("stack", replace(given, options={}, args=(on,)))
-        numbers = [isinstance(v, Fixed) for v in getattr(on, "items", ())]
+        numbers = [isinstance(v, Constant) for v in getattr(on, "items", ())]
         if isinstance(on, Seq) and all(numbers) and numbers:
             flat = all(
                 isinstance(getattr(v, "value", None), int | float) for v in on.items
             )
-            return Fixed(shape=(len(on.items),) if flat else None)
-        counted = isinstance(inner, Fixed) and inner.counted
+            return Constant(shape=(len(on.items),) if flat else None)
+        counted = isinstance(inner, Constant) and inner.counted
         if inner is not None and (is_of_batch(inner) or counted):
             if name in ("mean", "sum", "max", "min", "std"):
                 return tensor_method(
                     name, replace(given, args=(inner, *given.args[1:]))
                 )
             return inner
-        return Fixed()
-    if isinstance(on, Bad):
+        return Constant()
+    if isinstance(on, Unproved):
         pair = name in ("sort", "topk", "max", "min") and len(given.args) > 1
         return Seq((on, on)) if pair else on
     if name in ("item",):
@@ -154,9 +154,9 @@ def tensor_method(name: str, given: Given) -> Value | None:
         return (
             on
             if name in ("float", "to", "long", "int", "clone", "tensor", "as_tensor")
-            else Bad(Why.COUNTED, node)
+            else Unproved(Why.COUNTED, node)
         )
-    if isinstance(on, Fixed) and on.counted:
+    if isinstance(on, Constant) and on.counted:
         return _counted_method(name, on, given)
     # A value without samples, with others that may have some.
     if name in ("matmul", "mm", "bmm", "mv", "dot") and rest:
@@ -164,24 +164,26 @@ def tensor_method(name: str, given: Given) -> Value | None:
     if name in ("uniform_", "normal_", "random_", "bernoulli_", "exponential_"):
         if given.in_step:
             return Rows()
-        return replace(on, uniform=False) if isinstance(on, Fixed) else on
+        return replace(on, uniform=False) if isinstance(on, Constant) else on
     if name in ("new_zeros", "new_ones", "new_full", "new_empty") or (
         name == "new" and _are_sizes(rest)
     ):
         return _new(name, given)
     if name in ("zeros_like", "ones_like"):
-        return Fixed(uniform=True, shape=on.shape if isinstance(on, Fixed) else None)
-    if isinstance(on, Fixed) and _is_counted(rest):
+        return Constant(
+            uniform=True, shape=on.shape if isinstance(on, Constant) else None
+        )
+    if isinstance(on, Constant) and _is_counted(rest):
         return _sized_by_count(name, on, given)
     others = [v for v in with_elements(rest) if is_of_batch(v)]
     if others and name.startswith(("scatter", "index_add", "index_copy", "index_red")):
         dims = known_ints(given.get("dim", 1))
         if dims is None or dims[0] == 0:
-            return Bad(Why.ACROSS, node)
+            return Unproved(Why.ACROSS, node)
     if name in ("max", "min") and not others and len(given.args) > 1:
-        return Seq((Fixed(), Fixed()))
+        return Seq((Constant(), Constant()))
     if name in ("sort", "topk"):
-        return Seq((Fixed(), Fixed()))
+        return Seq((Constant(), Constant()))
     if name in _ARITHMETIC and rest:
         return combined(_ARITHMETIC[name], on, rest[0], node)
     if others:
@@ -196,10 +198,10 @@ def tensor_method(name: str, given: Given) -> Value | None:
                 else others[0]
             )
         return elementwise([on, *rest], node)
-    return fixed_method(name, on, given) if isinstance(on, Fixed) else Fixed()
+    return fixed_method(name, on, given) if isinstance(on, Constant) else Constant()
 
 
-def _show_rank(name: str, on: Value, given: Given) -> None:
+def _show_rank(name: str, on: Value, given: CallArguments) -> None:
     """Note how many dimensions a function along a dimension needs."""
     along = name in REDUCING or name in ALONG
     if not along and name not in ("transpose", "swapaxes", "permute", "unbind"):
@@ -215,10 +217,10 @@ def _is_counted(values: Sequence[Value]) -> bool:
     return any(has_count(v) or isinstance(v, Shape) for v in values)
 
 
-def _selected(on: Value, index: Rows, given: Given) -> Rows:
+def _selected(on: Value, index: Rows, given: CallArguments) -> Rows:
     """Return elements of a constant along a dimension, one for each sample."""
     dims = known_ints(given.get("dim", 1))
-    shape = on.shape if isinstance(on, Fixed) else None
+    shape = on.shape if isinstance(on, Constant) else None
     return replace(
         index,
         raw=False,
@@ -233,21 +235,21 @@ def _are_sizes(values: Sequence[Value]) -> bool:
     """Return whether arguments are sizes, one a dimension, rather than elements."""
     return bool(values) and all(
         isinstance(v, Count)
-        or (isinstance(v, Fixed) and not v.counted and v.shape is None)
+        or (isinstance(v, Constant) and not v.counted and v.shape is None)
         for v in values
     )
 
 
-def _new(name: str, given: Given) -> Value:
+def _new(name: str, given: CallArguments) -> Value:
     """Return what ``x.new_zeros`` and similar methods make."""
-    if name == "new_full" and is_of_batch(given.get("fill_value", 2) or Fixed()):
-        return Bad(Why.ACROSS, given.node)
+    if name == "new_full" and is_of_batch(given.get("fill_value", 2) or Constant()):
+        return Unproved(Why.ACROSS, given.node)
     sizes = given.args[1:2] if name == "new_full" else given.args[1:]
     size = given.options.get("size")
     return made(sizes if size is None else (size,), uniform=True)
 
 
-def _sized_by_count(name: str, on: Fixed, given: Given) -> Value:
+def _sized_by_count(name: str, on: Constant, given: CallArguments) -> Value:
     """Return what a method with the batch's size makes of a constant."""
     rest = list(given.args[1:])
     if name in _ARITHMETIC:
@@ -260,7 +262,7 @@ def _sized_by_count(name: str, on: Fixed, given: Given) -> Value:
     one = on.uniform or (on.shape is not None and set(on.shape) <= {1})
     if one and name in ("view", "reshape", "narrow", "repeat_interleave"):
         return replace(on, shape=None, counted=True)
-    return Bad(Why.COUNTED, given.node)
+    return Unproved(Why.COUNTED, given.node)
 
 
 _EVEN = frozenset(
@@ -269,7 +271,7 @@ _EVEN = frozenset(
 """Functions of equal elements that return one of them, however many there are."""
 
 
-def _transformed(name: str, given: Given) -> list[int]:
+def _transformed(name: str, given: CallArguments) -> list[int]:
     """Return the dimensions of a Fourier transform, or of its shift."""
     shift = name.endswith("shift")
     dims = known_ints(given.options.get("dim", given.get("", 1 if shift else 2)))
@@ -280,7 +282,7 @@ def _transformed(name: str, given: Given) -> list[int]:
     return [-2, -1] if name.endswith("2") else [-1]
 
 
-def _counted_method(name: str, on: Fixed, given: Given) -> Value:
+def _counted_method(name: str, on: Constant, given: CallArguments) -> Value:
     """Return the value of a method of a constant with as many elements as samples."""
     rest = list(given.args[1:])
     node = given.node
@@ -290,9 +292,9 @@ def _counted_method(name: str, on: Fixed, given: Given) -> Value:
     if name in ("uniform_", "normal_", "random_", "bernoulli_", "exponential_"):
         return as_rows(on)
     if name == "item":
-        return Fixed(grad=on.grad)
+        return Constant(grad=on.grad)
     if name == "tolist":
-        return Iter(Fixed(), samples=True)
+        return Iter(Constant(), samples=True)
     dim = given.get("dim", 1) or given.get("axis")
     over = known_ints(dim) if dim is not None else None
     axis = sample_axis(on)
@@ -300,7 +302,7 @@ def _counted_method(name: str, on: Fixed, given: Given) -> Value:
     within = axis is not None and count is not None and over is not None
     if within and over is not None and count is not None:
         within = all(d % count != axis for d in over)
-    plain = not any(isinstance(v, Rows | Linear | Item | Bad) for v in others)
+    plain = not any(isinstance(v, Rows | Linear | Item | Unproved) for v in others)
     if name in REDUCING and plain and (name in _EVEN or within):
         out = fixed_method(name, on, given)
         pair = over is not None and name in ("max", "min", "median", "mode")
@@ -315,10 +317,10 @@ def _counted_method(name: str, on: Fixed, given: Given) -> Value:
     if name in ELEMENTWISE and not plain:
         return elementwise([on, *others], node)
     known = tensor_method(name, replace(given, args=(as_rows(on), *rest)))
-    return Bad(Why.PLACED, node) if known is None else known
+    return Unproved(Why.PLACED, node) if known is None else known
 
 
-def _linear_method(name: str, on: Linear, given: Given) -> Value:
+def _linear_method(name: str, on: Linear, given: CallArguments) -> Value:
     """Return the value of a method of a mean or a sum over samples."""
     node = given.node
     rest = list(given.args[1:])
@@ -342,11 +344,11 @@ def _linear_method(name: str, on: Linear, given: Given) -> Value:
     if name in ("div", "div_", "true_divide", "divide") and rest:
         return combined("/", on, rest[0], node)
     if name in ("size", "dim", "numel"):
-        return Fixed()
-    return Bad(Why.NONLINEAR, node)
+        return Constant()
+    return Unproved(Why.NONLINEAR, node)
 
 
-def _rows_method(name: str, on: Rows, given: Given) -> Value | None:
+def _rows_method(name: str, on: Rows, given: CallArguments) -> Value | None:
     """Return the value of a method of a tensor of samples."""
     node = given.node
     rest = list(given.args[1:])
@@ -359,30 +361,30 @@ def _rows_method(name: str, on: Rows, given: Given) -> Value | None:
             return Shape(on)
         dims = known_ints(given.get("dim", 1))
         if dims is None:
-            return Fixed()
+            return Constant()
         return size_of(on, dims[0])
     if name in ("numel", "nelement", "__len__"):
-        return Count(1, exact=False) if on.even else Bad(Why.SELECTED, node)
+        return Count(1, exact=False) if on.even else Unproved(Why.SELECTED, node)
     if name in ("dim", "ndimension", "get_device", "element_size"):
         given.test_rank(on)
-        return Fixed() if on.ndim is None else Fixed(on.ndim)
+        return Constant() if on.ndim is None else Constant(on.ndim)
     if name in _ARITHMETIC and rest:
         return combined(_ARITHMETIC[name], on, rest[0], node)
     if name == "pad":
         pads = given.get("pad", 1)
         count = len(pads.items) // 2 if isinstance(pads, Seq) else 0
         if None not in (on.axis, on.ndim) and (on.axis or 0) >= (on.ndim or 0) - count:
-            return Bad(Why.ACROSS, node)
+            return Unproved(Why.ACROSS, node)
     if "fft" in name and any(is_sample_dim(d, on) for d in _transformed(name, given)):
-        return Bad(Why.ACROSS, node)
+        return Unproved(Why.ACROSS, node)
     if name in ("unfold", "renorm") and not given.options:
         dims = known_ints(given.get("", 1 if name == "unfold" else 2))
         if dims and is_sample_dim(dims[0], on) is (name == "unfold"):
-            return Bad(Why.ACROSS, node)
+            return Unproved(Why.ACROSS, node)
     if name.startswith(("tril", "triu")):
         ahead = None if on.ndim is None or on.axis is None else on.ndim - on.axis
         if (ahead is None and on.least < 3) or (ahead is not None and ahead < 3):
-            return Bad(Why.UNREAD if ahead is None else Why.ACROSS, node)
+            return Unproved(Why.UNREAD if ahead is None else Why.ACROSS, node)
     if name in ("matmul", "mm", "bmm", "mv", "dot") and rest:
         return product(on, rest[0], node, dot=name == "dot")
     if name in REDUCING:
@@ -416,13 +418,13 @@ def _rows_method(name: str, on: Rows, given: Given) -> Value | None:
     if name == "select":
         dims = known_ints(given.get("dim", 1)) or [1]
         return (
-            Bad(Why.ACROSS, node)
+            Unproved(Why.ACROSS, node)
             if is_sample_dim(dims[0], on)
             else without_dims(on, dims)
         )
     if name == "narrow":
         dims = known_ints(given.get("dim", 1)) or [1]
-        return Bad(Why.ACROSS, node) if is_sample_dim(dims[0], on) else plain
+        return Unproved(Why.ACROSS, node) if is_sample_dim(dims[0], on) else plain
     if name in (
         "outer",
         "ger",
@@ -434,10 +436,10 @@ def _rows_method(name: str, on: Rows, given: Given) -> Value | None:
         "svd",
         "kron",
     ):
-        return Bad(Why.ACROSS, node)
+        return Unproved(Why.ACROSS, node)
     if name in ("diag", "diagonal"):
         return (
-            Bad(Why.ACROSS, node)
+            Unproved(Why.ACROSS, node)
             if on.ndim in (None, 2) and not given.options
             else plain
         )
@@ -451,10 +453,10 @@ def _rows_method(name: str, on: Rows, given: Given) -> Value | None:
         "new_tensor",
     ):
         filled = given.get("fill_value", 1)
-        if isinstance(filled, Linear | Bad):
-            return Bad(Why.ACROSS, node)
+        if isinstance(filled, Linear | Unproved):
+            return Unproved(Why.ACROSS, node)
         if name == "new_tensor":
-            return Fixed()
+            return Constant()
         return replace(plain, kind="", shifted=None, degree=0, opaque=None)
     if name == "where":
         return elementwise([on, *rest], node)
