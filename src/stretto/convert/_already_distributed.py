@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import libcst as cst
 
 from stretto.convert._result import Kind, Note, Target
-from stretto.convert._tree import Tree, dotted, found
+from stretto.convert._tree import ScriptTree, dotted, found
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ _DDP = (
 _OURS = ("stretto.DistributedDataParallel", "stretto.DDP")
 
 
-def converted(tree: Tree, target: Target, name: str) -> tuple[str, list[Note]] | None:
+def converted(
+    tree: ScriptTree, target: Target, name: str
+) -> tuple[str, list[Note]] | None:
     """Return the new text of a script that is distributed already, or ``None``.
 
     Raises:
@@ -57,7 +59,7 @@ def converted(tree: Tree, target: Target, name: str) -> tuple[str, list[Note]] |
     return None
 
 
-def _modules(tree: Tree) -> list[tuple[str, cst.CSTNode]]:
+def _modules(tree: ScriptTree) -> list[tuple[str, cst.CSTNode]]:
     out: list[tuple[str, cst.CSTNode]] = []
     for plain in found(tree.module, cst.Import):
         out += [(dotted(a.name) or "", plain) for a in plain.names]
@@ -67,7 +69,7 @@ def _modules(tree: Tree) -> list[tuple[str, cst.CSTNode]]:
     return out
 
 
-def _uses(tree: Tree, names: tuple[str, ...]) -> list[cst.BaseExpression]:
+def _uses(tree: ScriptTree, names: tuple[str, ...]) -> list[cst.BaseExpression]:
     """Return outermost expressions, outside imports, that name given objects."""
     out: list[cst.BaseExpression] = []
     for node in found(tree.module, cst.BaseExpression):
@@ -106,7 +108,7 @@ _NOT_PROVIDED = re.compile(
 
 
 def _horovod(
-    tree: Tree, imports: list[tuple[str, cst.CSTNode]], target: Target, name: str
+    tree: ScriptTree, imports: list[tuple[str, cst.CSTNode]], target: Target, name: str
 ) -> tuple[str, list[Note]]:
     if target is Target.DDP:
         raise SpecError(
@@ -157,7 +159,7 @@ def _from_package(line: cst.CSTNode) -> set[str]:
     return set()
 
 
-def _begins_module(tree: Tree, node: cst.Name) -> bool:
+def _begins_module(tree: ScriptTree, node: cst.Name) -> bool:
     """Return whether a name is the first part of an imported module's."""
     above: cst.CSTNode = node
     while isinstance(parent := tree.parent(above), cst.Attribute):
@@ -176,7 +178,7 @@ def _begins_module(tree: Tree, node: cst.Name) -> bool:
 # DDP
 
 
-def _ddp(tree: Tree, target: Target, name: str) -> tuple[str, list[Note]]:
+def _ddp(tree: ScriptTree, target: Target, name: str) -> tuple[str, list[Note]]:
     if target is Target.HOROVOD:
         raise SpecError(
             f"{name}: uses DistributedDataParallel already, and --to horovod does not "

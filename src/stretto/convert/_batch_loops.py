@@ -13,8 +13,8 @@ from stretto.convert._tree import Scope, dotted, found, stored_names
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stretto.convert._flow import Flow
-    from stretto.convert._tree import Tree
+    from stretto.convert._flow import ScriptFlow
+    from stretto.convert._tree import ScriptTree
     from stretto.errors import SpecError
 
 _COUNTERS = ("range", "trange", "tqdm.trange", "tqdm.auto.trange", "itertools.count")
@@ -42,7 +42,7 @@ WRAPPERS = (
 
 
 @dataclass(slots=True, kw_only=True)
-class Loop:
+class BatchLoop:
     """A loop over batches of a loader."""
 
     node: cst.For | cst.While
@@ -67,21 +67,21 @@ class BatchLoops:
 
     def __init__(
         self,
-        tree: Tree,
-        flow: Flow,
+        tree: ScriptTree,
+        flow: ScriptFlow,
         backwards: list[cst.Call],
         refuse: Callable[[cst.CSTNode, str], SpecError],
     ) -> None:
         self._tree, self._flow = tree, flow
         self._backwards, self._refuse = backwards, refuse
 
-    def training(self) -> list[Loop]:
+    def training(self) -> list[BatchLoop]:
         """Return the loops whose batches are trained on.
 
         Raises:
             SpecError: a ``backward`` is in no such loop.
         """
-        loops: dict[int, Loop] = {}
+        loops: dict[int, BatchLoop] = {}
         for call in self._backwards:
             around = self._batch_loops(call, set())
             if not around:
@@ -117,12 +117,12 @@ class BatchLoops:
             "its name in the loop over batches, or move backward() into that loop",
         )
 
-    def _batch_loops(self, node: cst.CSTNode, seen: set[int]) -> list[Loop]:
+    def _batch_loops(self, node: cst.CSTNode, seen: set[int]) -> list[BatchLoop]:
         for loop in self._tree.loops(node):
             made = self.loop(loop)
             if made is not None:
                 return [made]
-        out: list[Loop] = []
+        out: list[BatchLoop] = []
         for function in (
             a for a in self._tree.ancestors(node) if isinstance(a, cst.FunctionDef)
         ):
@@ -133,7 +133,7 @@ class BatchLoops:
                 out += self._batch_loops(call, seen)
         return out
 
-    def loop(self, node: cst.For | cst.While) -> Loop | None:
+    def loop(self, node: cst.For | cst.While) -> BatchLoop | None:
         """Return the loop over a loader's batches, if a loop is one."""
         scope = self._tree.function(node)
         sources: list[tuple[cst.BaseExpression, Scope]] = []
@@ -156,7 +156,7 @@ class BatchLoops:
             if reached
         }
         loaders = list(named.values())
-        return Loop(
+        return BatchLoop(
             node=node,
             scope=scope,
             loaders=loaders,

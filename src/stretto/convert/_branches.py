@@ -14,15 +14,15 @@ from stretto.convert._tree import argument, dotted
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from stretto.convert._flow import Flow
-    from stretto.convert._tree import Tree
+    from stretto.convert._flow import ScriptFlow
+    from stretto.convert._tree import ScriptTree
 
 
 @final
 class Branches:
     """Tests and statements of methods, for the object that is being followed."""
 
-    def __init__(self, tree: Tree, flow: Flow) -> None:
+    def __init__(self, tree: ScriptTree, flow: ScriptFlow) -> None:
         self._tree, self._flow = tree, flow
         self._making: list[tuple[cst.ClassDef, cst.Call]] = []
         """The objects whose methods are being followed, and what made each."""

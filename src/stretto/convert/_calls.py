@@ -9,8 +9,8 @@ import libcst as cst
 from stretto.convert._tree import Scope, dotted, found
 
 if TYPE_CHECKING:
-    from stretto.convert._flow import Flow
-    from stretto.convert._tree import Tree
+    from stretto.convert._flow import ScriptFlow
+    from stretto.convert._tree import ScriptTree
 
 Called = tuple[cst.FunctionDef, cst.ClassDef | None, cst.Call | None]
 """A function; a method comes with its class and the call that made the object."""
@@ -20,7 +20,7 @@ Called = tuple[cst.FunctionDef, cst.ClassDef | None, cst.Call | None]
 class Calls:
     """Calls of the script's functions and objects."""
 
-    def __init__(self, tree: Tree, flow: Flow) -> None:
+    def __init__(self, tree: ScriptTree, flow: ScriptFlow) -> None:
         self._tree, self._flow = tree, flow
 
     def called(self, call: cst.Call, scope: Scope) -> list[Called]:

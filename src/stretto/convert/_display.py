@@ -12,7 +12,7 @@ from stretto.convert._tree import argument, arguments_of, dotted, found
 
 if TYPE_CHECKING:
     from stretto.convert._edit import Work
-    from stretto.convert._tree import Tree
+    from stretto.convert._tree import ScriptTree
 
 SAVES = (
     "torch.save",
@@ -98,7 +98,7 @@ _NOT_SHOWING = ("logging.", "csv.", "codecs.", "io.", "torch.")
 """Modules whose classes with such names are handled otherwise, or need no rank."""
 
 
-def opens_for_writing(tree: Tree, node: cst.BaseExpression) -> bool:
+def opens_for_writing(tree: ScriptTree, node: cst.BaseExpression) -> bool:
     """Return whether an expression opens a file for writing."""
     if not isinstance(node, cst.Call):
         return False

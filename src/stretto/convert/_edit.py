@@ -17,7 +17,7 @@ from stretto.convert._split import Split, joined, suite
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stretto.convert._job import Job
+    from stretto.convert._job import FoundTraining
 
 _MARK = "# %%stretto "
 
@@ -61,7 +61,7 @@ class Work:
     """Set once the script's training is known."""
 
     def __init__(
-        self, job: Job, choices: Choices, splits: Sequence[Split] = ()
+        self, job: FoundTraining, choices: Choices, splits: Sequence[Split] = ()
     ) -> None:
         self.job = job
         self._splits = splits

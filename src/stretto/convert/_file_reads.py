@@ -11,7 +11,7 @@ from stretto.convert._tree import arguments_of
 
 if TYPE_CHECKING:
     from stretto.convert._edit import Work
-    from stretto.convert._tree import Tree
+    from stretto.convert._tree import ScriptTree
 
 _WRITTEN_SECOND = ("torch.save", "json.dump", "pickle.dump", "joblib.dump")
 _WRITES_ITSELF = ("write_text", "write_bytes")
@@ -63,12 +63,12 @@ def convert(work: Work) -> None:
         work.done(call, "every rank waits here until rank 0 has written this file")
 
 
-def _is_later(tree: Tree, read: cst.Call, write: cst.Call) -> bool:
+def _is_later(tree: ScriptTree, read: cst.Call, write: cst.Call) -> bool:
     both = set(map(id, tree.loops(read))) & set(map(id, tree.loops(write)))
     return bool(both) or tree.line(read) > tree.line(write)
 
 
-def _written(tree: Tree, call: cst.Call) -> list[str]:
+def _written(tree: ScriptTree, call: cst.Call) -> list[str]:
     """Return the paths that a call on rank 0 may write."""
     full = tree.called(call)
     paths = []
@@ -85,7 +85,7 @@ def _written(tree: Tree, call: cst.Call) -> list[str]:
     return paths
 
 
-def _read(tree: Tree, call: cst.Call) -> str:
+def _read(tree: ScriptTree, call: cst.Call) -> str:
     """Return the path that a call reads; "" if it reads none."""
     if opens_for_writing(tree, call):
         return ""
@@ -98,7 +98,7 @@ def _read(tree: Tree, call: cst.Call) -> str:
     return ""
 
 
-def _path(tree: Tree, node: cst.BaseExpression) -> str:
+def _path(tree: ScriptTree, node: cst.BaseExpression) -> str:
     """Return a path's text, without ``Path(...)`` around it."""
     while isinstance(node, cst.Call):
         positional, _ = arguments_of(node)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
-from stretto.convert._tree import Scope, Tree, argument, dotted, found
+from stretto.convert._tree import Scope, ScriptTree, argument, dotted, found
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,10 +69,10 @@ class Origin:
 
 
 @final
-class Flow:
+class ScriptFlow:
     """Assignments and calls of one script."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: ScriptTree) -> None:
         self._tree = tree
         self._callers: dict[cst.FunctionDef, list[cst.Call]] = {}
         self._searching: set[cst.FunctionDef] = set()

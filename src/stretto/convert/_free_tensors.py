@@ -10,10 +10,10 @@ from stretto.convert._optimizers import is_named
 from stretto.convert._tree import Scope, argument, dotted, found
 
 if TYPE_CHECKING:
-    from stretto.convert._job import Job
+    from stretto.convert._job import FoundTraining
 
 
-def refuse_free_tensors(job: Job) -> None:
+def refuse_free_tensors(job: FoundTraining) -> None:
     """Refuse tensors that an optimizer trains outside every module.
 
     DistributedDataParallel exchanges gradients of its module's parameters only, so
@@ -28,7 +28,7 @@ def refuse_free_tensors(job: Job) -> None:
 
 @final
 class _FreeTensors:
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: FoundTraining) -> None:
         self._job, self._tree, self._flow = job, job.tree, job.flow
 
     def refuse(self) -> None:

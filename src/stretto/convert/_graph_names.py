@@ -9,13 +9,13 @@ import libcst as cst
 from stretto.convert._tree import dotted, found
 
 if TYPE_CHECKING:
-    from stretto.convert._job import Job
+    from stretto.convert._job import FoundTraining
 
 _CUTTING = frozenset(["item", "detach", "data", "numpy", "tolist", "shape", "size"])
 """Attributes and methods behind which no gradient flows."""
 
 
-def graph_names(job: Job) -> frozenset[str]:
+def graph_names(job: FoundTraining) -> frozenset[str]:
     """Return the variables through which gradients flow to a ``backward``."""
     out: set[str] = set()
     scopes: list[cst.CSTNode] = []

@@ -7,9 +7,9 @@ from typing import final
 import libcst as cst
 
 from stretto.convert._batch_loops import BatchLoops
-from stretto.convert._flow import Flow
+from stretto.convert._flow import ScriptFlow
 from stretto.convert._trained_models import TrainedModels
-from stretto.convert._tree import Tree, argument, dotted
+from stretto.convert._tree import ScriptTree, argument, dotted
 from stretto.errors import SpecError
 
 _BACKWARD = "torch.autograd.backward"
@@ -26,7 +26,7 @@ _BY_HAND = (
 
 
 @final
-class Job:
+class FoundTraining:
     """The training found in a script.
 
     Raises:
@@ -34,9 +34,9 @@ class Job:
             the line and the next step.
     """
 
-    def __init__(self, tree: Tree, name: str) -> None:
+    def __init__(self, tree: ScriptTree, name: str) -> None:
         self.tree = tree
-        self.flow = Flow(tree)
+        self.flow = ScriptFlow(tree)
         self._name = name
         self.backwards = [c for c in tree.calls if self._begins_backward(c)]
         if not self.backwards:

@@ -17,7 +17,7 @@ from stretto.convert._tree import Scope, argument, arguments_of, dotted, found
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stretto.convert._batch_loops import Loop
+    from stretto.convert._batch_loops import BatchLoop
     from stretto.convert._edit import Work
 
 _PROGRESS = ("range", "trange", "tqdm.trange", "tqdm", "tqdm.tqdm", "tqdm.auto.tqdm")
@@ -38,7 +38,7 @@ class Loaders:
         self.steps = list(steps(work))
         """Bodies of training loops, and of the functions that they call."""
 
-    def is_divided(self, loop: Loop) -> bool:
+    def is_divided(self, loop: BatchLoop) -> bool:
         """Return whether a loop's batches are this rank's only."""
         return loop.node not in self._work.whole and self.has_divided(loop.origins)
 
@@ -291,7 +291,7 @@ class Loaders:
 
     # Epochs
 
-    def _set_epoch(self, loop: Loop) -> None:
+    def _set_epoch(self, loop: BatchLoop) -> None:
         for node, scope in loop.loaders:
             at = self._epoch_begins(loop, node)
             name = self._tree.text(node)
@@ -331,7 +331,7 @@ class Loaders:
             + ")",
         )
 
-    def _is_per_pass(self, loop: Loop) -> bool:
+    def _is_per_pass(self, loop: BatchLoop) -> bool:
         """Return whether each pass may recreate its loader, so epochs do not count."""
         return any(self._repeated(o.statement, set()) for o in loop.origins)
 
@@ -344,7 +344,7 @@ class Loaders:
         seen.add(id(scope))
         return any(self._repeated(c, seen) for c in self._flow.calls_of(scope))
 
-    def _epoch_begins(self, loop: Loop, node: cst.BaseExpression) -> cst.CSTNode:
+    def _epoch_begins(self, loop: BatchLoop, node: cst.BaseExpression) -> cst.CSTNode:
         """Return the statement that begins to take batches from a loader."""
         if self._tree.within(node, loop.node):
             if isinstance(loop.node, cst.For) and self._tree.within(

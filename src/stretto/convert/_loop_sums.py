@@ -10,7 +10,7 @@ import libcst as cst
 from stretto.convert._tree import Scope, dotted, found
 
 if TYPE_CHECKING:
-    from stretto.convert._batch_loops import Loop
+    from stretto.convert._batch_loops import BatchLoop
     from stretto.convert._edit import Work
     from stretto.convert._models import Models
 
@@ -57,7 +57,7 @@ class LoopSums:
     def __init__(self, work: Work, models: Models) -> None:
         self._work, self._tree, self._models = work, work.tree, models
 
-    def only_added(self, added: Added, loop: Loop) -> bool:
+    def only_added(self, added: Added, loop: BatchLoop) -> bool:
         """Return whether a name is set before a loop and only added to in it."""
         if not added.name.isidentifier():
             return False

@@ -11,11 +11,11 @@ from stretto.convert._tree import Scope, dotted, found
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stretto.convert._flow import Flow, Key, Origin
-    from stretto.convert._tree import Tree
+    from stretto.convert._flow import Key, Origin, ScriptFlow
+    from stretto.convert._tree import ScriptTree
 
 
-def is_module(tree: Tree, made: cst.CSTNode) -> bool:
+def is_module(tree: ScriptTree, made: cst.CSTNode) -> bool:
     """Return whether a value may be a module: not if its class has no ``forward``."""
     if not isinstance(made, cst.Call):
         return False
@@ -23,7 +23,7 @@ def is_module(tree: Tree, made: cst.CSTNode) -> bool:
     return kind is None or is_module_class(tree, kind)
 
 
-def is_module_class(tree: Tree, kind: cst.ClassDef) -> bool:
+def is_module_class(tree: ScriptTree, kind: cst.ClassDef) -> bool:
     """Return whether a class of the script, or one that it derives from, is a module's.
 
     One that derives from a class of another file may be a module's.
@@ -41,7 +41,7 @@ def is_module_class(tree: Tree, kind: cst.ClassDef) -> bool:
 class Wholes:
     """Finds out whether training calls a module, or its parts one by one."""
 
-    def __init__(self, tree: Tree, flow: Flow) -> None:
+    def __init__(self, tree: ScriptTree, flow: ScriptFlow) -> None:
         self._tree, self._flow = tree, flow
         self._calls: list[tuple[cst.Call, frozenset[int]]] | None = None
 

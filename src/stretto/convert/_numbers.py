@@ -21,7 +21,7 @@ from stretto.convert._shown import SHOWING, Shown
 from stretto.convert._tree import Scope, dotted, found
 
 if TYPE_CHECKING:
-    from stretto.convert._batch_loops import Loop
+    from stretto.convert._batch_loops import BatchLoop
     from stretto.convert._classify import AbstractShares
     from stretto.convert._edit import Work
     from stretto.convert._loaders import Loaders
@@ -92,7 +92,7 @@ class Numbers:
             if scope is not None:
                 self._at_source(scope.body, scope)
 
-    def _calls_model(self, loop: Loop) -> bool:
+    def _calls_model(self, loop: BatchLoop) -> bool:
         """Return whether a loop that no rank trains in calls a model."""
         calls = list(found(loop.node.body, cst.Call))
         return not any(call in self._work.job.backwards for call in calls) and any(
@@ -100,7 +100,7 @@ class Numbers:
             for call in calls
         )
 
-    def _whole_on_all(self, loop: Loop) -> None:
+    def _whole_on_all(self, loop: BatchLoop) -> None:
         """Let all ranks go through a loader in rank 0's order, with its random numbers.
 
         Ranks that compute different results would decide differently on them.
@@ -189,7 +189,7 @@ class Numbers:
 
     # Loops over this rank's share
 
-    def _divided(self, loop: Loop) -> None:
+    def _divided(self, loop: BatchLoop) -> None:
         body, scope = loop.node.body, loop.scope
         if not all(self._loaders.has_divided([o]) for o in loop.origins):
             self._work.undecided(
@@ -234,7 +234,7 @@ class Numbers:
         self._at_source(body, scope)
         self._at_source(body, scope, after=loop.node)
 
-    def _reduce_after(self, loop: Loop, names: list[str], amount: Amount) -> None:
+    def _reduce_after(self, loop: BatchLoop, names: list[str], amount: Amount) -> None:
         if not names:
             return
         self.reduced_after.append((loop.node, names))
@@ -600,7 +600,7 @@ class Numbers:
 
     # Evaluation
 
-    def _evaluation(self, loop: Loop) -> None:
+    def _evaluation(self, loop: BatchLoop) -> None:
         node = loop.node
         if not isinstance(node, cst.For):
             return

@@ -9,8 +9,8 @@ import libcst as cst
 from stretto.convert._tree import dotted, found, stored_names
 
 if TYPE_CHECKING:
-    from stretto.convert._flow import Flow
-    from stretto.convert._tree import Tree
+    from stretto.convert._flow import ScriptFlow
+    from stretto.convert._tree import ScriptTree
 
 _OPTIMIZERS = frozenset(
     [
@@ -54,7 +54,7 @@ _OF_MODULES = (
 """Methods by which a module is known where its class is in another file."""
 
 
-def is_named(tree: Tree, call: cst.Call) -> bool:
+def is_named(tree: ScriptTree, call: cst.Call) -> bool:
     """Return whether a call makes an optimizer by the name of what it calls."""
     if isinstance(call.func, cst.Call) and dotted(call.func.func) == "getattr":
         of = call.func.args[0].value if call.func.args else None
@@ -67,7 +67,7 @@ def is_named(tree: Tree, call: cst.Call) -> bool:
     )
 
 
-def update_by_hand(tree: Tree, loop: cst.For) -> cst.CSTNode | None:
+def update_by_hand(tree: ScriptTree, loop: cst.For) -> cst.CSTNode | None:
     """Return where a loop changes its variable by the variable's gradient, if it does.
 
     ``p -= rate * p.grad`` and ``p.data.add_(p.grad, alpha=-rate)`` are such places.
@@ -94,7 +94,7 @@ def update_by_hand(tree: Tree, loop: cst.For) -> cst.CSTNode | None:
 class SteppedObjects:
     """The calls whose results are used as optimizers, of whatever class they are."""
 
-    def __init__(self, tree: Tree, flow: Flow) -> None:
+    def __init__(self, tree: ScriptTree, flow: ScriptFlow) -> None:
         self._tree, self._flow = tree, flow
         self._stepped: set[int | None] = set()
         self._cleared: set[int | None] = set()

@@ -12,8 +12,8 @@ from stretto.convert._modules import Wholes
 from stretto.convert._tree import Scope, dotted, found
 
 if TYPE_CHECKING:
-    from stretto.convert._flow import Flow, Origin
-    from stretto.convert._tree import Tree
+    from stretto.convert._flow import Origin, ScriptFlow
+    from stretto.convert._tree import ScriptTree
 
 _READING = ("values", "items", "keys", "get")
 """Methods of a container that leave it as it is."""
@@ -23,7 +23,7 @@ _READING = ("values", "items", "keys", "get")
 class ParameterOwners:
     """The models that parameters, or names of models, are of."""
 
-    def __init__(self, tree: Tree, flow: Flow) -> None:
+    def __init__(self, tree: ScriptTree, flow: ScriptFlow) -> None:
         self._tree, self._flow = tree, flow
         self._wholes = Wholes(tree, flow)
         self._followed: set[int] = set()
@@ -221,7 +221,7 @@ class ParameterOwners:
         return out
 
 
-def _scopes(tree: Tree, scope: Scope) -> list[cst.FunctionDef]:
+def _scopes(tree: ScriptTree, scope: Scope) -> list[cst.FunctionDef]:
     out = []
     while scope is not None:
         out.append(scope)

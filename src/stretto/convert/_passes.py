@@ -19,7 +19,7 @@ from stretto.convert._tree import dotted, found
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from stretto.convert._batch_loops import Loop
+    from stretto.convert._batch_loops import BatchLoop
     from stretto.convert._edit import Work
 
 _PLAIN = (
@@ -63,7 +63,7 @@ def convert(work: Work) -> None:
         )
 
 
-def _point_out(work: Work, loop: Loop) -> None:
+def _point_out(work: Work, loop: BatchLoop) -> None:
     """List a loop that may evaluate in some calls, under a condition not known."""
     several = len(loop.origins) > len(loop.loaders) or any(
         isinstance(above, cst.DictComp | cst.ListComp)
@@ -89,7 +89,7 @@ def _point_out(work: Work, loop: Loop) -> None:
         )
 
 
-def _backwards(work: Work, loop: Loop) -> list[cst.Call]:
+def _backwards(work: Work, loop: BatchLoop) -> list[cst.Call]:
     """Return the calls of ``backward`` that a loop's steps make, also in functions."""
     waiting: list[cst.CSTNode] = [loop.node.body]
     seen: set[int] = set()
@@ -122,7 +122,7 @@ def _free_name(work: Work) -> str:
     return name
 
 
-def _begins(work: Work, loop: Loop) -> cst.CSTNode:
+def _begins(work: Work, loop: BatchLoop) -> cst.CSTNode:
     """Return the first statement at which a loop's loaders are named.
 
     Raises:
@@ -148,7 +148,7 @@ def _begins(work: Work, loop: Loop) -> cst.CSTNode:
     return min(places, key=tree.line)
 
 
-def _condition(work: Work, loop: Loop) -> str | None:
+def _condition(work: Work, loop: BatchLoop) -> str | None:
     """Return a condition, set before a loop, without which it does not train."""
     points = list(_points(work, loop))
     if not points:
@@ -160,7 +160,7 @@ def _condition(work: Work, loop: Loop) -> str | None:
     return " and ".join(common) if common else None
 
 
-def _points(work: Work, loop: Loop) -> Iterator[cst.Call]:
+def _points(work: Work, loop: BatchLoop) -> Iterator[cst.Call]:
     """Yield the calls in a loop that are, or run, a ``backward``."""
     reaching = reaching_training(work)
     for call in found(loop.node.body, cst.Call):
@@ -169,7 +169,7 @@ def _points(work: Work, loop: Loop) -> Iterator[cst.Call]:
             yield call
 
 
-def _guards(work: Work, point: cst.CSTNode, loop: Loop) -> Iterator[str]:
+def _guards(work: Work, point: cst.CSTNode, loop: BatchLoop) -> Iterator[str]:
     """Yield the conditions of a loop's body that hold where a call is made."""
     tree = work.tree
     below: cst.CSTNode = point
@@ -212,7 +212,7 @@ def _decided_before(
     work: Work,
     test: cst.BaseExpression,
     holds: bool,  # noqa: FBT001 - unpacked from a pair
-    loop: Loop,
+    loop: BatchLoop,
 ) -> Iterator[str]:
     """Yield a condition's text if it is the same in each step of a loop."""
     node = loop.node

@@ -8,7 +8,7 @@ import warnings
 
 import libcst as cst
 
-from stretto.convert._tree import Tree
+from stretto.convert._tree import ScriptTree
 from stretto.errors import SpecError
 
 _PYTHON_2 = re.compile(
@@ -85,7 +85,7 @@ def compiles(source: str, name: str) -> None:
         )
 
 
-def parsed(source: str, name: str) -> Tree:
+def parsed(source: str, name: str) -> ScriptTree:
     """Return the tree of a script.
 
     Raises:
@@ -93,7 +93,7 @@ def parsed(source: str, name: str) -> Tree:
     """
     try:
         compiles(source, name)
-        tree = Tree(cst.parse_module(source))
+        tree = ScriptTree(cst.parse_module(source))
     except SyntaxError as exc:
         if _PYTHON_2.search(source):
             raise SpecError(
@@ -111,7 +111,7 @@ def parsed(source: str, name: str) -> Tree:
     return tree
 
 
-def check_framework(tree: Tree, name: str) -> None:
+def check_framework(tree: ScriptTree, name: str) -> None:
     """Refuse scripts that do not use PyTorch, or handle several devices themselves.
 
     Raises:
@@ -148,7 +148,7 @@ def check_framework(tree: Tree, name: str) -> None:
         )
 
 
-def _import_lines(tree: Tree) -> list[tuple[str, int]]:
+def _import_lines(tree: ScriptTree) -> list[tuple[str, int]]:
     out = []
     for node in ast.walk(ast.parse(tree.module.code)):
         if isinstance(node, ast.Import):

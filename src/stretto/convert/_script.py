@@ -26,7 +26,7 @@ from stretto.convert._batch import Batch
 from stretto.convert._display import Display
 from stretto.convert._edit import Work
 from stretto.convert._horovod import distribute_optimizers
-from stretto.convert._job import Job
+from stretto.convert._job import FoundTraining
 from stretto.convert._loaders import Loaders
 from stretto.convert._models import Models, reaching_training
 from stretto.convert._numbers import Numbers
@@ -40,7 +40,7 @@ from stretto.errors import SpecError, StrettoError
 if TYPE_CHECKING:
     import libcst as cst
 
-    from stretto.convert._tree import Tree
+    from stretto.convert._tree import ScriptTree
 
 _MARKED = re.compile(rf"^{re.escape(_support.MARK)} --to (\w+)$", re.MULTILINE)
 
@@ -93,7 +93,9 @@ def _converted(source: str, name: str, choices: Choices) -> tuple[str, list[Note
     return after, sorted(notes)
 
 
-def _distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Note]]:
+def _distributed(
+    tree: ScriptTree, choices: Choices, name: str
+) -> tuple[str, list[Note]]:
     """Return a script's distributed form, and the list of changes.
 
     Raises:
@@ -136,7 +138,7 @@ def _distributed(tree: Tree, choices: Choices, name: str) -> tuple[str, list[Not
     return work.result().code, work.notes
 
 
-def _job(tree: Tree, name: str) -> tuple[Job, list[Split]]:
+def _job(tree: ScriptTree, name: str) -> tuple[FoundTraining, list[Split]]:
     """Return a script's training, in a tree in which every trained model has a name.
 
     Raises:
@@ -145,7 +147,7 @@ def _job(tree: Tree, name: str) -> tuple[Job, list[Split]]:
     while True:
         lines, splits = split(tree)
         try:
-            return Job(lines, name), splits
+            return FoundTraining(lines, name), splits
         except UnnamedModel as error:
             place = next(
                 (i for i, call in enumerate(lines.calls) if call is error.value), None

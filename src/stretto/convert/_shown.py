@@ -9,7 +9,7 @@ import libcst as cst
 from stretto.convert._tree import found
 
 if TYPE_CHECKING:
-    from stretto.convert._tree import Tree
+    from stretto.convert._tree import ScriptTree
 
 SHOWING = frozenset(
     [
@@ -41,7 +41,7 @@ _DEPTH = 3
 class Shown:
     """The uses of one script's numbers."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: ScriptTree) -> None:
         self._tree = tree
 
     def only(self, node: cst.BaseExpression, depth: int = _DEPTH) -> bool:

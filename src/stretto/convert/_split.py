@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from stretto.convert._tree import Tree, found
+from stretto.convert._tree import ScriptTree, found
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Split:
     """The line, or the part after the colon."""
 
 
-def split(tree: Tree) -> tuple[Tree, list[Split]]:
+def split(tree: ScriptTree) -> tuple[ScriptTree, list[Split]]:
     """Return a tree with one statement in each line, which keeps the lines' numbers."""
     several = (cst.SimpleStatementLine, cst.SimpleStatementSuite)
     if not any(
@@ -50,10 +50,10 @@ def split(tree: Tree) -> tuple[Tree, list[Split]]:
         int(own[after].start.line): int(numbers[before].start.line)
         for before, after in zip(found(old, kinds), found(new, kinds), strict=True)
     }
-    return Tree(new, lines=lines), splitter.made
+    return ScriptTree(new, lines=lines), splitter.made
 
 
-def with_name(tree: Tree, value: cst.Call) -> Tree | None:
+def with_name(tree: ScriptTree, value: cst.Call) -> ScriptTree | None:
     """Return a tree with ``model = value;`` before the statement that has a value.
 
     Return ``None`` if the value is not an argument, or another call or a condition in
@@ -94,7 +94,7 @@ def with_name(tree: Tree, value: cst.Call) -> Tree | None:
         else:
             body.append(small)
     module = tree.module.deep_replace(line, line.with_changes(body=body))
-    return Tree(module) if isinstance(module, cst.Module) else None
+    return ScriptTree(module) if isinstance(module, cst.Module) else None
 
 
 class _Splitter(cst.CSTTransformer):

@@ -16,8 +16,8 @@ from stretto.errors import SpecError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from stretto.convert._flow import Flow, Key
-    from stretto.convert._tree import Tree
+    from stretto.convert._flow import Key, ScriptFlow
+    from stretto.convert._tree import ScriptTree
 
 _CONTAINERS = (cst.Dict, cst.List, cst.Tuple, cst.ListComp, cst.DictComp)
 
@@ -51,8 +51,8 @@ class TrainedModels:
 
     def __init__(
         self,
-        tree: Tree,
-        flow: Flow,
+        tree: ScriptTree,
+        flow: ScriptFlow,
         refuse: Callable[[cst.CSTNode, str], SpecError],
     ) -> None:
         self._tree, self._flow, self._refuse = tree, flow, refuse

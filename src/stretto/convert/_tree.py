@@ -106,7 +106,7 @@ def stored_names(target: cst.BaseExpression) -> Iterator[cst.Name]:
 
 
 @final
-class Tree:
+class ScriptTree:
     """One parsed script: parents, lines, imported names."""
 
     def __init__(

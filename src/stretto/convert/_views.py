@@ -27,7 +27,7 @@ class Site:
     first_line: int = 0
     """The line from which the name means this model, if it meant another before."""
     values: frozenset[Key] = frozenset()
-    """What the model is, as `Flow.reached` says it."""
+    """What the model is, as `ScriptFlow.reached` says it."""
     others: frozenset[Key] = frozenset()
     """What the other trained models are."""
 
