@@ -28,7 +28,7 @@ class SampleLayouts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RankComputation:
     """A rank computes."""
 
     name: str
@@ -64,7 +64,7 @@ class Await:
     bucket: int
 
 
-Op = Work | Begin | Finish | Sum | Await
+Op = RankComputation | Begin | Finish | Sum | Await
 Ranks = tuple[int, int] | None
 """The first rank and the number of ranks; ``None``: as the samples were received."""
 
@@ -74,7 +74,7 @@ ALL = -1
 
 
 @dataclass(slots=True)
-class Move:
+class RankTransfer:
     """Bytes from rank to rank."""
 
     name: str
@@ -118,7 +118,7 @@ class Script:
     ) -> None:
         self._profile, self._layouts = profile, layouts
         self.ops: list[list[Op]] = [[] for _ in range(plan.gpus)]
-        self.moves: list[Move] = []
+        self.moves: list[RankTransfer] = []
         self.buckets: list[BurstBucket] = []
         self._at: list[Ranks] = [(e.first_gpu, e.gpus) for e in plan.layers]
         self._gpus = plan.gpus
@@ -145,9 +145,9 @@ class Script:
                 if at is not None and at[0] <= rank < at[0] + at[1]
             )
             if update_s:
-                ops.append(Work("update", "update", update_s))
+                ops.append(RankComputation("update", "update", update_s))
             if profile.outside_s:
-                ops.append(Work("outside", "outside", profile.outside_s))
+                ops.append(RankComputation("outside", "outside", profile.outside_s))
 
     def _forward(self) -> None:
         layers = self._profile.layers
@@ -221,7 +221,7 @@ class Script:
                 samples = max(len(rows), layer.times[0].samples)
                 seconds = layer.time_of(samples)[backward]
                 kind = "backward" if backward else "forward"
-                self.ops[rank].append(Work(layer.name, kind, seconds))
+                self.ops[rank].append(RankComputation(layer.name, kind, seconds))
         self._exchange_norms(i, backward=backward)
 
     def _exchange_norms(self, i: int, *, backward: bool) -> None:
@@ -249,7 +249,7 @@ class Script:
             pair: float(count * each_bytes)
             for pair, count in self._samples_moved(source, target).items()
         }
-        self.moves.append(Move(name, pairs))
+        self.moves.append(RankTransfer(name, pairs))
         for rank in sorted(self.moves[-1].ranks):
             self._call(rank, name, pairs)
             self.ops[rank].append(Begin(len(self.moves) - 1))
@@ -284,14 +284,14 @@ class Script:
             seconds = sum(
                 host.message_s + host.message_s_per_byte * size for size in sizes
             )
-            self.ops[rank].append(Work(name, "move", seconds))
+            self.ops[rank].append(RankComputation(name, "move", seconds))
 
     def _copy(self, rank: int, size_bytes: int) -> None:
         """Add the copy of gradients into a bucket, or out of it."""
         host = self._profile.host
         if host is not None and size_bytes:
             seconds = host.copy_s_per_byte * size_bytes
-            self.ops[rank].append(Work("gradients", "copy", seconds))
+            self.ops[rank].append(RankComputation("gradients", "copy", seconds))
 
     def _finish(self, move: int) -> None:
         for rank in sorted({to for _, to in self.moves[move].pairs}):

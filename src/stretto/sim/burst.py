@@ -30,8 +30,8 @@ from stretto.sim._burst_script import (
     Begin,
     Finish,
     Op,
+    RankComputation,
     Script,
-    Work,
 )
 from stretto.sim.fair import max_min_rates
 
@@ -206,12 +206,12 @@ class _Run:
             if rank.now is None:
                 rank.now = next(rank.ops, None)
                 rank.begin_s = self._time_s
-                if isinstance(rank.now, Work):
+                if isinstance(rank.now, RankComputation):
                     rank.left_s = rank.now.duration_s
             op = rank.now
             if op is None:
                 rank.done = True
-            elif isinstance(op, Work):
+            elif isinstance(op, RankComputation):
                 if rank.left_s > _NONE:
                     return
                 self._computed(number, rank, op)
@@ -230,7 +230,7 @@ class _Run:
                 return
             rank.now = None
 
-    def _computed(self, number: int, rank: _Rank, op: Work) -> None:
+    def _computed(self, number: int, rank: _Rank, op: RankComputation) -> None:
         rank.computing_s += self._time_s - rank.begin_s
         self._spans.append(
             Span(
@@ -375,7 +375,9 @@ class _Run:
         Background communication counts like ranks that compute, by its share of a
         processor.
         """
-        working = [n for n, r in enumerate(self._ranks) if isinstance(r.now, Work)]
+        working = [
+            n for n, r in enumerate(self._ranks) if isinstance(r.now, RankComputation)
+        ]
         share = 1.0
         if self._host is not None and self._host.slowdowns:
             share = 1.0 / self._host.slowdown(len(working) + connections)

@@ -33,7 +33,7 @@ _SAFETY = 1e-7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mode:
+class WorkingMode:
     """One combination of simultaneous computing and sending."""
 
     compute_rate: float
@@ -47,7 +47,7 @@ class Mode:
 
 def working_modes(
     cluster: Cluster, max_lanes: int | None = None, *, startups: int = 0
-) -> tuple[Mode, ...]:
+) -> tuple[WorkingMode, ...]:
     """Return modes such that any flows beside computation are a mixture or worse.
 
     They form the upper hull of rates of computation and of sending. With ``max_lanes``
@@ -62,7 +62,7 @@ def working_modes(
             cluster, rates.alone_bytes_per_s, _less(max_lanes, startups)
         )
         return tuple(
-            Mode(compute_rate=1.0, bytes_per_s=rate, startups=startups)
+            WorkingMode(compute_rate=1.0, bytes_per_s=rate, startups=startups)
             for rate in dict.fromkeys((0.0, limit))
         )
     base = startups * contention.resources[0]
@@ -360,7 +360,7 @@ def _unlimited_points(
 
 def _upper_hull(
     points: Sequence[tuple[float, float]], startups: int
-) -> tuple[Mode, ...]:
+) -> tuple[WorkingMode, ...]:
     """Return points that no mixture of others beats, by falling compute rate."""
     hull: list[tuple[float, float]] = []
     for speed, rate in sorted(points, key=lambda p: (-p[0], -p[1])):
@@ -375,7 +375,7 @@ def _upper_hull(
         else:
             hull.append((speed, rate))
     return tuple(
-        Mode(compute_rate=s, bytes_per_s=r, startups=startups) for s, r in hull
+        WorkingMode(compute_rate=s, bytes_per_s=r, startups=startups) for s, r in hull
     )
 
 

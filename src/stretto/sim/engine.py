@@ -93,7 +93,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gate:
+class FlowGate:
     """A point that work passes only after some flows have ended."""
 
     work_s: float
@@ -135,7 +135,7 @@ def run(
     *,
     work_s: float,
     work_rate: Callable[[float], float] | None = None,
-    gates: Sequence[Gate] = (),
+    gates: Sequence[FlowGate] = (),
 ) -> Outcome:
     """Simulate ``work_s`` of work that starts at time 0 beside the flows.
 
@@ -162,7 +162,7 @@ class _Run:
         links: Sequence[SharedLink],
         work_s: float,
         work_rate: Callable[[float], float] | None,
-        gates: Sequence[Gate],
+        gates: Sequence[FlowGate],
     ) -> None:
         self.flows = flows
         self.links = links

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 
 from stretto.cost import compute_rate
 from stretto.schema import Span, Timeline
-from stretto.sim.engine import Gate, run
+from stretto.sim.engine import FlowGate, run
 from stretto.sim.flows import bottleneck_link, flow_spans, plan_flows
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def simulate_period(
     for number, part in enumerate(slices):
         awaited.setdefault(part.bucket, []).append(number)
     gates = [
-        Gate(work_s=backward_s + needed_s[bucket], flows=tuple(numbers))
+        FlowGate(work_s=backward_s + needed_s[bucket], flows=tuple(numbers))
         for bucket, numbers in awaited.items()
     ]
     return run_period(workload, cluster, plan, flows=flows, slices=slices, gates=gates)
@@ -117,7 +117,9 @@ def simulate_halves(
         flows=scatters + gathers,
         slices=slices,
         gates=[
-            Gate(work_s=workload.backward_s + needed_s[bucket], flows=tuple(numbers))
+            FlowGate(
+                work_s=workload.backward_s + needed_s[bucket], flows=tuple(numbers)
+            )
             for bucket, numbers in awaited.items()
         ],
     )
@@ -130,7 +132,7 @@ def run_period(
     *,
     flows: Sequence[Flow],
     slices: Sequence[FlowSlice],
-    gates: Sequence[Gate],
+    gates: Sequence[FlowGate],
 ) -> Period:
     """Run a backward and the next forward, which waits at gates, on the event engine.
 
@@ -143,7 +145,7 @@ def run_period(
         gates: where forward waits.
     """
     contention = cluster.contention
-    gates = [Gate(work_s=workload.backward_s), *gates]  # records backward's end
+    gates = [FlowGate(work_s=workload.backward_s), *gates]  # records backward's end
     outcome = run(
         flows,
         [bottleneck_link(cluster)],
@@ -168,7 +170,7 @@ def needs_of(workload: Workload, plan: Plan) -> list[float]:
     return [min(needed_s[name] for name in b.tensors) for b in plan.buckets]
 
 
-def _compute_spans(gates: Sequence[Gate], outcome: Outcome) -> list[Span]:
+def _compute_spans(gates: Sequence[FlowGate], outcome: Outcome) -> list[Span]:
     """Return backward, and forward in the pieces between its waits.
 
     The first gate is backward's end.

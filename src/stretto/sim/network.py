@@ -70,7 +70,7 @@ class LevelFigures:
 
 
 @final
-class Speeds(dict[int, float]):
+class LoadSpeeds(dict[int, float]):
     """Computation's speed by the load of the flows under way."""
 
     __slots__ = ("_compute",)
@@ -128,9 +128,9 @@ class Network:
         return Rates(self._flow_rates, [cap for _, cap in self.caps])
 
     @cached_property
-    def speeds(self) -> Speeds:
+    def speeds(self) -> LoadSpeeds:
         """Computation's speed by load."""
-        return Speeds(self._compute)
+        return LoadSpeeds(self._compute)
 
     # Of flows of one level.
 

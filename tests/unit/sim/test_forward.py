@@ -14,7 +14,7 @@ from stretto.cost import collective_cost, compute_rate
 from stretto.schema import Bucket, Link, Plan, TensorSpec, Workload
 from stretto.sim import simulate_step
 from stretto.sim.bounds import best_bytes_per_s
-from stretto.sim.engine import Gate, run
+from stretto.sim.engine import FlowGate, run
 from stretto.sim.flows import bottleneck_link, plan_flows
 from stretto.sim.forward_bounds import forward_bound_s
 from stretto.testing import strategies as own
@@ -34,13 +34,13 @@ def starts_of_backward(work, on, one, *, steps=3):
     flows, gates = [], []
     for k in range(steps):
         origin_s = k * step_s
-        gates.append(Gate(work_s=origin_s))
+        gates.append(FlowGate(work_s=origin_s))
         sent, slices = plan_flows(work, on, one, origin_s=origin_s)
         for flow, part in zip(sent, slices, strict=True):
             flows.append(flow)
             first_s = min(needed[n] for n in one.buckets[part.bucket].tensors)
             at_s = origin_s + work.backward_s + first_s
-            gates.append(Gate(work_s=at_s, flows=(len(flows) - 1,)))
+            gates.append(FlowGate(work_s=at_s, flows=(len(flows) - 1,)))
     contention = on.contention
     outcome = run(
         flows,

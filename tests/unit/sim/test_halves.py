@@ -12,7 +12,7 @@ from stretto.cost import all_reduce_s, compute_rate
 from stretto.errors import SpecError
 from stretto.schema import Bucket, Link, Plan, TensorSpec, Workload
 from stretto.sim import simulate_step
-from stretto.sim.engine import Flow, Gate, SharedLink, run
+from stretto.sim.engine import Flow, FlowGate, SharedLink, run
 from stretto.sim.flows import bottleneck_link, plan_flows
 from stretto.sim.forward_bounds import halves_bound_s
 from stretto.testing import strategies as own
@@ -73,7 +73,7 @@ def repeated(work, on, one, *, steps=3):
     flows, gates, marks = [], [], []
     for k in range(steps):
         origin_s = k * step_s + work.forward_s
-        gates.append(Gate(work_s=origin_s))
+        gates.append(FlowGate(work_s=origin_s))
         marks.append(len(gates) - 1)
         halves = [
             plan_flows(work, on, one, origin_s=origin_s, part=part)
@@ -92,7 +92,7 @@ def repeated(work, on, one, *, steps=3):
         for flow, part in sorted(zip(*halves[1], strict=True), key=key):
             flows.append(replace(flow, ready_work_s=last))
             at = origin_s + work.backward_s + key((flow, part))[0]
-            gates.append(Gate(work_s=at, flows=(len(flows) - 1,)))
+            gates.append(FlowGate(work_s=at, flows=(len(flows) - 1,)))
         assert len(flows) - base == 2 * len(halves[0][0])
     contention = on.contention
     outcome = run(
@@ -264,7 +264,7 @@ def flow(**values):
 def test_flows_go_at_their_idle_rate_while_work_waits():
     # Work reaches the gate at 1, when one of four bytes is sent; three go at 2 B/s.
     link = SharedLink(capacity_bytes_per_s=10.0)
-    gate = Gate(work_s=1.0, flows=(0,))
+    gate = FlowGate(work_s=1.0, flows=(0,))
     outcome = run([flow()], [link], work_s=3.0, gates=[gate])
     assert outcome.reached_s == (1.0,)
     assert outcome.passed_s == outcome.end_s == (2.5,)
@@ -273,7 +273,7 @@ def test_flows_go_at_their_idle_rate_while_work_waits():
 
 def test_work_that_waits_for_what_waits_for_it_is_refused():
     link = SharedLink(capacity_bytes_per_s=10.0)
-    gate = Gate(work_s=1.0, flows=(0,))
+    gate = FlowGate(work_s=1.0, flows=(0,))
     with pytest.raises(SpecError, match="waits at 1 s"):
         run([flow(ready_work_s=2.0)], [link], work_s=3.0, gates=[gate])
 
@@ -288,7 +288,7 @@ def test_gates_behind_everything_change_nothing(data):
     contention = on.contention
     rate = partial(compute_rate, contention.compute) if contention else None
     free = run(flows, [bottleneck_link(on)], work_s=work.backward_s, work_rate=rate)
-    open_gates = [Gate(work_s=work.backward_s * part) for part in (0.0, 0.5, 1.0)]
+    open_gates = [FlowGate(work_s=work.backward_s * part) for part in (0.0, 0.5, 1.0)]
     gated = run(
         flows,
         [bottleneck_link(on)],
