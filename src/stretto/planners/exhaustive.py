@@ -33,7 +33,7 @@ from stretto.sim.step_model import StepModel
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from stretto.planners._joint.space import Space
+    from stretto.planners._joint.space import JointSpace
     from stretto.schema import Cluster, Plan, Workload
     from stretto.sim.scope import BoundScope
 
@@ -102,7 +102,7 @@ class ExhaustivePlanner(AbstractPlanner):
         return plan
 
 
-def _drafts(workload: Workload, space: Space) -> Iterator[Draft]:
+def _drafts(workload: Workload, space: JointSpace) -> Iterator[Draft]:
     fusions = all_fusions(workload)
     if not space.fusion:
         fusions = iter([capped_ends(workload, FIRST_CAP_BYTES, CAP_BYTES)])
@@ -127,7 +127,7 @@ def _drafts(workload: Workload, space: Space) -> Iterator[Draft]:
                         )
 
 
-def _overlaps(buckets: int, space: Space) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _overlaps(buckets: int, space: JointSpace) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield overlap ``backward``, then ``forward`` in every launch order."""
     yield "backward", ()
     if space.forward:

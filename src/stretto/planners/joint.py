@@ -16,7 +16,7 @@ from stretto.planners._joint.search import (
     GAIN_RATIO,
     NEAR_RATIO,
     OTHER_PACES,
-    Search,
+    DraftSearch,
 )
 from stretto.planners._joint.space import (
     ALGORITHMS,
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from stretto.planners._joint.search import Effort
-    from stretto.planners._joint.space import Space
+    from stretto.planners._joint.space import JointSpace
     from stretto.schema import Cluster, Plan, Workload
     from stretto.sim.scope import BoundScope
 
@@ -194,7 +194,7 @@ class JointPlanner(AbstractPlanner):
             return self._own(ddp, workload, cluster)
         return found
 
-    def _begun(self, workload: Workload, cluster: Cluster) -> Search:
+    def _begun(self, workload: Workload, cluster: Cluster) -> DraftSearch:
         """Return a search in the order of tensors whose families' optima are best."""
         caps_bytes = (FIRST_CAP_BYTES, CAP_BYTES)
         orders = views(workload, caps_bytes)
@@ -212,7 +212,7 @@ class JointPlanner(AbstractPlanner):
         return min(good, key=lambda search: (num_runs(search.workload), search.best_s))
 
     def _no_slower(
-        self, found: Plan, workload: Workload, cluster: Cluster, space: Space
+        self, found: Plan, workload: Workload, cluster: Cluster, space: JointSpace
     ) -> Plan:
         """Return the plan, or another planner's in another order if that is faster."""
         best = found
@@ -227,7 +227,7 @@ class JointPlanner(AbstractPlanner):
         own = replace(plan, planner=self.name)
         return with_prediction(own, workload, cluster, self.scope(cluster))
 
-    def _found(self, search: Search, ceiling_s: float, workload: Workload) -> Plan:
+    def _found(self, search: DraftSearch, ceiling_s: float, workload: Workload) -> Plan:
         """Return the result of climbing from the families' optima and from known plans.
 
         The search may have the tensors of the workload in another order.
@@ -249,7 +249,7 @@ class JointPlanner(AbstractPlanner):
         scope = self.scope(cluster)
         return finish(chosen, self.name, workload, cluster, scope, view=view)
 
-    def _extend(self, search: Search) -> None:
+    def _extend(self, search: DraftSearch) -> None:
         """Search drafts of which some buckets continue during the next forward."""
         if search.enough:
             return
@@ -266,12 +266,14 @@ class JointPlanner(AbstractPlanner):
             search.climb(draft)
         search.climb_on(effort.more_climbs)
 
-    def _search(self, workload: Workload, cluster: Cluster, effort: Effort) -> Search:
+    def _search(
+        self, workload: Workload, cluster: Cluster, effort: Effort
+    ) -> DraftSearch:
         """Return a search in the open dimensions without any drafts."""
         space = space_of(
             self._dims, self._max_lanes, workload, cluster, self._algorithms
         )
-        return Search(
+        return DraftSearch(
             workload,
             cluster,
             space,
@@ -281,7 +283,7 @@ class JointPlanner(AbstractPlanner):
         )
 
     def _others(
-        self, workload: Workload, cluster: Cluster, space: Space
+        self, workload: Workload, cluster: Cluster, space: JointSpace
     ) -> Iterator[Plan]:
         planners: list[AbstractPlanner] = [DdpPlanner()]
         if space.fusion:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, final
 
 from stretto.planners._coarse import coarse
 from stretto.planners._libra.problem import problem_of
-from stretto.planners._libra.search import Search, draft_of
+from stretto.planners._libra.search import LibraSearch, draft_of
 from stretto.planners.base import AbstractPlanner, Draft, finish, linear_cost
 from stretto.planners.fusion import FusionPlanner, FusionProblem
 
@@ -58,7 +58,7 @@ class LibraPlanner(AbstractPlanner):
         self._limited = max_groups is not None
         self._resources = None if resources is None else tuple(resources)
         self._startup = startup
-        self._search = Search(
+        self._search = LibraSearch(
             self.name,
             search=search,
             max_groups=max_groups,

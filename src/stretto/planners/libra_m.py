@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, final
 
 from stretto.errors import SpecError
 from stretto.planners._libra.problem import problem_of
-from stretto.planners._libra.search import Search, draft_of
+from stretto.planners._libra.search import LibraSearch, draft_of
 from stretto.planners.base import AbstractPlanner, Draft, finish
 from stretto.planners.ddp import DdpPlanner
 from stretto.planners.fusion import FusionPlanner
@@ -60,7 +60,7 @@ class LibraMPlanner(AbstractPlanner):
         self._fusion = _FUSIONS[fusion]
         self._resources = None if resources is None else tuple(resources)
         self._startup = startup
-        self._search = Search(
+        self._search = LibraSearch(
             self.name,
             search=search,
             max_groups=None,

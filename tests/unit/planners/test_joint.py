@@ -10,7 +10,7 @@ import pytest
 
 from stretto import planners
 from stretto.errors import SpecError
-from stretto.planners._joint.search import Search
+from stretto.planners._joint.search import DraftSearch
 from stretto.planners._joint.space import DIMS
 from stretto.planners.joint import NEAR_RATIO
 from stretto.schema import Link
@@ -108,7 +108,7 @@ def test_annealing_finds_what_climbing_does_not(make_instance, monkeypatch) -> N
         return [joint.plan(*one).predicted.iteration_s for one in instances]
 
     with_annealing = times_s()
-    monkeypatch.setattr(Search, "anneal", lambda _: None)
+    monkeypatch.setattr(DraftSearch, "anneal", lambda _: None)
     without = times_s()
     assert all(
         a <= b * (1 + 1e-6) for a, b in zip(with_annealing, without, strict=True)

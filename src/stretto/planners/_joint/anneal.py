@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-    from stretto.planners._joint.space import Space
+    from stretto.planners._joint.space import JointSpace
     from stretto.planners.base import Draft
 
 HOT, COLD = 2e-3, 1e-6
@@ -40,7 +40,7 @@ class Neighbors:
     def __init__(
         self,
         rng: random.Random,
-        space: Space,
+        space: JointSpace,
         between: Callable[[int, int], tuple[int, ...]],
         dtype_starts: tuple[int, ...],
     ) -> None:

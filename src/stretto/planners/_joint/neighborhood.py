@@ -1,6 +1,6 @@
 """The changes of one bucket among which climbing takes the first that is faster.
 
-Called by `Search`; annealing draws its changes at random (`anneal.Neighbors`) but cuts
+Called by `DraftSearch`; annealing draws its changes at random (`anneal.Neighbors`) but cuts
 buckets at the same places.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from stretto.planners._joint.launch import LaunchOrders
-    from stretto.planners._joint.space import Space
+    from stretto.planners._joint.space import JointSpace
     from stretto.planners.base import Draft
     from stretto.schema import Workload
 
@@ -45,7 +45,9 @@ def has_few(workload: Workload) -> bool:
 class Neighborhood:
     """The drafts one change away from a draft, within the open dimensions."""
 
-    def __init__(self, workload: Workload, space: Space, orders: LaunchOrders) -> None:
+    def __init__(
+        self, workload: Workload, space: JointSpace, orders: LaunchOrders
+    ) -> None:
         tensors = workload.tensors
         self._space = space
         self._orders = orders

@@ -12,7 +12,7 @@ from stretto.planners._joint.anneal import Neighbors, annealed
 from stretto.planners._joint.launch import LaunchOrders
 from stretto.planners._joint.moves import complexity, simpler_drafts
 from stretto.planners._joint.neighborhood import Neighborhood
-from stretto.planners._joint.space import Space
+from stretto.planners._joint.space import JointSpace
 from stretto.planners.base import Draft
 from stretto.schema import Cluster, Workload
 from stretto.sim.step_model import StepModel
@@ -90,14 +90,14 @@ AGAIN = replace(FULL, climbs=2, helps_ratio=1e-3, enough_ratio=1e-4)
 
 
 @dataclass(slots=True)
-class Search:
+class DraftSearch:
     """Values of drafts, and climbing from one to the next."""
 
     workload: Workload
 
     cluster: Cluster
 
-    space: Space
+    space: JointSpace
 
     effort: Effort = FULL
 

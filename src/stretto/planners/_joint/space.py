@@ -30,7 +30,7 @@ ALGORITHMS = ("ring", "halving_doubling", "tree", "hierarchical")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
+class JointSpace:
     """The choices open to a search on one cluster."""
 
     fusion: bool = True
@@ -71,7 +71,7 @@ def space_of(
     workload: Workload,
     cluster: Cluster,
     algorithms: Sequence[str] = ALGORITHMS,
-) -> Space:
+) -> JointSpace:
     """Return the space of some dimensions on a cluster, without useless choices.
 
     ``algorithms`` are the choices of the dimension ``algorithm``.
@@ -85,7 +85,7 @@ def space_of(
         resources = _useful_resources(workload, cluster)
     if "algorithm" in dims and cluster.ranks > 1:
         useful = _useful_algorithms(cluster, algorithms)
-    return Space(
+    return JointSpace(
         fusion="fusion" in dims,
         max_lanes=max_lanes if "lanes" in dims else 1,
         slices="slices" in dims,

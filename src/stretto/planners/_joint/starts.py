@@ -17,7 +17,7 @@ from stretto.sim.step_model import StepModel
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from stretto.planners._joint.space import Space
+    from stretto.planners._joint.space import JointSpace
     from stretto.schema import Cluster, Workload
 
 _KINDS = 3
@@ -26,7 +26,7 @@ _FORWARD_BUCKETS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 
 
 def forward_starts(
-    workload: Workload, space: Space, drafts: Sequence[Draft]
+    workload: Workload, space: JointSpace, drafts: Sequence[Draft]
 ) -> Iterator[Draft]:
     """Return drafts that will be ordered for overlap ``forward``.
 
@@ -52,7 +52,7 @@ def forward_starts(
 def starts(
     workload: Workload,
     cluster: Cluster,
-    space: Space,
+    space: JointSpace,
     value_s: Callable[[Draft], float],
 ) -> Iterator[Draft]:
     """Return the drafts with overlap ``backward`` from which to search in a space.
@@ -87,7 +87,7 @@ def starts(
                 yield from _of_all_kinds(joined, model, kind, lanes, slices)
 
 
-def _plain(workload: Workload, cluster: Cluster, space: Space) -> Iterator[Draft]:
+def _plain(workload: Workload, cluster: Cluster, space: JointSpace) -> Iterator[Draft]:
     """Yield rings with the default resource, at the optimum for each pace and beyond.
 
     Beyond: with a deadline some thousandths later there are fewer buckets, which may be
@@ -135,7 +135,7 @@ def _of_kind(draft: Draft, resource: int | None, algorithm: str) -> Draft:
     )
 
 
-def _families(space: Space) -> Iterator[tuple[int, int]]:
+def _families(space: JointSpace) -> Iterator[tuple[int, int]]:
     """Yield numbers of lanes, and of slices that divide them."""
     for lanes in _lane_numbers(space.max_lanes):
         for slices in range(1, lanes + 1 if space.slices else 2):

@@ -24,7 +24,7 @@ DEFAULT_CHUNKS = 150
 MAX_LITERAL_STEPS = 20_000_000
 
 
-class Search:
+class LibraSearch:
     """A search with its fidelity, validated once."""
 
     def __init__(
