@@ -24,7 +24,7 @@ from _plans import equal_buckets
 from _ranks import run
 from _record import spread, store
 from stretto.runtime import DistributedDataParallel
-from stretto.runtime.negotiated import Engine, EngineOptions, Kind, Request
+from stretto.runtime.negotiated import CollectiveKind, Engine, EngineOptions, Request
 
 TorchDDP = nn.parallel.DistributedDataParallel
 WARMUP = 6
@@ -121,7 +121,9 @@ def small_latency(options: argparse.Namespace) -> dict[str, Any]:
     """Return the seconds of a 4 KiB all-reduce, names known."""
     engine = Engine.of_group(dist.group.WORLD, options=EngineOptions(cycle_s=0.0))
     x = torch.ones(1024)
-    request = Request(name="x", kind=Kind.ALLREDUCE, dtype="float32", shape=(1024,))
+    request = Request(
+        name="x", kind=CollectiveKind.ALLREDUCE, dtype="float32", shape=(1024,)
+    )
     found: dict[str, list[float]] = {"negotiated": [], "gloo": []}
     for i in range(10 * options.steps):
         dist.barrier()
@@ -141,7 +143,9 @@ def waiting_cpu(rank: int) -> list[float]:
     size = dist.get_world_size()
     engine = Engine.of_group(dist.group.WORLD)
     x = torch.ones(1024)
-    request = Request(name="x", kind=Kind.ALLREDUCE, dtype="float32", shape=(1024,))
+    request = Request(
+        name="x", kind=CollectiveKind.ALLREDUCE, dtype="float32", shape=(1024,)
+    )
     engine.submit(request, x).wait()
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     if rank == size - 1:

@@ -12,7 +12,13 @@ import torch.distributed as dist
 
 from stretto.errors import RankDisagreement, SpecError, StrettoError
 from stretto.runtime.exchange import ArrayRow, Exchange
-from stretto.runtime.negotiated import Engine, EngineOptions, Kind, Op, Request
+from stretto.runtime.negotiated import (
+    CollectiveKind,
+    Engine,
+    EngineOptions,
+    Op,
+    Request,
+)
 from stretto.runtime.ranks import Ranks
 from stretto.runtime.rounds import RoundRows, Rounds
 
@@ -266,7 +272,7 @@ def test_groups_of_one_sequence_with_other_shapes_name_the_tensor_and_its_ranks(
             shape = (2 + engine.rank if i == 10 else 2,)
             request = Request(
                 name=f"{engine.rank}.{i}",
-                kind=Kind.ALLREDUCE,
+                kind=CollectiveKind.ALLREDUCE,
                 dtype="float32",
                 shape=shape,
                 sequence="s",

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stretto
 from stretto.errors import CommTimeout, SpecError, StrettoError
-from stretto.runtime.negotiated import Engine, EngineOptions, Kind, Request
+from stretto.runtime.negotiated import CollectiveKind, Engine, EngineOptions, Request
 
 pytestmark = pytest.mark.dist
 
@@ -286,7 +286,7 @@ def _gone() -> bool:
 
 def _asked(name: str, x: torch.Tensor) -> Request:
     return Request(
-        name=name, kind=Kind.ALLREDUCE, dtype="float32", shape=tuple(x.shape)
+        name=name, kind=CollectiveKind.ALLREDUCE, dtype="float32", shape=tuple(x.shape)
     )
 
 
@@ -345,12 +345,12 @@ def test_waiting_sleeps_and_a_lost_rank_ends_the_others_with_one_message(ranks) 
 _LEFT_OPEN = """
 import torch, torch.distributed as dist
 from stretto.runtime.ranks import Ranks
-from stretto.runtime.negotiated import Engine, Kind, Request
+from stretto.runtime.negotiated import Engine, CollectiveKind, Request
 engine = Engine(
     Ranks(rank=0, size=1, names=(0,), store=dist.HashStore(), timeout_s=60.0)
 )
 x = torch.ones(4)
-request = Request(name="x", kind=Kind.ALLREDUCE, dtype="float32", shape=(4,))
+request = Request(name="x", kind=CollectiveKind.ALLREDUCE, dtype="float32", shape=(4,))
 engine.submit(request, x).wait()
 engine.submit(request, x)
 """

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from stretto.errors import CommTimeout, RankDisagreement, SpecError, StrettoError
 from stretto.runtime.negotiated import (
     AbstractEngineObserver,
+    CollectiveKind,
     Engine,
     EngineOptions,
-    Kind,
     Op,
     Request,
     collectives,
@@ -99,7 +99,9 @@ def values(size: int, function: Callable[..., Any], **more: Any) -> list[Any]:
     return found
 
 
-def request(name: str, tensor: torch.Tensor, kind=Kind.ALLREDUCE, **more) -> Request:
+def request(
+    name: str, tensor: torch.Tensor, kind=CollectiveKind.ALLREDUCE, **more
+) -> Request:
     return request_of(name, kind, tensor, **more)
 
 
@@ -129,7 +131,7 @@ def mixed_program(size: int, seed: int) -> list[dict[str, Any]]:
     chance = random.Random(seed)
     program = []
     for i in range(30):
-        kind = chance.choice([k for k in Kind if "register" not in k])
+        kind = chance.choice([k for k in CollectiveKind if "register" not in k])
         dtype = chance.choice(DTYPES)
         op = chance.choice([o for o in Op if dtype != torch.bool or o != Op.AVERAGE])
         rest = chance.choice([(), (3,), (2, 2)])
@@ -153,43 +155,46 @@ def mixed_program(size: int, seed: int) -> list[dict[str, Any]]:
 
 def submitted(engine: Engine, rank: int, step: dict[str, Any], seed: int) -> Any:
     kind = step["kind"]
-    if kind is Kind.BARRIER:
+    if kind is CollectiveKind.BARRIER:
         return engine.barrier(step["name"])
     rows = step["rows"][0]
     more: dict[str, Any] = {}
-    if kind is Kind.ALLGATHER:
+    if kind is CollectiveKind.ALLGATHER:
         rows = step["rows"][rank]
-    elif kind is Kind.ALLTOALL:
+    elif kind is CollectiveKind.ALLTOALL:
         more["splits"] = tuple(step["splits"][rank])
         rows = sum(more["splits"])
-    elif kind is Kind.BROADCAST:
+    elif kind is CollectiveKind.BROADCAST:
         more["root"] = step["root"]
     else:
         more["op"] = step["op"]
     tensor = numbers(seed + rank, (rows, *step["rest"]), step["dtype"])
     asked = request(step["name"], tensor, kind, **more)
-    in_place = step["in_place"] and kind in (Kind.ALLREDUCE, Kind.BROADCAST)
+    in_place = step["in_place"] and kind in (
+        CollectiveKind.ALLREDUCE,
+        CollectiveKind.BROADCAST,
+    )
     return engine.submit(asked, tensor, tensor if in_place else None)
 
 
 def expected(step: dict[str, Any], rank: int, size: int, seed: int) -> Any:
     kind, rest = step["kind"], step["rest"]
     rows = [step["rows"][0]] * size
-    if kind is Kind.ALLGATHER:
+    if kind is CollectiveKind.ALLGATHER:
         rows = step["rows"]
-    elif kind is Kind.ALLTOALL:
+    elif kind is CollectiveKind.ALLTOALL:
         rows = [sum(splits) for splits in step["splits"]]
     inputs = [numbers(seed + r, (rows[r], *rest), step["dtype"]) for r in range(size)]
-    if kind is Kind.BROADCAST:
+    if kind is CollectiveKind.BROADCAST:
         return inputs[step["root"]]
-    if kind is Kind.ALLGATHER:
+    if kind is CollectiveKind.ALLGATHER:
         return torch.cat(inputs)
-    if kind is Kind.ALLTOALL:
+    if kind is CollectiveKind.ALLTOALL:
         return torch.cat(
             [inputs[r].split(step["splits"][r])[rank] for r in range(size)]
         )
     whole = reduced(inputs, step["op"])
-    if kind is Kind.ALLREDUCE:
+    if kind is CollectiveKind.ALLREDUCE:
         return whole
     return torch.tensor_split(whole, size)[rank]
 
@@ -210,13 +215,13 @@ def test_every_kind_and_type_in_random_orders_is_what_brute_force_says(
             for i, handle in handles.items():
                 step = program[i]
                 result = handle.wait(30)
-                if step["kind"] is Kind.BARRIER:
+                if step["kind"] is CollectiveKind.BARRIER:
                     assert result is None
                     continue
                 wanted = expected(step, rank, size, 100 * seed + i)
                 assert result.dtype is wanted.dtype
                 torch.testing.assert_close(result, wanted, msg=f"{step} {result}")
-                if step["kind"] is Kind.ALLTOALL:
+                if step["kind"] is CollectiveKind.ALLTOALL:
                     received = [splits[rank] for splits in step["splits"]]
                     assert list(handle.received_splits) == received
         return 3
@@ -251,8 +256,8 @@ def test_scales_averages_and_gaps() -> None:
         with pytest.raises(SpecError, match="output must be dense float32 on cpu"):
             engine.submit(request("y", mine), mine, torch.zeros(3))
         with pytest.raises(SpecError, match="root must be a rank from 0 to 1, got 2"):
-            engine.submit(request("y", mine, Kind.BROADCAST, root=2), mine)
-        asked = request("y", mine, Kind.ALLTOALL, splits=(5,))
+            engine.submit(request("y", mine, CollectiveKind.BROADCAST, root=2), mine)
+        asked = request("y", mine, CollectiveKind.ALLTOALL, splits=(5,))
         with pytest.raises(SpecError, match="splits must be 2 numbers"):
             engine.submit(asked, mine)
         return found
@@ -265,15 +270,19 @@ def test_what_differs_is_reported_on_all_ranks_and_the_engine_goes_on() -> None:
     def run(engine: Engine, rank: int) -> list[str]:
         texts = []
         cases = [
-            (torch.zeros(3 + rank), Kind.ALLREDUCE, {}),
+            (torch.zeros(3 + rank), CollectiveKind.ALLREDUCE, {}),
             (torch.zeros(3).to([torch.float32, torch.int64][rank]), "allreduce", {}),
-            (torch.zeros(3), Kind.BROADCAST, {"root": rank}),
-            (torch.zeros(3), [Kind.ALLREDUCE, Kind.BROADCAST][rank], {}),
-            (torch.zeros(3), Kind.ALLREDUCE, {"op": [Op.SUM, Op.MAX][rank]}),
+            (torch.zeros(3), CollectiveKind.BROADCAST, {"root": rank}),
+            (
+                torch.zeros(3),
+                [CollectiveKind.ALLREDUCE, CollectiveKind.BROADCAST][rank],
+                {},
+            ),
+            (torch.zeros(3), CollectiveKind.ALLREDUCE, {"op": [Op.SUM, Op.MAX][rank]}),
         ]
         for i, (tensor, kind, more) in enumerate(cases):
             for _ in range(2):
-                asked = request(f"x{i}", tensor, Kind(kind), **more)
+                asked = request(f"x{i}", tensor, CollectiveKind(kind), **more)
                 with pytest.raises(RankDisagreement) as caught:
                     engine.submit(asked, tensor).wait(30)
                 texts.append(str(caught.value))
@@ -337,7 +346,7 @@ def test_joined_ranks_add_zeros_until_all_have() -> None:
         if rank == 0:
             b = torch.ones(1)
             with pytest.raises(RankDisagreement, match="joined: 1, 2"):
-                engine.submit(request("b", b, Kind.BROADCAST), b).wait(30)
+                engine.submit(request("b", b, CollectiveKind.BROADCAST), b).wait(30)
         found.append(engine.join(30))
         found.append(engine.barrier().wait(30))
         return found
@@ -434,7 +443,7 @@ def test_spans_show_the_stages_of_a_request() -> None:
         engine = Engine(ranks, observer=observers[ranks.rank])
         x = torch.ones(4)
         engine.submit(request("x", x), x).wait(30)
-        engine.submit(request("b", x, Kind.BROADCAST), x).wait(30)
+        engine.submit(request("b", x, CollectiveKind.BROADCAST), x).wait(30)
         engine.close()
 
     threads = [threading.Thread(target=go, args=(r,)) for r in places(2)]
@@ -544,10 +553,18 @@ def test_an_exception_at_the_end_of_a_request_fails_only_its_handle(
     def run(engine: Engine, rank: int) -> list[str]:
         found = []
         for what in ("write", "_unpack", "combine"):
-            for kind in (Kind.ALLREDUCE, Kind.BROADCAST, Kind.REDUCESCATTER):
+            for kind in (
+                CollectiveKind.ALLREDUCE,
+                CollectiveKind.BROADCAST,
+                CollectiveKind.REDUCESCATTER,
+            ):
                 for _ in range(3):  # the second may ride along
                     x = torch.ones(4, 4).t()
-                    out = x if kind is not Kind.REDUCESCATTER else torch.ones(2, 4)
+                    out = (
+                        x
+                        if kind is not CollectiveKind.REDUCESCATTER
+                        else torch.ones(2, 4)
+                    )
                     turn.wait()
                     names.add(what)
                     turn.wait()
@@ -568,10 +585,13 @@ def test_an_exception_at_the_end_of_a_request_fails_only_its_handle(
         assert all("can't be written on this rank" in text for text in texts)
 
 
-@pytest.mark.parametrize("kind", [Kind.ALLREDUCE, Kind.BROADCAST, Kind.ALLGATHER])
+@pytest.mark.parametrize(
+    "kind",
+    [CollectiveKind.ALLREDUCE, CollectiveKind.BROADCAST, CollectiveKind.ALLGATHER],
+)
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 def test_an_exception_at_the_start_of_a_request_fails_all_ranks(
-    monkeypatch: pytest.MonkeyPatch, kind: Kind, error: type[Exception]
+    monkeypatch: pytest.MonkeyPatch, kind: CollectiveKind, error: type[Exception]
 ) -> None:
     def new_output(shape: Any, like: torch.Tensor) -> torch.Tensor:
         if threading.current_thread().name == "stretto-control" and shape[0] == 7:
@@ -582,7 +602,7 @@ def test_an_exception_at_the_start_of_a_request_fails_all_ranks(
         monkeypatch.setattr(module, "new_output", new_output)
 
     def run(engine: Engine, rank: int) -> str:
-        x = torch.ones(7 if kind is not Kind.ALLGATHER else 3 + rank, 2)
+        x = torch.ones(7 if kind is not CollectiveKind.ALLGATHER else 3 + rank, 2)
         engine.submit(request("y", torch.ones(2)), torch.ones(2)).wait(30)
         with pytest.raises(StrettoError) as caught:
             engine.submit(request("x", x, kind), x).wait(30)
@@ -648,7 +668,7 @@ def test_some_ranks_may_have_an_engine_of_their_own() -> None:
             else:
                 with opened(members_of(ranks, [2, 0], "pair")) as pair:
                     total = pair.submit(request("x", x), x).wait(30)
-                    root = request("b", x, Kind.BROADCAST, root=0)
+                    root = request("b", x, CollectiveKind.BROADCAST, root=0)
                     sent = pair.submit(root, x).wait(30)
                     y = torch.zeros(3 + pair.rank)
                     with pytest.raises(RankDisagreement, match=r"rank 2: .3.; rank 0:"):

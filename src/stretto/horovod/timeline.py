@@ -13,11 +13,11 @@ from typing import Any, final
 
 from stretto.errors import SpecError
 from stretto.logs import get_logger
-from stretto.runtime.negotiated import AbstractEngineObserver, Kind
+from stretto.runtime.negotiated import AbstractEngineObserver, CollectiveKind
 
 _log = get_logger(__name__)
 
-_KINDS = frozenset(kind.value for kind in Kind)
+_KINDS = frozenset(kind.value for kind in CollectiveKind)
 _NAMES = {"pack": "MEMCPY_IN_FUSION_BUFFER"}
 _END = b"\n]\n"
 _LATER = "DYNAMIC"

@@ -19,7 +19,7 @@ from stretto.horovod.reduce_ops import ENGINE_OPS, Average, ReduceOp
 from stretto.jax import callbacks, ranks
 from stretto.jax.refusals import refuse_transformed
 from stretto.runtime.exchange import ArrayRow, request_for, tensor_of
-from stretto.runtime.negotiated import Kind, Op, Request
+from stretto.runtime.negotiated import CollectiveKind, Op, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,7 +118,7 @@ def _requests(
     names: list[str],
     arrays: list[np.ndarray[Any, Any]],
     *,
-    kind: Kind = Kind.ALLREDUCE,
+    kind: CollectiveKind = CollectiveKind.ALLREDUCE,
     op: Op = Op.SUM,
 ) -> list[Request]:
     return [
@@ -146,7 +146,7 @@ def broadcast(tree: Any, root: int = 0) -> Any:
     def send(arrays: Any, names: Any) -> Any:
         requests = [
             dataclasses.replace(request, root=root)
-            for request in _requests(names, arrays, kind=Kind.BROADCAST)
+            for request in _requests(names, arrays, kind=CollectiveKind.BROADCAST)
         ]
         return _send(requests, arrays)
 
@@ -172,7 +172,9 @@ def allgather(tree: Any) -> Any:
         requests = [
             dataclasses.replace(request, shape=request.shape[1:], rows=len(array))
             for request, array in zip(
-                _requests(names, arrays, kind=Kind.ALLGATHER), arrays, strict=True
+                _requests(names, arrays, kind=CollectiveKind.ALLGATHER),
+                arrays,
+                strict=True,
             )
         ]
         handles = [
@@ -224,7 +226,7 @@ def broadcast_object(obj: Any, root: int = 0) -> Any:
         row = ArrayRow(name=f"{name} {part}", shape=array.shape, dtype=array.dtype)
         request = Request(
             name=row.name,
-            kind=Kind.BROADCAST,
+            kind=CollectiveKind.BROADCAST,
             dtype=row.dtype.name,
             shape=row.shape,
             root=root,

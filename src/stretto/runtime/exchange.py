@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from stretto.errors import SpecError, StrettoError
-from stretto.runtime.negotiated import Kind, Op, Request
+from stretto.runtime.negotiated import CollectiveKind, Op, Request
 from stretto.runtime.negotiated.requests import DTYPES
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
 def request_for(
     row: ArrayRow,
     *,
-    kind: Kind = Kind.ALLREDUCE,
+    kind: CollectiveKind = CollectiveKind.ALLREDUCE,
     op: Op = Op.SUM,
     prescale: float = 1.0,
     postscale: float = 1.0,
@@ -96,7 +96,7 @@ def request_for(
         SpecError: the reduction isn't defined for complex numbers.
     """
     pair = (2,) if row.dtype.kind == "c" else ()
-    if pair and kind is Kind.ALLREDUCE and op not in _LINEAR:
+    if pair and kind is CollectiveKind.ALLREDUCE and op not in _LINEAR:
         raise SpecError(
             f"array {row.name!r}: {op} isn't provided for {row.dtype}. Reduce real "
             "and imaginary parts separately."

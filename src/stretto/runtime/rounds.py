@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, final
 from stretto.errors import SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.runtime.exchange import ArrayRow, Exchange
-from stretto.runtime.negotiated import Kind, Op, Request
+from stretto.runtime.negotiated import CollectiveKind, Op, Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,7 +127,7 @@ class Rounds:
             CommTimeout: a rank is lost.
         """
         self._abandon()
-        place = Request(name=name, kind=Kind.BARRIER, sequence=SEQUENCE)
+        place = Request(name=name, kind=CollectiveKind.BARRIER, sequence=SEQUENCE)
         self._engine.submit(place).wait()
 
     def _opened(self, ticket: int) -> tuple[Exchange, RoundRows]:

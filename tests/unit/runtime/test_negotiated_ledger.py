@@ -18,15 +18,19 @@ from stretto.runtime.negotiated.ledger import (
     EndStep,
     Launch,
     LaunchMembers,
-    Ledger,
-    Refuse,
+    RefuseRequest,
+    RequestLedger,
 )
-from stretto.runtime.negotiated.requests import Kind, Op, Request
+from stretto.runtime.negotiated.requests import CollectiveKind, Op, Request
 
 
 def allreduce(name: str, elements: int = 4, **more) -> Request:
     return Request(
-        name=name, kind=Kind.ALLREDUCE, dtype="float32", shape=(elements,), **more
+        name=name,
+        kind=CollectiveKind.ALLREDUCE,
+        dtype="float32",
+        shape=(elements,),
+        **more,
     )
 
 
@@ -35,7 +39,7 @@ class Simulated:
 
     def __init__(self, size: int, known_requests: int = 1024) -> None:
         self.ledgers = [
-            Ledger(
+            RequestLedger(
                 rank=rank,
                 size=size,
                 names=range(size),
@@ -173,7 +177,7 @@ def test_what_differs_fails_on_every_rank_and_nothing_else_is_held_up(
             wrong = name in odd and rank == who
             ranks.ledgers[rank].submit(allreduce(name, 5 if wrong else 4))
         found = {d.name: d for d in ranks.log[begin:]}
-        assert {n for n, d in found.items() if isinstance(d, Refuse)} == odd
+        assert {n for n, d in found.items() if isinstance(d, RefuseRequest)} == odd
         for name in odd:
             assert f"rank {who}: [5]" in found[name].reason
         assert not any(ledger.pending for ledger in ranks.ledgers)
@@ -186,7 +190,7 @@ DIFFERENT = {
     "prescale factors": {"prescale": 0.5},
     "postscale factors": {"postscale": 0.5},
     "devices": {"device": "cuda"},
-    "operations": {"kind": Kind.BROADCAST},
+    "operations": {"kind": CollectiveKind.BROADCAST},
     "root ranks": {"root": 1},
     "groups": {"group": "g", "group_size": 1},
 }
@@ -194,13 +198,18 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("words", DIFFERENT)
 def test_the_reason_names_what_differs_and_which_rank_has_what(words: str) -> None:
-    plain = {"name": "x", "kind": Kind.ALLREDUCE, "dtype": "float32", "shape": (4,)}
+    plain = {
+        "name": "x",
+        "kind": CollectiveKind.ALLREDUCE,
+        "dtype": "float32",
+        "shape": (4,),
+    }
     ranks = Simulated(3)
     for rank, ledger in enumerate(ranks.ledgers):
         more = DIFFERENT[words] if rank == 1 else {}
         ledger.submit(Request(**{**plain, **more}))
     (refused,) = ranks.settle()
-    assert isinstance(refused, Refuse)
+    assert isinstance(refused, RefuseRequest)
     assert f"different {words}: ranks 0, 2: " in refused.reason
     assert "; rank 1: " in refused.reason
 
@@ -261,7 +270,9 @@ def test_first_dimensions_may_differ_and_are_remembered() -> None:
     ranks = Simulated(2)
     for rows in ((2, 3), (2, 3), (4, 3), (2, 3), (4, 1)):
         for ledger, mine in zip(ranks.ledgers, rows, strict=True):
-            ledger.submit(Request(name="x", kind=Kind.ALLGATHER, shape=(4,), rows=mine))
+            ledger.submit(
+                Request(name="x", kind=CollectiveKind.ALLGATHER, shape=(4,), rows=mine)
+            )
         (launch,) = ranks.settle()
         assert [request.rows for request in launch.by_rank] == list(rows)
 
@@ -272,9 +283,9 @@ def test_first_dimensions_may_differ_and_are_remembered() -> None:
         (allreduce("x"), True),
         (allreduce("x", op=Op.AVERAGE), True),
         (allreduce("x", op=Op.MIN), False),
-        (Request(name="x", kind=Kind.ALLGATHER, rows=1), False),
-        (Request(name="x", kind=Kind.BROADCAST, shape=(1,)), False),
-        (Request(name="x", kind=Kind.BARRIER), False),
+        (Request(name="x", kind=CollectiveKind.ALLGATHER, rows=1), False),
+        (Request(name="x", kind=CollectiveKind.BROADCAST, shape=(1,)), False),
+        (Request(name="x", kind=CollectiveKind.BARRIER), False),
     ],
 )
 def test_joined_ranks_add_zeros_to_sums_and_refuse_the_rest(
@@ -289,7 +300,7 @@ def test_joined_ranks_add_zeros_to_sums_and_refuse_the_rest(
         assert isinstance(found, Launch)
         assert found.joined == {2}
     else:
-        assert isinstance(found, Refuse)
+        assert isinstance(found, RefuseRequest)
         assert "joined: 2" in found.reason
     ranks.ledgers[0].join()
     assert not ranks.settle()
@@ -306,7 +317,9 @@ def test_a_tensor_sets_members_are_launched_once_and_its_step_ends_once() -> Non
     ranks = Simulated(2)
     members = tuple(allreduce(f"p{i}") for i in range(70))
     for ledger in ranks.ledgers:
-        ledger.submit(Request(name="set", kind=Kind.REGISTER, members=members))
+        ledger.submit(
+            Request(name="set", kind=CollectiveKind.REGISTER, members=members)
+        )
     (launch,) = ranks.settle()
     for step in range(3):
         sent: list[int] = []
@@ -340,14 +353,18 @@ def test_different_sets_name_the_tensor() -> None:
     ranks = Simulated(2)
     for rank, ledger in enumerate(ranks.ledgers):
         members = tuple(allreduce(f"p{i}", 4 + (i == 2) * rank) for i in range(4))
-        ledger.submit(Request(name="set", kind=Kind.REGISTER, members=members))
+        ledger.submit(
+            Request(name="set", kind=CollectiveKind.REGISTER, members=members)
+        )
     (refused,) = ranks.settle()
     assert "'p2' of 'set' with different shapes: rank 0: [4]; rank 1: [5]" in (
         refused.reason
     )
     for rank, ledger in enumerate(ranks.ledgers):
         members = tuple(allreduce(f"p{i}") for i in range(4 - rank))
-        ledger.submit(Request(name="set", kind=Kind.REGISTER, members=members))
+        ledger.submit(
+            Request(name="set", kind=CollectiveKind.REGISTER, members=members)
+        )
     (refused,) = ranks.settle()
     assert "'p3' exists on rank 0, not on rank 1" in refused.reason
 
@@ -370,7 +387,7 @@ def test_a_name_forgotten_while_it_is_submitted_is_described_again() -> None:
 class InSequence:
     """A rank that makes requests and steps of sets one after the other."""
 
-    def __init__(self, ledger: Ledger, places: list[str]) -> None:
+    def __init__(self, ledger: RequestLedger, places: list[str]) -> None:
         self.ledger = ledger
         self.places = list(reversed(places))
         self.sets: dict[str, int] = {}
@@ -385,13 +402,17 @@ class InSequence:
         if not self.left:
             self.at = self.places.pop()
             if self.at not in self.sets:
-                kind = Kind.BARRIER if self.at == "pause" else Kind.REGISTER
+                kind = (
+                    CollectiveKind.BARRIER
+                    if self.at == "pause"
+                    else CollectiveKind.REGISTER
+                )
                 members = (allreduce("a"), allreduce(f"b {self.at}"))
                 self.ledger.submit(
                     Request(
                         name=self.at,
                         kind=kind,
-                        members=members if kind is Kind.REGISTER else (),
+                        members=members if kind is CollectiveKind.REGISTER else (),
                         sequence="s",
                     )
                 )

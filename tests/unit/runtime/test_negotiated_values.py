@@ -16,7 +16,7 @@ from stretto.runtime.negotiated.api import EngineOptions
 from stretto.runtime.negotiated.progress import Pace
 from stretto.runtime.negotiated.requests import (
     DTYPES,
-    Kind,
+    CollectiveKind,
     Op,
     Request,
     decode,
@@ -29,7 +29,13 @@ from stretto.runtime.negotiated.stable_order import OrderWatch, common_order
     st.builds(
         Request,
         name=st.text(min_size=1),
-        kind=st.sampled_from([Kind.ALLREDUCE, Kind.ALLGATHER, Kind.ALLTOALL]),
+        kind=st.sampled_from(
+            [
+                CollectiveKind.ALLREDUCE,
+                CollectiveKind.ALLGATHER,
+                CollectiveKind.ALLTOALL,
+            ]
+        ),
         dtype=st.sampled_from(sorted(set(DTYPES) - {"bool"})),
         shape=st.lists(st.integers(0, 9)).map(tuple),
         op=st.sampled_from(Op),
@@ -41,7 +47,7 @@ from stretto.runtime.negotiated.stable_order import OrderWatch, common_order
 )
 def test_a_request_survives_its_encoding(request: Request) -> None:
     assert decode(encode(request)) == request
-    outer = Request(name="s", kind=Kind.REGISTER, members=(request,))
+    outer = Request(name="s", kind=CollectiveKind.REGISTER, members=(request,))
     assert decode(encode(outer)) == outer
 
 
@@ -50,13 +56,13 @@ def test_a_request_survives_its_encoding(request: Request) -> None:
     [
         ({"name": ""}, "name must not be empty"),
         ({"dtype": "complex64"}, "dtype must be one of"),
-        ({"kind": Kind.REDUCESCATTER}, "a scalar has no first dimension"),
+        ({"kind": CollectiveKind.REDUCESCATTER}, "a scalar has no first dimension"),
         ({"prescale": float("nan")}, "must be finite"),
         ({"dtype": "bool", "op": Op.AVERAGE}, "booleans have no average"),
     ],
 )
 def test_a_request_that_breaks_a_rule_is_refused(values: dict, words: str) -> None:
-    plain = {"name": "x", "kind": Kind.ALLREDUCE, "dtype": "float32"}
+    plain = {"name": "x", "kind": CollectiveKind.ALLREDUCE, "dtype": "float32"}
     with pytest.raises(SpecError, match=words):
         Request(**{**plain, **values})
 
@@ -115,7 +121,11 @@ def test_scaling_is_done_in_wide_types() -> None:
     reductions.scale(whole, 0.5)
     assert whole.tolist() == [2**52 - 1, -1, 1]
     average = Request(
-        name="x", kind=Kind.ALLREDUCE, dtype="int32", shape=(2,), op=Op.AVERAGE
+        name="x",
+        kind=CollectiveKind.ALLREDUCE,
+        dtype="int32",
+        shape=(2,),
+        op=Op.AVERAGE,
     )
     values = torch.tensor([-7, 7], dtype=torch.int32)
     reductions.finish(values, average, 2)

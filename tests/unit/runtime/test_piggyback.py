@@ -8,12 +8,12 @@ import numpy
 import pytest
 import torch
 
-from stretto.runtime.negotiated import Handle, Kind, Op, Request
-from stretto.runtime.negotiated.ledger import Launch, Refuse
+from stretto.runtime.negotiated import CollectiveKind, Handle, Op, Request
+from stretto.runtime.negotiated.ledger import Launch, RefuseRequest
 from stretto.runtime.negotiated.pending import PendingRequest
 from stretto.runtime.negotiated.rounds import PiggybackSlot, wire_bytes
 
-X = Request(name="x", kind=Kind.ALLREDUCE, dtype="float32", shape=(5,))
+X = Request(name="x", kind=CollectiveKind.ALLREDUCE, dtype="float32", shape=(5,))
 
 
 def job(request: Request, values: torch.Tensor) -> PendingRequest:
@@ -42,7 +42,7 @@ def exchange(ranks: list[PiggybackSlot], loads: list[bytes]) -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        dataclasses.replace(X, kind=Kind.ALLGATHER),
+        dataclasses.replace(X, kind=CollectiveKind.ALLGATHER),
         dataclasses.replace(X, device="cuda"),
         dataclasses.replace(X, group="g", group_size=2),
         dataclasses.replace(X, shape=(0,)),
@@ -113,7 +113,7 @@ def test_different_ones_are_sent_as_if_none_had_ridden() -> None:
 
 def test_what_is_refused_or_not_launched_does_not_end() -> None:
     ranks = with_room(X)
-    for decisions in ([Refuse("x", "why")], []):
+    for decisions in ([RefuseRequest("x", "why")], []):
         jobs = {"x": job(X, torch.ones(5))}
         exchange(ranks, [riding.load([(3, "x")], jobs) for riding in ranks])
         for riding in ranks:

@@ -15,13 +15,13 @@ from stretto.horovod.torch.submission import (
     synchronize,
     through,
 )
-from stretto.runtime.negotiated import Kind
+from stretto.runtime.negotiated import CollectiveKind
 from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_KIND = Kind.ALLGATHER
+_KIND = CollectiveKind.ALLGATHER
 
 
 def _start(

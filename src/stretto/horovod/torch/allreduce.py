@@ -21,14 +21,14 @@ from stretto.horovod.torch.submission import (
     synchronize,
     through,
 )
-from stretto.runtime.negotiated import Kind
+from stretto.runtime.negotiated import CollectiveKind
 from stretto.runtime.rounds import SEQUENCE
 from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_KIND = Kind.ALLREDUCE
+_KIND = CollectiveKind.ALLREDUCE
 
 
 def _start(

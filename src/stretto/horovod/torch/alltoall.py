@@ -17,10 +17,10 @@ from stretto.horovod.torch.submission import (
     synchronize,
     through,
 )
-from stretto.runtime.negotiated import Kind
+from stretto.runtime.negotiated import CollectiveKind
 from stretto.runtime.torch_compat import without_dynamo
 
-_KIND = Kind.ALLTOALL
+_KIND = CollectiveKind.ALLTOALL
 
 Splits = torch.Tensor | Sequence[int] | None
 

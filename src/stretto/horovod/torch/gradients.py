@@ -20,7 +20,7 @@ from stretto.horovod.reduce_ops import ENGINE_OPS, Average, ReduceOp
 from stretto.horovod.torch.compression import FP16Compressor, NoneCompressor
 from stretto.horovod.torch.sparse import sparse_allreduce_async
 from stretto.horovod.world import UsedOptimizer
-from stretto.runtime.negotiated import Kind, Op, request_of
+from stretto.runtime.negotiated import CollectiveKind, Op, request_of
 from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class GradientReducer:
         more = f".{number}" if number else ""
         return request_of(
             f"allreduce.{self._names[i]}{more}",
-            Kind.ALLREDUCE,
+            CollectiveKind.ALLREDUCE,
             tensor,
             op=ENGINE_OPS[self._op],
             owner=self._owner,
@@ -323,7 +323,7 @@ class GradientReducer:
         # A sum, so that ranks that have joined contribute zeros.
         both = torch.tensor([dims, [int(dim > 0) for dim in dims]])
         name = f"sparse_dims.{self._label()}.{len(self._layouts_known)}"
-        request = request_of(name, Kind.ALLREDUCE, both, op=Op.SUM)
+        request = request_of(name, CollectiveKind.ALLREDUCE, both, op=Op.SUM)
         try:
             self._require_engine().submit(request, both, both).wait()
         except StrettoError as exc:
@@ -357,7 +357,9 @@ class GradientReducer:
         # In a stable order nothing is negotiated, and the engine reports no spans.
         for i, since_s in self._since_s.items():
             name = self._requests[i].name
-            timeline.add_span(name, Kind.ALLREDUCE.value, since_s, perf_counter())
+            timeline.add_span(
+                name, CollectiveKind.ALLREDUCE.value, since_s, perf_counter()
+            )
         for i, result_of in self._sent.items():
             try:
                 results[i] = result_of()

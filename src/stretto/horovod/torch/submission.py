@@ -13,7 +13,7 @@ from stretto.errors import StrettoError
 from stretto.horovod import world
 from stretto.horovod.exceptions import HorovodInternalError
 from stretto.horovod.process_sets import ProcessSet, global_process_set
-from stretto.runtime.negotiated import Kind, Request
+from stretto.runtime.negotiated import CollectiveKind, Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,7 +94,7 @@ class Operation:
 
 
 def submit(
-    kind: Kind,
+    kind: CollectiveKind,
     rows: Sequence[OperationRow],
     name: str | None,
     process_set: ProcessSet,
@@ -118,7 +118,7 @@ def submit(
 
 def _submit(
     member: JoinedSet,
-    kind: Kind,
+    kind: CollectiveKind,
     rows: Sequence[OperationRow],
     name: str | None,
     *,

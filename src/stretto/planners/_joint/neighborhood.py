@@ -1,7 +1,7 @@
 """The changes of one bucket among which climbing takes the first that is faster.
 
-Called by `DraftSearch`; annealing draws its changes at random (`anneal.Neighbors`) but cuts
-buckets at the same places.
+Called by `DraftSearch`; annealing draws its changes at random (`anneal.Neighbors`) but
+cuts buckets at the same places.
 """
 
 from __future__ import annotations

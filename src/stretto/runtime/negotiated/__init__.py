@@ -13,15 +13,15 @@
 from stretto.runtime.negotiated.api import AbstractEngineObserver, EngineOptions, Handle
 from stretto.runtime.negotiated.engine import Engine, members_of
 from stretto.runtime.negotiated.pending import request_of
-from stretto.runtime.negotiated.requests import Kind, Op, Request
+from stretto.runtime.negotiated.requests import CollectiveKind, Op, Request
 from stretto.runtime.negotiated.tensor_set import StepEnd, TensorSet
 
 __all__ = [
     "AbstractEngineObserver",
+    "CollectiveKind",
     "Engine",
     "EngineOptions",
     "Handle",
-    "Kind",
     "Op",
     "Request",
     "StepEnd",

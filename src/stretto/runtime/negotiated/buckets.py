@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from stretto.runtime.bucket_schedule import BucketSchedule, Slice
-from stretto.runtime.negotiated.requests import DTYPES, Kind, Request
+from stretto.runtime.negotiated.requests import DTYPES, CollectiveKind, Request
 from stretto.schema import slice_bounds
 
 if TYPE_CHECKING:
@@ -112,5 +112,5 @@ def _bucket(
             )
             for start, end in bounds
         ),
-        label=f"{Kind.ALLREDUCE} {rows[0].name!r}{more}",
+        label=f"{CollectiveKind.ALLREDUCE} {rows[0].name!r}{more}",
     )

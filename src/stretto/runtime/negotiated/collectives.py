@@ -21,7 +21,7 @@ from stretto.runtime.negotiated.pending import (
     output_shape,
     write,
 )
-from stretto.runtime.negotiated.requests import DTYPES, Kind
+from stretto.runtime.negotiated.requests import DTYPES, CollectiveKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -178,10 +178,10 @@ def _deliver(job: PendingRequest, result: torch.Tensor) -> torch.Tensor:
     return write(job.output, result)
 
 
-_PREPARE: dict[Kind, Callable[[Any, Sequence[Any], int], Any]] = {
-    Kind.BROADCAST: _broadcast,
-    Kind.ALLGATHER: _allgather,
-    Kind.ALLTOALL: _alltoall,
-    Kind.REDUCESCATTER: _reducescatter,
-    Kind.BARRIER: _barrier,
+_PREPARE: dict[CollectiveKind, Callable[[Any, Sequence[Any], int], Any]] = {
+    CollectiveKind.BROADCAST: _broadcast,
+    CollectiveKind.ALLGATHER: _allgather,
+    CollectiveKind.ALLTOALL: _alltoall,
+    CollectiveKind.REDUCESCATTER: _reducescatter,
+    CollectiveKind.BARRIER: _barrier,
 }

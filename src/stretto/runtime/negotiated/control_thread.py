@@ -30,8 +30,8 @@ from stretto.runtime.negotiated.ledger import (
     EndStep,
     Launch,
     LaunchMembers,
-    Ledger,
-    Refuse,
+    RefuseRequest,
+    RequestLedger,
 )
 from stretto.runtime.negotiated.pending import (
     PendingRequest,
@@ -41,7 +41,7 @@ from stretto.runtime.negotiated.pending import (
     writable,
 )
 from stretto.runtime.negotiated.progress import AbortReason, Pace, StallDetector
-from stretto.runtime.negotiated.requests import Kind, Request
+from stretto.runtime.negotiated.requests import CollectiveKind, Request
 from stretto.runtime.negotiated.rounds import Control, PiggybackSlot
 from stretto.runtime.negotiated.send import RequestSender
 from stretto.runtime.negotiated.tensor_set import AbstractControlLoop, SetSteps
@@ -89,7 +89,7 @@ class ControlLoop(AbstractControlLoop):
         self.sets: dict[int, SetSteps] = {}
         self._registered: dict[str, SetSteps] = {}
         self.error: StrettoError | None = None
-        self._ledger = Ledger(
+        self._ledger = RequestLedger(
             rank=ranks.rank,
             size=ranks.size,
             names=ranks.names,
@@ -202,7 +202,7 @@ class ControlLoop(AbstractControlLoop):
     ) -> SetSteps:
         """Declare a tensor set on all ranks."""
         names = [request.name for request in requests]
-        others = [r.place for r in requests if r.kind is not Kind.ALLREDUCE]
+        others = [r.place for r in requests if r.kind is not CollectiveKind.ALLREDUCE]
         if others or not names or len(set(names)) < len(names):
             found = others[0] if others else f"{len(names)} requests, {names[:8]}"
             raise SpecError(
@@ -212,7 +212,7 @@ class ControlLoop(AbstractControlLoop):
         members = tuple(sorted(requests, key=lambda request: request.name))
         request = Request(
             name=f"tensor set {name}",
-            kind=Kind.REGISTER,
+            kind=CollectiveKind.REGISTER,
             members=members,
             sequence=sequence,
         )
@@ -442,7 +442,7 @@ class ControlLoop(AbstractControlLoop):
     def _take(self, decisions: Sequence[Decision]) -> dict[str, PendingRequest]:
         jobs = {}
         for decision in decisions:
-            if not isinstance(decision, Launch | Refuse):
+            if not isinstance(decision, Launch | RefuseRequest):
                 continue
             name = decision.name
             if name in self._jobs and not self._ledger.is_pending(name):
@@ -459,7 +459,7 @@ class ControlLoop(AbstractControlLoop):
                 tensors += self.sets[decision.set_id].ready_tensors(decision.members)
             elif (
                 isinstance(decision, Launch)
-                and decision.by_rank[0].kind is Kind.ALLREDUCE
+                and decision.by_rank[0].kind is CollectiveKind.ALLREDUCE
             ):
                 tensors.append(self._reduced(decision, jobs.get(decision.name)))
             else:
@@ -468,7 +468,7 @@ class ControlLoop(AbstractControlLoop):
         for decision in rest:
             if isinstance(decision, Launch):
                 self._launch(decision, jobs.get(decision.name))
-            elif isinstance(decision, Refuse):
+            elif isinstance(decision, RefuseRequest):
                 if decision.name in jobs:
                     handle = jobs[decision.name].handle
                     handle.fail(RankDisagreement(decision.reason))
@@ -497,11 +497,11 @@ class ControlLoop(AbstractControlLoop):
         request = launch.by_rank[0]
         if job is None:
             return
-        if request.kind is Kind.REGISTER:
+        if request.kind is CollectiveKind.REGISTER:
             steps = SetSteps(self, launch.set_id, request)
             self.sets[launch.set_id] = self._registered[request.name] = steps
             job.handle.succeed(None)
-        elif request.kind is Kind.UNREGISTER:
+        elif request.kind is CollectiveKind.UNREGISTER:
             tensor_set = self.sets.pop(request.shape[0])
             tensor_set.release()
             job.handle.succeed(None)

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from stretto.errors import SpecError
 from stretto.runtime.negotiated.api import EngineOptions
 from stretto.runtime.negotiated.control_thread import ControlLoop
-from stretto.runtime.negotiated.requests import Kind, Request
+from stretto.runtime.negotiated.requests import CollectiveKind, Request
 from stretto.runtime.negotiated.tensor_set import TensorSet
 from stretto.runtime.store import ranks_of
 
@@ -170,7 +170,7 @@ class Engine:
 
     def barrier(self, name: str = "barrier") -> Handle:
         """Submit a barrier, which ends when every rank has submitted it."""
-        return self.submit(Request(name=name, kind=Kind.BARRIER))
+        return self.submit(Request(name=name, kind=CollectiveKind.BARRIER))
 
     def register(
         self, name: str, requests: Sequence[Request], *, sequence: str = ""

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, final
 
 from stretto.errors import SpecError
 from stretto.runtime.negotiated.requests import (
-    Kind,
+    CollectiveKind,
     Request,
     decode,
     difference,
@@ -70,7 +70,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseRequest:
     """A request that fails on every rank, with the same text."""
 
     name: str
@@ -117,7 +117,7 @@ class EndJoin:
     last: int
 
 
-Decision = Launch | Refuse | LaunchMembers | EndStep | EndJoin | Conflict
+Decision = Launch | RefuseRequest | LaunchMembers | EndStep | EndJoin | Conflict
 
 
 @dataclass(slots=True)
@@ -159,7 +159,7 @@ class _SetState:
 
 
 @final
-class Ledger:
+class RequestLedger:
     """One rank's view of what all ranks have submitted.
 
     A round consists of `begin`, an and-reduction of its result, `announces` on the
@@ -474,7 +474,7 @@ class Ledger:
             reason = reason or refused.get(group)
             if reason is not None:
                 self._end(name, forget=True)
-                decisions.append(Refuse(name, reason))
+                decisions.append(RefuseRequest(name, reason))
             elif not group or ready_by_group[group] == current.group_size:
                 by_rank = tuple(entry.of(r) for r in range(self._size))
                 self._end(name, forget=False)
@@ -510,7 +510,7 @@ class Ledger:
                 self._end(name, forget=True)
             else:
                 self._forget(self._slot_of[name])
-            decisions.append(Refuse(name, doomed[name]))
+            decisions.append(RefuseRequest(name, doomed[name]))
 
     def _trouble(self, entry: _Entry) -> str | None:
         active = [r for r in range(self._size) if r not in self._joined]
@@ -519,11 +519,14 @@ class Ledger:
         if reason is not None or not self._joined:
             return reason
         request = requests[0]
-        summing = request.kind is Kind.ALLREDUCE and request.op in ("sum", "average")
+        summing = request.kind is CollectiveKind.ALLREDUCE and request.op in (
+            "sum",
+            "average",
+        )
         if summing:
             return None
         what = request.kind.value
-        if request.kind is Kind.ALLREDUCE:
+        if request.kind is CollectiveKind.ALLREDUCE:
             what += f" with op {request.op}"
         gone = ", ".join(str(self._names[r]) for r in sorted(self._joined))
         return (
@@ -550,10 +553,10 @@ class Ledger:
 
     def _register(self, request: Request) -> int:
         set_id = -1
-        if request.kind is Kind.REGISTER:
+        if request.kind is CollectiveKind.REGISTER:
             set_id, self._next_set = self._next_set, self._next_set + 1
             self._sets[set_id] = _SetState(request)
-        elif request.kind is Kind.UNREGISTER:
+        elif request.kind is CollectiveKind.UNREGISTER:
             del self._sets[request.shape[0]]
         return set_id
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from stretto.errors import SpecError, StrettoError
 from stretto.runtime.negotiated.api import Handle
 from stretto.runtime.negotiated.reductions import row_bounds
-from stretto.runtime.negotiated.requests import Kind, Request
+from stretto.runtime.negotiated.requests import CollectiveKind, Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -174,20 +174,22 @@ def write(output: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def request_of(name: str, kind: Kind, tensor: torch.Tensor, **more: Any) -> Request:
+def request_of(
+    name: str, kind: CollectiveKind, tensor: torch.Tensor, **more: Any
+) -> Request:
     """Return the request for a tensor: its type, shape, device and first dimension.
 
     ``more`` are further fields of `Request`. The caller must add an all-to-all's
     ``splits``.
     """
     shape = tuple(tensor.shape)
-    if kind in (Kind.ALLGATHER, Kind.ALLTOALL):
+    if kind in (CollectiveKind.ALLGATHER, CollectiveKind.ALLTOALL):
         if not shape:
             raise SpecError(
                 f"{kind} {name!r}: a scalar has no first dimension. Add one with "
                 "reshape(1)."
             )
-        if kind is Kind.ALLGATHER:
+        if kind is CollectiveKind.ALLGATHER:
             more["rows"] = shape[0]
         shape = shape[1:]
     return Request(
@@ -214,7 +216,11 @@ def check_tensors(
         SpecError: with the request, the rule and the value found.
     """
     place = request.place
-    if request.kind in (Kind.BARRIER, Kind.REGISTER, Kind.UNREGISTER):
+    if request.kind in (
+        CollectiveKind.BARRIER,
+        CollectiveKind.REGISTER,
+        CollectiveKind.UNREGISTER,
+    ):
         if tensor is not None:
             raise SpecError(f"{place} takes no tensor")
         return
@@ -227,11 +233,11 @@ def check_tensors(
             f"{type(tensor).__name__}"
         )
     _check_is(place, "tensor", tensor, request, input_shape(request))
-    if request.kind is Kind.BROADCAST and not 0 <= request.root < size:
+    if request.kind is CollectiveKind.BROADCAST and not 0 <= request.root < size:
         raise SpecError(
             f"{place}: root must be a rank from 0 to {size - 1}, got {request.root}"
         )
-    if request.kind is Kind.ALLTOALL and (
+    if request.kind is CollectiveKind.ALLTOALL and (
         len(request.splits) != size or min(request.splits) < 0
     ):
         raise SpecError(
@@ -272,18 +278,18 @@ def _check_is(
 
 def input_shape(request: Request) -> tuple[int, ...]:
     """Return the shape of the tensor that a rank submits."""
-    if request.kind is Kind.ALLGATHER:
+    if request.kind is CollectiveKind.ALLGATHER:
         return (request.rows, *request.shape)
-    if request.kind is Kind.ALLTOALL:
+    if request.kind is CollectiveKind.ALLTOALL:
         return (sum(request.splits), *request.shape)
     return request.shape
 
 
 def output_shape(request: Request, *, rank: int, size: int) -> tuple[int, ...] | None:
     """Return the shape of a rank's result, or ``None`` if it depends on other ranks."""
-    if request.kind in (Kind.ALLGATHER, Kind.ALLTOALL):
+    if request.kind in (CollectiveKind.ALLGATHER, CollectiveKind.ALLTOALL):
         return None
-    if request.kind is Kind.REDUCESCATTER:
+    if request.kind is CollectiveKind.REDUCESCATTER:
         bounds = row_bounds(request.shape[0], size)
         return (bounds[rank + 1] - bounds[rank], *request.shape[1:])
     return request.shape

@@ -18,7 +18,7 @@ from stretto.errors import StrettoError
 from stretto.logs import get_logger
 from stretto.runtime.negotiated.api import EngineOptions
 from stretto.runtime.negotiated.engine import Engine
-from stretto.runtime.negotiated.requests import Kind, Request
+from stretto.runtime.negotiated.requests import CollectiveKind, Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +77,7 @@ class NegotiatedReducer:
             [
                 Request(
                     name=name,
-                    kind=Kind.ALLREDUCE,
+                    kind=CollectiveKind.ALLREDUCE,
                     dtype=str(parameter.dtype).removeprefix("torch."),
                     shape=tuple(parameter.shape),
                     device=parameter.device.type,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-class Kind(enum.StrEnum):
+class CollectiveKind(enum.StrEnum):
     """The requested collective."""
 
     ALLREDUCE = "allreduce"
@@ -40,7 +40,7 @@ class Op(enum.StrEnum):
     PRODUCT = "product"
 
 
-_REDUCING = (Kind.ALLREDUCE, Kind.REDUCESCATTER)
+_REDUCING = (CollectiveKind.ALLREDUCE, CollectiveKind.REDUCESCATTER)
 
 DTYPES: Mapping[str, int] = {
     "uint8": 1,
@@ -73,7 +73,7 @@ class Request:
 
     name: str
 
-    kind: Kind
+    kind: CollectiveKind
 
     dtype: str = "uint8"
     """As torch prints it, without ``torch.``: one of `DTYPES`."""
@@ -131,7 +131,7 @@ class Request:
                 f"{self.kind} {self.name!r}: the device must be one of "
                 f"{', '.join(DEVICES)}, got {self.device}"
             )
-        if self.kind is Kind.REDUCESCATTER and not self.shape:
+        if self.kind is CollectiveKind.REDUCESCATTER and not self.shape:
             raise SpecError(
                 f"reducescatter {self.name!r}: a scalar has no first dimension to "
                 "scatter. Add one with reshape(1)."
@@ -266,7 +266,7 @@ def out_of_sequence(by_rank: Mapping[int, tuple[Request, ...]]) -> str:
         places.setdefault(requests, []).append(rank)
     parts = []
     for requests, who in places.items():
-        if all(request.kind is Kind.ALLREDUCE for request in requests):
+        if all(request.kind is CollectiveKind.ALLREDUCE for request in requests):
             count = len(requests)
             what = f"{count} tensor{'' if count == 1 else 's'} to reduce"
         else:
@@ -276,7 +276,7 @@ def out_of_sequence(by_rank: Mapping[int, tuple[Request, ...]]) -> str:
     reducing = {
         requests: who
         for requests, who in places.items()
-        if all(request.kind is Kind.ALLREDUCE for request in requests)
+        if all(request.kind is CollectiveKind.ALLREDUCE for request in requests)
     }
     found = _first_difference(reducing) if len(reducing) > 1 else None
     if found is not None:
@@ -320,7 +320,7 @@ _DEFAULTS = tuple(
 def decode(plain: Mapping[str, Any]) -> Request:
     """Return the request that `encode` wrote."""
     values = dict(plain)
-    values["kind"] = Kind(values["kind"])
+    values["kind"] = CollectiveKind(values["kind"])
     if "op" in values:
         values["op"] = Op(values["op"])
     for key in ("shape", "splits"):

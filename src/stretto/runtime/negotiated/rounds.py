@@ -23,7 +23,7 @@ import torch.distributed as dist
 from stretto.runtime.negotiated import reductions
 from stretto.runtime.negotiated.ledger import Launch
 from stretto.runtime.negotiated.pending import Undelivered, as_row, write
-from stretto.runtime.negotiated.requests import Kind
+from stretto.runtime.negotiated.requests import CollectiveKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -130,7 +130,11 @@ _NUMBER_BYTES = 8
 
 def wire_bytes(request: Request) -> int | None:
     """Return the bytes of a request that may ride along, or ``None``."""
-    if request.kind is not Kind.ALLREDUCE or request.device != "cpu" or request.group:
+    if (
+        request.kind is not CollectiveKind.ALLREDUCE
+        or request.device != "cpu"
+        or request.group
+    ):
         return None
     wire = reductions.wire_dtype(reductions.dtype_of(request))
     size_bytes = request.elements * wire.itemsize

@@ -22,7 +22,7 @@ from stretto.runtime.negotiated.pending import (
     writable,
 )
 from stretto.runtime.negotiated.reductions import dtype_of
-from stretto.runtime.negotiated.requests import Kind, Request
+from stretto.runtime.negotiated.requests import CollectiveKind, Request
 from stretto.runtime.negotiated.stable_order import (
     BucketFailed,
     OrderWatch,
@@ -332,7 +332,9 @@ class SetSteps:
         """End the set on all ranks."""
         self.require_between_steps("close()")
         request = Request(
-            name=f"end of {self._name}", kind=Kind.UNREGISTER, shape=(self._id,)
+            name=f"end of {self._name}",
+            kind=CollectiveKind.UNREGISTER,
+            shape=(self._id,),
         )
         self._loop.submit([(request, None, None)])[0].wait()
 
