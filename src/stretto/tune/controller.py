@@ -54,7 +54,7 @@ from stretto.tune.cached_plans import (
     settled_of,
 )
 from stretto.tune.calibration import CalibratedModel
-from stretto.tune.drift_detector import WINDOW_STEPS, Change, DriftDetector
+from stretto.tune.drift_detector import WINDOW_STEPS, DriftDetector, StepTimeChange
 from stretto.tune.evaluations import Evaluations
 from stretto.tune.forced import (
     FORCED_STEP_S,
@@ -823,10 +823,14 @@ class AutoPlan:
             _log.info("%s", why)
         self._profile()
 
-    def _forced_change(self) -> Change | None:
+    def _forced_change(self) -> StepTimeChange | None:
         """Reopen the search once, after the first window."""
         again = sum(event.what == "changed" for event in self._known.events)
-        return None if again else Change(before_s=FORCED_STEP_S, now_s=FORCED_STEP_S)
+        return (
+            None
+            if again
+            else StepTimeChange(before_s=FORCED_STEP_S, now_s=FORCED_STEP_S)
+        )
 
     # The record of events.
 

@@ -33,7 +33,7 @@ REST_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class StepTimeChange:
     """A lasting change of the step time."""
 
     before_s: float
@@ -78,7 +78,7 @@ class DriftDetector:
             return math.inf
         return statistics.median(kept)
 
-    def judge(self, median_s: float) -> Change | None:
+    def judge(self, median_s: float) -> StepTimeChange | None:
         """Return the change that the slowest rank's median completes, or None."""
         if math.isinf(median_s):
             return None
@@ -100,7 +100,9 @@ class DriftDetector:
         if len(self._outside_s) < WINDOWS:
             return None
         now_s = statistics.median(self._outside_s)
-        change = Change(before_s=statistics.median(self._reference_s), now_s=now_s)
+        change = StepTimeChange(
+            before_s=statistics.median(self._reference_s), now_s=now_s
+        )
         self._reference_s += self._outside_s
         self._outside_s = []
         self._levels_s += [change.before_s, now_s]

@@ -33,7 +33,7 @@ _OCTAVES = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Topology:
+class RateTopology:
     """Ranks on hosts; an edge holds the rate of a flow between two ranks."""
 
     hosts: int
@@ -57,7 +57,8 @@ def chain_of(workload: Workload) -> tuple[int, ...]:
 
 
 def job_distance(
-    chains: tuple[Sequence[int], Sequence[int]], topologies: tuple[Topology, Topology]
+    chains: tuple[Sequence[int], Sequence[int]],
+    topologies: tuple[RateTopology, RateTopology],
 ) -> float:
     """Return the distance of two jobs, 0 (equal) to 1 (nothing shared).
 
@@ -96,7 +97,7 @@ def _joined(chain: Sequence[int]) -> Any:
     return np.log2(sizes)
 
 
-def topology_distance(first: Topology, second: Topology) -> float:
+def topology_distance(first: RateTopology, second: RateTopology) -> float:
     """Return the graph edit distance of two topologies, as a share of building both.
 
     Nodes are ranks; an edge joins each pair and carries the rate between them, within a
@@ -121,7 +122,7 @@ def _edge_cost(one: tuple[bool, float | None], two: tuple[bool, float | None]) -
     return min(1.0, abs(math.log2(one[1] / two[1])) / _OCTAVES)
 
 
-def _searched(first: Topology, second: Topology) -> float:
+def _searched(first: RateTopology, second: RateTopology) -> float:
     """Return the exact distance: the cheapest way to match the ranks.
 
     Both graphs are complete, and replacing an edge never costs more than deleting it.
@@ -143,7 +144,7 @@ def _searched(first: Topology, second: Topology) -> float:
     return _size(many.ranks) - _size(few.ranks) + float(replaced.min())
 
 
-def _matched(first: Topology, second: Topology) -> float:
+def _matched(first: RateTopology, second: RateTopology) -> float:
     """Return the cost of matching ranks in order: an upper bound on the distance."""
     few, many = sorted((first, second), key=lambda t: t.ranks)
     cost = _size(many.ranks) - _size(few.ranks)
@@ -164,7 +165,7 @@ def _matched(first: Topology, second: Topology) -> float:
     return cost
 
 
-def _kind(topology: Topology, within: bool) -> tuple[bool, float | None]:  # noqa: FBT001
+def _kind(topology: RateTopology, within: bool) -> tuple[bool, float | None]:  # noqa: FBT001
     rate = topology.intra_bytes_per_s if within else topology.inter_bytes_per_s
     return within, rate
 

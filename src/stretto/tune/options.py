@@ -8,7 +8,7 @@ from stretto.boolean_options import bool_option
 from stretto.errors import SpecError
 from stretto.tune.techniques import AbstractTechnique, technique_of
 from stretto.tune.techniques.aiacc import EXPLORATION, WINDOW
-from stretto.tune.trial import Limits
+from stretto.tune.trial import SearchLimits
 
 GUIDED = ("predicted", "coordinate")
 """The default: the fitted model's ranking first, then neighbors of the best."""
@@ -83,9 +83,9 @@ class TuneOptions:
             names.append(kind.name)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> SearchLimits:
         """The limits of the search."""
-        return Limits(
+        return SearchLimits(
             steps=max(1, self.steps),
             lost_ratio=self.lost_ratio,
             patience=self.patience,

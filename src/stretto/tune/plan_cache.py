@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, final
 from stretto.errors import SpecError
 from stretto.logs import get_logger
 from stretto.schema import Cluster, Plan, Workload, codec
-from stretto.tune.job_similarity import Topology, chain_of, job_distance
+from stretto.tune.job_similarity import RateTopology, chain_of, job_distance
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -162,7 +162,7 @@ class PlanCache:
         return rows[0] if rows else None
 
     def nearest(
-        self, workload: Workload, topology: Topology, environment: str
+        self, workload: Workload, topology: RateTopology, environment: str
     ) -> tuple[CachedPlan, float] | None:
         """Return the most similar job's plan in an equal environment, and its distance.
 
@@ -309,9 +309,9 @@ def _lay_out(connection: sqlite3.Connection) -> None:
     connection.execute(f"PRAGMA user_version = {VERSION}")
 
 
-def topology_of(cluster: Cluster) -> Topology:
+def topology_of(cluster: Cluster) -> RateTopology:
     """Return ranks and rates of a measured cluster."""
-    return Topology(
+    return RateTopology(
         hosts=cluster.hosts,
         ranks_per_host=cluster.ranks_per_host,
         inter_bytes_per_s=cluster.inter_host.bandwidth_bytes_per_s,

@@ -29,7 +29,7 @@ from stretto.tune.trial import (
     OUTLIER,
     TRIAL_S,
     Finding,
-    Limits,
+    SearchLimits,
     Trial,
 )
 
@@ -153,7 +153,7 @@ class Search:
         plan_of: Callable[[Point], Plan],
         floor_s: Callable[[Plan], float],
         bound_s: float,
-        limits: Limits,
+        limits: SearchLimits,
         bandit: Bandit | None = None,
         baseline: Plan | None = None,
         seen_s: Mapping[str, float] | None = None,

@@ -21,7 +21,7 @@ OUTLIER = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SearchLimits:
     """Limits on the cost of a search."""
 
     steps: int = 100

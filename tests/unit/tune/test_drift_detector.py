@@ -7,13 +7,20 @@ import random
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from stretto.tune.drift_detector import REST_STEPS, WINDOW_STEPS, Change, DriftDetector
+from stretto.tune.drift_detector import (
+    REST_STEPS,
+    WINDOW_STEPS,
+    DriftDetector,
+    StepTimeChange,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def changes(watch: DriftDetector, steps_s: Iterable[float]) -> list[tuple[int, Change]]:
+def changes(
+    watch: DriftDetector, steps_s: Iterable[float]
+) -> list[tuple[int, StepTimeChange]]:
     found = []
     for number, step_s in enumerate(steps_s, start=1):
         median_s = watch.add(step_s)

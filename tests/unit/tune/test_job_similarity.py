@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.tune.job_similarity import (
-    Topology,
+    RateTopology,
     chain_distance,
     job_distance,
     topology_distance,
@@ -66,11 +66,11 @@ def test_long_chains_take_a_bounded_time_and_stay_equal_to_themselves() -> None:
 def test_small_topologies_have_the_exact_graph_edit_distance(
     data: st.DataObject,
 ) -> None:
-    def topology() -> Topology:
+    def topology() -> RateTopology:
         hosts, per_host = data.draw(
             st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1), (1, 4)])
         )
-        return Topology(
+        return RateTopology(
             hosts=hosts,
             ranks_per_host=per_host,
             inter_bytes_per_s=data.draw(st.sampled_from([1e8, 1e9])),
@@ -100,8 +100,8 @@ def test_small_topologies_have_the_exact_graph_edit_distance(
 
 
 def test_large_topologies_are_bounded_and_ordered() -> None:
-    def cluster(hosts: int, rate: float = 1e9) -> Topology:
-        return Topology(
+    def cluster(hosts: int, rate: float = 1e9) -> RateTopology:
+        return RateTopology(
             hosts=hosts,
             ranks_per_host=8,
             inter_bytes_per_s=rate,
@@ -118,8 +118,8 @@ def test_large_topologies_are_bounded_and_ordered() -> None:
 
 
 def test_a_job_is_as_far_as_the_farther_of_model_and_network() -> None:
-    here = Topology(hosts=2, ranks_per_host=2)
-    there = Topology(hosts=4, ranks_per_host=2)
+    here = RateTopology(hosts=2, ranks_per_host=2)
+    there = RateTopology(hosts=4, ranks_per_host=2)
     same_model = job_distance((CHAIN, CHAIN), (here, there))
     assert same_model == topology_distance(here, there) > 0
     same_place = job_distance((CHAIN, CHAIN[:2]), (here, here))

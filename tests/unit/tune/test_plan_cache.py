@@ -13,7 +13,7 @@ import pytest
 
 from stretto.errors import SpecError
 from stretto.schema import codec
-from stretto.tune.job_similarity import Topology
+from stretto.tune.job_similarity import RateTopology
 from stretto.tune.plan_cache import (
     CachedPlan,
     PlanCache,
@@ -91,7 +91,7 @@ def test_the_nearest_job_comes_first(
         workload,
         tensors=tuple(replace(t, bytes=t.bytes + 4) for t in workload.tensors),
     )
-    topology = Topology(hosts=4, ranks_per_host=1)
+    topology = RateTopology(hosts=4, ranks_per_host=1)
     found = memory.nearest(near, topology, settled.job.environment)
     assert found is not None
     assert found[0].job.model == "sha256:1"

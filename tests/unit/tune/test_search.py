@@ -17,7 +17,7 @@ from stretto.tune.techniques import (
     PopulationTechnique,
     PredictedTechnique,
 )
-from stretto.tune.trial import MAX_TRIAL_STEPS, Limits, Trial
+from stretto.tune.trial import MAX_TRIAL_STEPS, SearchLimits, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ class TunedJob:
         arms: dict[str, AbstractTechnique],
         *,
         start: Point,
-        limits: Limits | None = None,
+        limits: SearchLimits | None = None,
         bound_s: float = 0.0,
         lost_before_s: float = 0.0,
     ) -> Search:
@@ -69,7 +69,7 @@ class TunedJob:
             plan_of=self.plan,
             floor_s=lambda _plan: 0.0,
             bound_s=bound_s,
-            limits=limits or Limits(steps=100, lost_ratio=1e9),
+            limits=limits or SearchLimits(steps=100, lost_ratio=1e9),
             lost_before_s=lost_before_s,
         )
 
@@ -169,7 +169,7 @@ def test_trials_lose_no_more_than_the_limit_and_one_pair(
     job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     best = min(space.points, key=step_s)
-    limits = Limits(steps=100, lost_ratio=0.02)
+    limits = SearchLimits(steps=100, lost_ratio=0.02)
     search = job.run(job.search(ensemble(space), start=best, limits=limits))
     lost_s = sum(trial.lost_s(step_s(best)) for trial in search.trials[1:])
     worst_s = max(trial.lost_s(step_s(best)) for trial in search.trials[1:])
@@ -185,7 +185,7 @@ def test_pauses_count_among_what_is_lost(
     job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     best = min(space.points, key=step_s)
-    limits = Limits(steps=100, lost_ratio=0.05)
+    limits = SearchLimits(steps=100, lost_ratio=0.05)
     search = job.search(ensemble(space), start=best, limits=limits)
     search.pause(0.05 * 100 * step_s(best))
     job.run(search)
@@ -239,7 +239,7 @@ def test_a_plan_whose_floor_is_above_the_incumbent_is_never_tried(
         plan_of=job.plan,
         floor_s=job.true_s,
         bound_s=0.0,
-        limits=Limits(),
+        limits=SearchLimits(),
     )
     job.run(search)
     assert [trial.key for trial in search.trials] == ["first"]
@@ -304,7 +304,7 @@ def steps_before_a_challenger(search: Search, step_s: float) -> tuple[int, int]:
 def test_a_search_waits_until_what_was_lost_before_it_is_a_small_share(
     job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
-    limits = Limits(steps=100, lost_ratio=0.02)
+    limits = SearchLimits(steps=100, lost_ratio=0.02)
     start = min(space.points, key=step_s)
     level_s = step_s(start)
     found = {}
@@ -331,7 +331,7 @@ def test_the_incumbent_s_steps_need_a_decision_now_and_then_only(
     search = job.search(
         {"predicted": PredictedTechnique(space, step_s)},
         start=min(space.points, key=step_s),
-        limits=Limits(steps=100, lost_ratio=0.02),
+        limits=SearchLimits(steps=100, lost_ratio=0.02),
         lost_before_s=3.0,
     )
     steps, longest = steps_before_a_challenger(search, 0.03)
@@ -341,9 +341,9 @@ def test_the_incumbent_s_steps_need_a_decision_now_and_then_only(
 
 def test_what_is_out_of_range_is_refused() -> None:
     with pytest.raises(SpecError, match="steps must be >= 1, got 0"):
-        Limits(steps=0)
+        SearchLimits(steps=0)
     with pytest.raises(SpecError, match="lost_ratio must be >= 0, got nan"):
-        Limits(lost_ratio=math.nan)
+        SearchLimits(lost_ratio=math.nan)
 
 
 def test_a_slow_spell_under_one_block_does_not_decide(
@@ -358,7 +358,7 @@ def test_a_slow_spell_under_one_block_does_not_decide(
         plan_of=job.plan,
         floor_s=lambda _plan: 0.0,
         bound_s=0.0,
-        limits=Limits(lost_ratio=1e9),
+        limits=SearchLimits(lost_ratio=1e9),
     )
     number = 0
     while (trial := search.next_trial()) is not None:
@@ -381,7 +381,7 @@ def test_the_machine_slowing_down_under_a_search_is_not_the_plans_doing(
         plan_of=job.plan,
         floor_s=lambda _plan: 0.0,
         bound_s=0.0,
-        limits=Limits(lost_ratio=1e9),
+        limits=SearchLimits(lost_ratio=1e9),
     )
     pace = 1.0
     while (trial := search.next_trial()) is not None:
@@ -400,7 +400,7 @@ def against_ddp(job: TunedJob, plan: Plan, ddp: Plan, **more: float) -> Search:
         plan_of=job.plan,
         floor_s=lambda _plan: 0.0,
         bound_s=more.get("bound_s", 0.0),
-        limits=Limits(lost_ratio=more.get("lost_ratio", 1e9)),
+        limits=SearchLimits(lost_ratio=more.get("lost_ratio", 1e9)),
         baseline=ddp,
     )
 
@@ -463,7 +463,7 @@ def test_noisy_steps_are_not_as_fast_as_the_bound(
         plan_of=job.plan,
         floor_s=lambda _plan: 0.0,
         bound_s=0.258,
-        limits=Limits(lost_ratio=1e9),
+        limits=SearchLimits(lost_ratio=1e9),
     )
     search.next_trial()
     for one_s in (0.333, 0.533, 0.733):
@@ -484,7 +484,7 @@ def test_a_bound_that_steps_refute_ends_nothing(
         plan_of=job.plan,
         floor_s=lambda _plan: 0.0,
         bound_s=2 * step_s(order[-1]),
-        limits=Limits(lost_ratio=1e9),
+        limits=SearchLimits(lost_ratio=1e9),
     )
     job.run(search)
     assert search.incumbent is not None
@@ -503,7 +503,7 @@ def test_nothing_is_learned_from_a_first_block_slower_than_steps_before_it(
             plan_of=job.plan,
             floor_s=lambda _plan: 0.0,
             bound_s=0.0,
-            limits=Limits(lost_ratio=1e9),
+            limits=SearchLimits(lost_ratio=1e9),
             seen_s={profiled.digest: 1.5 * step_s(order[0])},
         )
         search.next_trial()
@@ -539,7 +539,7 @@ def test_what_was_there_before_is_tried_whatever_the_bound_says(
         plan_of=job.plan,
         floor_s=lambda _plan: 0.0,
         bound_s=2 * step_s(order[-1]),
-        limits=Limits(),
+        limits=SearchLimits(),
     )
     job.run(search)
     assert search.incumbent is not None
@@ -550,11 +550,11 @@ def test_patience_ends_a_search_that_brings_nothing(
     job: TunedJob, space: Space, step_s: StepTime
 ) -> None:
     best = min(space.points, key=step_s)
-    limits = Limits(lost_ratio=1e9, patience=5)
+    limits = SearchLimits(lost_ratio=1e9, patience=5)
     search = job.run(job.search(ensemble(space), start=best, limits=limits))
     tried = [trial for trial in search.trials if trial.technique not in (START, FINAL)]
     assert len(tried) >= 5
     assert not any(trial.won for trial in tried)
     assert search.ended == "5 consecutive trials were no better"
     with pytest.raises(SpecError, match="patience must be >= 1, got 0"):
-        Limits(patience=0)
+        SearchLimits(patience=0)

@@ -20,7 +20,7 @@ from stretto.schema import Plan
 from stretto.tune.search import Search
 from stretto.tune.search_space import Point, Space
 from stretto.tune.techniques import CoordinateTechnique, PredictedTechnique
-from stretto.tune.trial import Limits
+from stretto.tune.trial import SearchLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -187,7 +187,7 @@ class Network:
         """The same as the model believes."""
         return self._by_digest[plan.digest]
 
-    def search(self, space: Space, *, limits: Limits | None = None) -> Search:
+    def search(self, space: Space, *, limits: SearchLimits | None = None) -> Search:
         """The default search: the planner's plan, then the model and its neighbors."""
         first = min(self.believed_s, key=self.believed_s.__getitem__)
         planned = self.plans[first]
@@ -203,7 +203,7 @@ class Network:
             plan_of=self.plans.__getitem__,
             floor_s=lambda plan: self.predicted_s(plan) / 1.05,
             bound_s=0.85 * self.best_s,
-            limits=limits or Limits(steps=100, patience=6),
+            limits=limits or SearchLimits(steps=100, patience=6),
             baseline=self.ddp,
         )
 

@@ -13,7 +13,7 @@ from stretto.tune.calibration import CalibratedModel
 from stretto.tune.initial_profile import ProfileResult
 from stretto.tune.plan_cache import CachedPlan, PlanCache, TunedJob
 from stretto.tune.search import CONTROL, Search
-from stretto.tune.trial import Limits
+from stretto.tune.trial import SearchLimits
 from stretto.tune.tuning_state import TuningState, best_so_far, save_unfinished
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def search_of(profile: ProfileResult) -> Search:
         plan_of=calibrated.plan_of,
         floor_s=calibrated.floor_s,
         bound_s=calibrated.bound_s,
-        limits=Limits(lost_ratio=1e9),
+        limits=SearchLimits(lost_ratio=1e9),
         baseline=profile.ddp,
     )
 
