@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stretto.cluster.loop import Loop
-    from stretto.members.meeting import Place
+    from stretto.members.meeting import KeeperPlace
 
 _MAC_BYTES = 16
 _DATAGRAM_BYTES = 65_000
@@ -39,7 +39,7 @@ class BeatSocket:
         port: int,
         *,
         process: str,
-        place_of: Callable[[int], Place | None],
+        place_of: Callable[[int], KeeperPlace | None],
         on_beat: Callable[[int, Beat], None],
     ) -> None:
         """Bind the socket.

@@ -13,7 +13,7 @@ MEETING_S = 900.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class KeeperPlace:
     """Where a keeper is reached."""
 
     keeper: int
@@ -39,7 +39,7 @@ class Book:
     keeper: int
     """The number of the keeper that gets it."""
 
-    places: tuple[Place, ...]
+    places: tuple[KeeperPlace, ...]
     """All keepers."""
 
     ranks_port: int

@@ -35,8 +35,8 @@ from stretto.members.connections import Connector, keep_alive
 from stretto.members.meeting import (
     MEETING_S,
     Book,
+    KeeperPlace,
     MeetingPoint,
-    Place,
     address_of,
     is_own,
     own_address,
@@ -138,7 +138,7 @@ class KeeperNetwork:
         self._key = key_of(point.job, os.environ.get(TOKEN_VARIABLE, ""))
         self._process = secrets.token_hex(8)
         self.book: Book | None = None
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, KeeperPlace] = {}
         self._links: dict[int, _Link] = {}
         self._dialing: set[int] = set()
         self._waiting: list[_Link] = []
@@ -223,8 +223,8 @@ class KeeperNetwork:
 
     # meeting
 
-    def _me(self, keeper: int) -> Place:
-        return Place(
+    def _me(self, keeper: int) -> KeeperPlace:
+        return KeeperPlace(
             keeper=keeper,
             ranks=self._ranks,
             host=self.host,
@@ -284,7 +284,7 @@ class KeeperNetwork:
         self,
         keeper: int,
         run: str,
-        places: tuple[Place, ...],
+        places: tuple[KeeperPlace, ...],
         view: View | None = None,
     ) -> Book:
         return Book(
@@ -303,7 +303,7 @@ class KeeperNetwork:
             self._meet(place)
         self._on_formed(book)
 
-    def _meet(self, place: Place) -> None:
+    def _meet(self, place: KeeperPlace) -> None:
         book = self.book
         if book is None or place.keeper in self._places or place.keeper == book.keeper:
             return
@@ -528,7 +528,7 @@ class KeeperNetwork:
                 case {"places": list(rows)} if link.keeper is not None:
                     self._links[link.keeper] = link
                     self._send_announced(link)
-                    for place in msgspec.convert(rows, tuple[Place, ...]):
+                    for place in msgspec.convert(rows, tuple[KeeperPlace, ...]):
                         self._meet(place)
                     return
                 case _:
@@ -585,8 +585,8 @@ class KeeperNetwork:
         return f"host {keeper}" + ("" if place is None else f" ({place.host})")
 
 
-def _place_of(hello: _Hello, keeper: int) -> Place:
-    return Place(
+def _place_of(hello: _Hello, keeper: int) -> KeeperPlace:
+    return KeeperPlace(
         keeper=keeper,
         ranks=hello.ranks,
         host=hello.host,
