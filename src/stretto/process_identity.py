@@ -13,7 +13,7 @@ from pathlib import Path
 _PROC = Path("/proc")
 
 
-class State(enum.Enum):
+class ProcessState(enum.Enum):
     """The known state of another process."""
 
     RUNS = "still runs"
@@ -68,23 +68,23 @@ def kernel_id() -> str:
         return "" if sys.platform == "linux" else f"{sys.platform} {host_name()}"
 
 
-def state_of(process: Identity) -> State:
+def state_of(process: Identity) -> ProcessState:
     """Return the state of another process as seen by this one."""
     if not process.kernel or process.kernel != kernel_id():
-        return State.UNKNOWN
+        return ProcessState.UNKNOWN
     row = stat_row(process.pid)
     if row is None:
         try:
             os.kill(process.pid, 0)
         except ProcessLookupError:
-            return State.ENDED
+            return ProcessState.ENDED
         except OSError:  # it belongs to another user
-            return State.RUNS
-        return State.RUNS
+            return ProcessState.RUNS
+        return ProcessState.RUNS
     letter, started = row
     if started != process.started or letter in "ZXx":
-        return State.ENDED
-    return State.STOPPED if letter in "Tt" else State.RUNS
+        return ProcessState.ENDED
+    return ProcessState.STOPPED if letter in "Tt" else ProcessState.RUNS
 
 
 def stat_row(pid: int) -> tuple[str, str] | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import CommTimeout
-from stretto.process_identity import State
+from stretto.process_identity import ProcessState
 from stretto.runtime.backends.base import LaneFailure
 from stretto.runtime.presence import Wait
 from stretto.runtime.store import end_requests, loss_message, store_listens
@@ -223,7 +223,7 @@ class FailureReporter:
     def _is_alive(self, rank: int) -> bool:
         """Return whether a rank's process is known to exist."""
         presence = self._ranks.presence
-        here = (State.RUNS, State.STOPPED)
+        here = (ProcessState.RUNS, ProcessState.STOPPED)
         return presence is not None and (
             presence.state(self._ranks.names[rank]) in here
         )
@@ -386,10 +386,10 @@ class _RollCall:
         left = [r for r in self.silent if r not in self.gone]
         states = {r: presence.state(ranks.names[r]) for r in left}
         if self._trouble is None:
-            here = (State.RUNS, State.UNKNOWN)
+            here = (ProcessState.RUNS, ProcessState.UNKNOWN)
             return ranks.rank == 0 and any(state in here for state in states.values())
         return any(
-            state is State.RUNS and not presence.has_thread(ranks.names[r], SIGN)
+            state is ProcessState.RUNS and not presence.has_thread(ranks.names[r], SIGN)
             for r, state in states.items()
         )
 
@@ -397,5 +397,5 @@ class _RollCall:
         """Return whether no silent rank's process is visible from here."""
         presence, ranks = self._ranks.presence, self._ranks
         return presence is None or all(
-            presence.state(ranks.names[r]) is State.UNKNOWN for r in self.silent
+            presence.state(ranks.names[r]) is ProcessState.UNKNOWN for r in self.silent
         )

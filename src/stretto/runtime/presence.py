@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, final
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import CommTimeout
-from stretto.process_identity import Identity, State, own_identity, state_of
+from stretto.process_identity import Identity, ProcessState, own_identity, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -86,10 +86,10 @@ class Presence:
             if rank != self._rank and rank not in self._known:
                 self._read(rank)
 
-    def state(self, rank: int) -> State:
+    def state(self, rank: int) -> ProcessState:
         """Return the state of a rank's process as seen by this one."""
         known = self._known.get(rank)
-        return State.UNKNOWN if known is None else state_of(known)
+        return ProcessState.UNKNOWN if known is None else state_of(known)
 
     def ended(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return how the ended ones of ``ranks`` ended, for messages."""
@@ -115,7 +115,7 @@ class Presence:
     def has_thread(self, rank: int, name: str) -> bool:
         """Return whether a rank's process on this host has a thread of that name."""
         known = self._known.get(rank)
-        if known is None or state_of(known) is not State.RUNS:
+        if known is None or state_of(known) is not ProcessState.RUNS:
             return False
         try:
             tasks = list((_PROC / str(known.pid) / "task").iterdir())
@@ -134,7 +134,7 @@ class Presence:
             return ""
         state = state_of(known)
         place = f"process {known.pid} on {known.host}"
-        return place if state is State.UNKNOWN else f"{place} {state.value}"
+        return place if state is ProcessState.UNKNOWN else f"{place} {state.value}"
 
     def causes(self, ended: Sequence[int]) -> list[int] | None:
         """Return the ended ranks that did not end because of another.
@@ -170,7 +170,7 @@ class Presence:
         if rank in self._ended:
             return self._ended[rank]
         known = self._known.get(rank)
-        if known is None or state_of(known) is not State.ENDED:
+        if known is None or state_of(known) is not ProcessState.ENDED:
             return None
         try:
             # A rank restarted in the same job has published its identity again.

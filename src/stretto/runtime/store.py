@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from stretto.errors import CommTimeout, SpecError
 from stretto.logs import get_logger
-from stretto.process_identity import State
+from stretto.process_identity import ProcessState
 from stretto.runtime.presence import Presence, Wait, call_aside
 from stretto.runtime.ranks import Ranks
 from stretto.runtime.sockets import (
@@ -280,14 +280,15 @@ class Missing:
 
 def store_lost(ranks: Ranks, purpose: str, cause: Exception) -> CommTimeout:
     """Return the error for a store that does not answer."""
-    state = State.UNKNOWN
+    state = ProcessState.UNKNOWN
     if ranks.presence is not None:
         state = ranks.presence.state(ranks.names[0])
+    stuck = f"it {ProcessState.STOPPED.value}"
     what = {
-        State.RUNS: f"{ranks.name(0)} is stuck, or the network is gone",
-        State.STOPPED: f"{ranks.name(0)} is stuck (it {State.STOPPED.value})",
-        State.ENDED: f"{ranks.name(0)} is gone",
-        State.UNKNOWN: f"{ranks.name(0)} is gone, or the network is",
+        ProcessState.RUNS: f"{ranks.name(0)} is stuck, or the network is gone",
+        ProcessState.STOPPED: f"{ranks.name(0)} is stuck ({stuck})",
+        ProcessState.ENDED: f"{ranks.name(0)} is gone",
+        ProcessState.UNKNOWN: f"{ranks.name(0)} is gone, or the network is",
     }
     return CommTimeout(
         f"{ranks.name(ranks.rank)} can't {purpose}: the store, held by {ranks.name(0)} "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from stretto.process_identity import State
+from stretto.process_identity import ProcessState
 from stretto.runtime.backends import gloo
 from stretto.runtime.ranks import Ranks
 
@@ -19,7 +19,7 @@ def test_a_stopped_rank_is_named_and_not_the_stores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gloo, "_LATE_S", 0.0)
-    states = [State.RUNS, State.RUNS, State.STOPPED]
+    states = [ProcessState.RUNS, ProcessState.RUNS, ProcessState.STOPPED]
     presence: Any = SimpleNamespace(state=states.__getitem__)
     store = dist.HashStore()
     ranks = Ranks(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from stretto import process_identity
 from stretto.errors import CommTimeout
-from stretto.process_identity import Identity, State, own_identity, state_of
+from stretto.process_identity import Identity, ProcessState, own_identity, state_of
 from stretto.runtime import presence as presence_module
 from stretto.runtime.agreement import Agreement
 from stretto.runtime.failure import FailureReporter
@@ -94,21 +94,23 @@ def make_ranks(
 
 def test_a_process_is_known_by_its_start_and_its_host(processes: Processes) -> None:
     mine = own_identity()
-    assert state_of(mine) is State.RUNS
-    assert state_of(dataclasses.replace(mine, started="1")) is State.ENDED
-    assert state_of(dataclasses.replace(mine, kernel="elsewhere")) is State.UNKNOWN
-    assert state_of(dataclasses.replace(mine, kernel="")) is State.UNKNOWN
+    assert state_of(mine) is ProcessState.RUNS
+    assert state_of(dataclasses.replace(mine, started="1")) is ProcessState.ENDED
+    assert (
+        state_of(dataclasses.replace(mine, kernel="elsewhere")) is ProcessState.UNKNOWN
+    )
+    assert state_of(dataclasses.replace(mine, kernel="")) is ProcessState.UNKNOWN
     other = processes.start(0)
-    assert state_of(other) is State.RUNS
+    assert state_of(other) is ProcessState.RUNS
     processes.running[0].send_signal(signal.SIGSTOP)
     deadline = time.perf_counter() + 10.0
-    while state_of(other) is State.RUNS and time.perf_counter() < deadline:
+    while state_of(other) is ProcessState.RUNS and time.perf_counter() < deadline:
         time.sleep(0.01)
-    assert state_of(other) is State.STOPPED
+    assert state_of(other) is ProcessState.STOPPED
     processes.kill(0)  # nobody has waited for it: a zombie
-    assert state_of(other) is State.ENDED
+    assert state_of(other) is ProcessState.ENDED
     processes.running[0].wait()
-    assert state_of(other) is State.ENDED
+    assert state_of(other) is ProcessState.ENDED
 
 
 def test_a_roll_call_names_the_dead_and_not_the_busy(

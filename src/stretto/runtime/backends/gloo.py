@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch.distributed as dist
 
 from stretto.errors import CommTimeout, PlanMismatch, StrettoError
-from stretto.process_identity import State
+from stretto.process_identity import ProcessState
 from stretto.runtime.backends.base import AbstractBackend, AbstractLanes
 from stretto.runtime.presence import Wait, call_aside, is_communication_error
 from stretto.runtime.ranks import timeout_of
@@ -298,7 +298,7 @@ class GlooLanes(AbstractLanes):
             verb = "is" if len(stopped) == 1 else "are"
             return CommTimeout(
                 f"{ranks.name(ranks.rank)} can't {purpose}: {who} {verb} stuck (it "
-                f"{State.STOPPED.value}). Check the log of {who} first."
+                f"{ProcessState.STOPPED.value}). Check the log of {who} first."
             )
         return store_lost(ranks, purpose, cause) if is_store else None
 
@@ -311,7 +311,9 @@ class GlooLanes(AbstractLanes):
         if presence is None:
             return []
         states = [presence.state(name) for name in self._ranks.names]
-        return [rank for rank, state in enumerate(states) if state is State.STOPPED]
+        return [
+            rank for rank, state in enumerate(states) if state is ProcessState.STOPPED
+        ]
 
     def _connect(self, number: int, name: str, connect: Callable[[], Any]) -> Any:
         """Return the result of ``connect``, unless a rank can't take part.

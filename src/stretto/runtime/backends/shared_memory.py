@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, final
 import numpy
 
 from stretto.errors import RankDisagreement
-from stretto.process_identity import State, state_of
+from stretto.process_identity import ProcessState, state_of
 from stretto.runtime.backends.base import LaneFailure
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ class SharedSegment:
             f"{self._processes[r].host} has ended)"
             for r in missing
             # Look again: it may have entered the step just before it ended.
-            if state_of(self._processes[r]) is State.ENDED
+            if state_of(self._processes[r]) is ProcessState.ENDED
             and not self._has_entered(r, step)
         ]
         if ended:
