@@ -19,7 +19,7 @@ import stretto
 from stretto import process_identity
 from stretto.errors import CommTimeout
 from stretto.gang import gang as gang_module
-from stretto.gang.membership import Membership
+from stretto.gang.membership import GangMembership
 from stretto.gang.sums import MemberSums
 from support.gangs import (
     COUNT,
@@ -96,8 +96,10 @@ MOMENTS: dict[str, Callable[[], None]] = {
     "before the sum": lambda: before(MemberSums, "mean_gradients", on_call(2, die)),
     "in the sum": lambda: after(MemberSums, "_sum", on_call(3, die)),
     "after the sum": lambda: after(MemberSums, "mean_gradients", on_call(2, die)),
-    "before it ends the step": lambda: before(Membership, "_propose", on_call(2, die)),
-    "after the step": lambda: after(Membership, "end_step", on_call(2, die)),
+    "before it ends the step": lambda: before(
+        GangMembership, "_propose", on_call(2, die)
+    ),
+    "after the step": lambda: after(GangMembership, "end_step", on_call(2, die)),
 }
 
 
@@ -109,7 +111,7 @@ def rank_dies_at(rank: int, size: int, moment: str) -> dict[str, Any]:
     if rank == 1 and moment in MOMENTS:
         MOMENTS[moment]()
         if moment == "before it ends the step":  # the last one to come ends it
-            before(Membership, "end_step", lambda *_: time.sleep(0.2))
+            before(GangMembership, "end_step", lambda *_: time.sleep(0.2))
     begin_s = time.perf_counter()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     for step in range(STEPS):

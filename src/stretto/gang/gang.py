@@ -28,7 +28,7 @@ from torch import nn
 
 from stretto.errors import SpecError
 from stretto.gang.claims import Claims
-from stretto.gang.membership import SILENT_S, GangStore, Membership
+from stretto.gang.membership import SILENT_S, GangMembership, GangStore
 from stretto.gang.sums import MemberSums, SumFailed
 from stretto.logs import get_logger
 from stretto.runtime.agreement import Agreement
@@ -121,7 +121,7 @@ class Gang:
             },
         )
         store = GangStore(own_connection(self._ranks), self._ranks, self._key())
-        self._membership = Membership(store, self._ranks)
+        self._membership = GangMembership(store, self._ranks)
         self.step = 0
         """Steps that have been reduced."""
 

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import CommTimeout
 from stretto.logs import get_logger
-from stretto.process_identity import State
+from stretto.process_identity import ProcessState
 from stretto.runtime.presence import Wait
 from stretto.runtime.store import store_lost
 
@@ -68,7 +68,7 @@ class GangStore:
 
 
 @final
-class Membership:
+class GangMembership:
     """The members of a gang, as one of them sees them."""
 
     def __init__(self, store: GangStore, ranks: Ranks) -> None:
@@ -277,7 +277,10 @@ class Membership:
         waited_s = time.perf_counter() - since_s
         for member in silent:
             name = self._ranks.names[member]
-            known = presence is not None and presence.state(name) is not State.UNKNOWN
+            known = (
+                presence is not None
+                and presence.state(name) is not ProcessState.UNKNOWN
+            )
             if waited_s > self._ranks.timeout_s or not known:
                 row = presence.describe(name) if presence is not None else ""
                 found[member] = f"no answer in {waited_s:.1f} s{row and f'; {row}'}"

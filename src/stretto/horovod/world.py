@@ -76,7 +76,7 @@ class JoinedSet:
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class MembershipCallbacks:
     """Callbacks of a job that continues when ranks are lost."""
 
     is_over: Callable[[], bool]
@@ -96,7 +96,7 @@ class World:
         ranks: Ranks,
         group: Any,
         settings: HorovodSettings,
-        membership: Membership | None = None,
+        membership: MembershipCallbacks | None = None,
     ) -> None:
         self.ranks = ranks
         self.settings = settings
@@ -323,7 +323,7 @@ def _await_closing() -> None:
 
 
 _world: World | None = None
-_membership: Membership | None = None
+_membership: MembershipCallbacks | None = None
 """That of the default group, once this process has changed its ranks."""
 _lock = threading.RLock()
 _has_logged_unknown = False
@@ -402,7 +402,7 @@ def _joined(
     *,
     members: list[int] | None,
     process_sets: list[ProcessSet],
-    membership: Membership | None,
+    membership: MembershipCallbacks | None,
 ) -> World:
     """Return a world of ranks that have met.
 
@@ -442,7 +442,9 @@ def _give_up(world: World, error: StrettoError) -> None:
 
 
 def rejoin(
-    settings: HorovodSettings, membership: Membership, process_sets: list[ProcessSet]
+    settings: HorovodSettings,
+    membership: MembershipCallbacks,
+    process_sets: list[ProcessSet],
 ) -> None:
     """Join the ranks of a new default group, after `leave`.
 

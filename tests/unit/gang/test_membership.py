@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from stretto.errors import CommTimeout
-from stretto.gang.membership import GangStore, Membership
-from stretto.process_identity import State
+from stretto.gang.membership import GangMembership, GangStore
+from stretto.process_identity import ProcessState
 from stretto.runtime.ranks import Ranks
 
 
@@ -24,7 +24,7 @@ class Processes:
         return {rank: self.how[rank] for rank in ranks if rank in self.how}
 
     def state(self, rank):
-        return self.states.get(rank, State.RUNS)
+        return self.states.get(rank, ProcessState.RUNS)
 
     def describe(self, rank):
         return f"process of rank {rank}"
@@ -45,7 +45,7 @@ class Gang:
             timeout_s=timeout_s,
             presence=self.processes,
         )
-        found = Membership(GangStore(self.store, ranks, "gang"), ranks)
+        found = GangMembership(GangStore(self.store, ranks, "gang"), ranks)
         found.patience_s = 0.2
         return found
 
@@ -132,7 +132,7 @@ def test_a_silent_member_that_lives_has_the_timeout_and_learns_that_it_is_lost()
 
 def test_a_silent_member_of_another_host_is_given_up_after_a_failure():
     gang = Gang(2, timeout_s=100.0)
-    gang.processes.states[1] = State.UNKNOWN
+    gang.processes.states[1] = ProcessState.UNKNOWN
     gang.members[0].fail("connection closed", 0.0)
     assert gang.members[0].members == (0,)
 

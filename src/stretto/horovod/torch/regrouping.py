@@ -248,7 +248,7 @@ class JobRanks:
         client, group = self._client, self._group
         rank, size = view.ids.index(client.member), len(view.members)
         group.enter(view.generation, rank, size, view.members[0].address)
-        membership = world.Membership(
+        membership = world.MembershipCallbacks(
             is_over=group.is_over(),
             on_loss=partial(client.failed, view.generation),
             opening=group.opening,
