@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stretto import planners
-from stretto.demo.tasks import ConvNet, Transformer
+from stretto.demo.tasks import ConvNet, DemoTransformer
 from stretto.runtime import DistributedDataParallel
 from stretto.schema import (
     AllReduceFit,
@@ -25,7 +25,7 @@ RUNNABLE = [name for name in planners.NAMES if name != "dear"]
 
 def model_of(kind: str) -> nn.Module:
     torch.manual_seed(3)
-    return ConvNet(16) if kind == "convnet" else Transformer(40, 2, 5)
+    return ConvNet(16) if kind == "convnet" else DemoTransformer(40, 2, 5)
 
 
 def batch_of(kind: str, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,7 +52,7 @@ from stretto.errors import SpecError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from stretto.background.paired_steps import Block, StepRecord
+    from stretto.background.paired_steps import PairedBlock, StepRecord
 
 PERIODS = (4, 8, 16, 64)
 """Steps of which one is a control step: while little is known, at the start and after a
@@ -395,7 +395,7 @@ class Controller:
             count *= 2
         return None
 
-    def _tighten(self, blocks: Sequence[Block]) -> None:
+    def _tighten(self, blocks: Sequence[PairedBlock]) -> None:
         gate = self.gate
         kind = _to_blame(blocks)
         if kind is not None and kind not in gate.banned:
@@ -465,7 +465,7 @@ class Controller:
             self._try_again()
 
 
-def _to_blame(blocks: Sequence[Block]) -> str | None:
+def _to_blame(blocks: Sequence[PairedBlock]) -> str | None:
     """Return the kind of wait that accounts for most of the loss, if there is one.
 
     Where tasks outlast waits, ranks wait longer for each other: no kind suffers then.

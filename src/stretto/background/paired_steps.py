@@ -148,7 +148,7 @@ class _Step(NamedTuple):
     record: StepRecord
 
 
-class Block(NamedTuple):
+class PairedBlock(NamedTuple):
     """Steps with background, and the control steps around them."""
 
     steps: list[_Step]
@@ -177,7 +177,7 @@ class PairedSteps:
         Args:
             keeps_control: begin the next block with the last control step.
         """
-        self._blocks: deque[Block] = deque(maxlen=MAX_BLOCKS)
+        self._blocks: deque[PairedBlock] = deque(maxlen=MAX_BLOCKS)
         self._steps: list[_Step] = []
         self._before = self._before[-1:] if keeps_control else []
 
@@ -186,7 +186,7 @@ class PairedSteps:
         """Complete blocks since the last `clear`, at most `MAX_BLOCKS`."""
         return len(self._blocks)
 
-    def last_blocks(self, count: int) -> list[Block]:
+    def last_blocks(self, count: int) -> list[PairedBlock]:
         """Return the last blocks, oldest first."""
         return list(self._blocks)[-count:]
 
@@ -204,7 +204,7 @@ class PairedSteps:
         """Add a control step; return whether it ends a block."""
         added = _Step(number, _log(step), step)
         if self._before and len(self._steps) >= _MIN_STEPS:
-            self._blocks.append(Block(self._steps, [*self._before, added]))
+            self._blocks.append(PairedBlock(self._steps, [*self._before, added]))
             self._steps, self._before = [], [added]
             return True
         if not self._before:
@@ -254,7 +254,7 @@ class PairedSteps:
             return step.log
         return step.log - self._pattern[step.number % len(self._pattern)]
 
-    def _differences(self, block: Block) -> list[float]:
+    def _differences(self, block: PairedBlock) -> list[float]:
         controls = [self._relative(step) for step in block.controls]
         return [
             log - control
@@ -262,7 +262,7 @@ class PairedSteps:
             for control in controls
         ]
 
-    def _change(self, block: Block) -> float:
+    def _change(self, block: PairedBlock) -> float:
         first, last = block.controls[0], block.controls[-1]
         return abs(self._relative(last) - self._relative(first))
 
@@ -278,7 +278,7 @@ class PairedSteps:
         doubt = 1.0 + 2.0 / len(differences)
         return doubt * _deviation(statistics.fmean(differences))
 
-    def _shrinks(self, blocks: Sequence[Block]) -> float:
+    def _shrinks(self, blocks: Sequence[PairedBlock]) -> float:
         """Return the standard error of blocks over the deviation of one step."""
         steps = sum(len(block.steps) for block in blocks)
         controls = 1 + sum(len(block.controls) - 1 for block in blocks)

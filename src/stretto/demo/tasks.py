@@ -45,7 +45,7 @@ class ConvNet(nn.Module):
         return out
 
 
-class Transformer(nn.Module):
+class DemoTransformer(nn.Module):
     """A causal transformer over bytes, with about 5 million parameters by default."""
 
     def __init__(

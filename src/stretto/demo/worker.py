@@ -96,7 +96,9 @@ class Task:
     def model(self) -> nn.Module:
         """Return a new model, the same for every method."""
         torch.manual_seed(self.settings.seed)
-        make = tasks.ConvNet if self.settings.model == "convnet" else tasks.Transformer
+        make = (
+            tasks.ConvNet if self.settings.model == "convnet" else tasks.DemoTransformer
+        )
         return make() if self.settings.width is None else make(self.settings.width)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

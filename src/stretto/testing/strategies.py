@@ -33,7 +33,7 @@ SHAPES = ("uniform", "bursty", "giant_last", "tiny")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class DrawnBuckets:
     """Buckets of neighboring tensors, in the form that `StepModel` takes."""
 
     ends: tuple[int, ...]
@@ -223,7 +223,7 @@ def _curves(draw: st.DrawFn, bandwidth_bytes_per_s: float) -> RateCurve:
 @st.composite
 def choices(
     draw: st.DrawFn, workload: Workload, *, max_lanes: int = 8, max_slices: int = 8
-) -> Choice:
+) -> DrawnBuckets:
     """Generate ways to cut a workload into buckets and to send them."""
     count = len(workload.tensors)
     cuts: set[int] = set()
@@ -232,7 +232,7 @@ def choices(
     ends = (*sorted(cuts), count)
     lanes = draw(st.integers(1, max_lanes))
     on_lane, parts = st.integers(0, lanes - 1), st.integers(1, max_slices)
-    return Choice(
+    return DrawnBuckets(
         ends=ends,
         lanes=lanes,
         bucket_lanes=tuple(draw(on_lane) for _ in ends),

@@ -6,7 +6,7 @@ workloads and layer profiles. `clusters` has the testbeds.
 """
 
 from stretto.zoo.clusters import CLUSTERS, cluster
-from stretto.zoo.graph import Layer, ModelGraph, Parameter
+from stretto.zoo.graph import GraphLayer, ModelGraph, Parameter
 from stretto.zoo.models import MODELS, model
 from stretto.zoo.profiles import layer_profile
 from stretto.zoo.timing import (
@@ -24,7 +24,7 @@ __all__ = [
     "DEVICES",
     "MODELS",
     "Anchor",
-    "Layer",
+    "GraphLayer",
     "ModelGraph",
     "Parameter",
     "RooflineDevice",

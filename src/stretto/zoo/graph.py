@@ -35,7 +35,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class GraphLayer:
     """One layer, a node of a graph."""
 
     name: str
@@ -79,7 +79,7 @@ class ModelGraph:
     sample: str
     """What one sample is, for instance ``3x224x224`` or ``64 tokens``."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[GraphLayer, ...]
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -121,7 +121,7 @@ class Builder:
     def __init__(self, name: str, sample: str) -> None:
         self._name = name
         self._sample = sample
-        self._layers: list[Layer] = []
+        self._layers: list[GraphLayer] = []
 
     def graph(self) -> ModelGraph:
         """Return the collected graph."""
@@ -141,7 +141,7 @@ class Builder:
     ) -> Value:
         """Add a layer of any kind; ``weights`` are named within the layer."""
         self._layers.append(
-            Layer(
+            GraphLayer(
                 name=name,
                 kind=kind,
                 inputs=tuple(v.index for v in inputs if v.index >= 0),

@@ -61,7 +61,7 @@ def test_one_tensor_alone_on_an_uncapped_link_reaches_the_bound(data):
         inter_host=free,
         intra_host=on.intra_host,
     )
-    one = own.Choice(ends=(1,), lanes=1, bucket_lanes=(0,), slices=(1,))
+    one = own.DrawnBuckets(ends=(1,), lanes=1, bucket_lanes=(0,), slices=(1,))
     result = simulate_step(work, on, one.plan(work, on))
     assert result.iteration_s == pytest.approx(lower_bound(work, on).value_s, rel=1e-12)
 
@@ -74,11 +74,11 @@ def test_enough_slices_of_capped_flows_reach_the_bound():
     link = Link(latency_s=1e-4, bandwidth_bytes_per_s=1e8, stream_bytes_per_s=3e7)
     on = one_link(link, hosts=4)
     work = one_burst()
-    spread = own.Choice(ends=(1,), lanes=4, bucket_lanes=(0,), slices=(4,))
+    spread = own.DrawnBuckets(ends=(1,), lanes=4, bucket_lanes=(0,), slices=(4,))
     bound = lower_bound(work, on)
     reached = simulate_step(work, on, spread.plan(work, on)).iteration_s
     assert reached == pytest.approx(bound.value_s, rel=1e-12)
-    alone = own.Choice(ends=(1,), lanes=1, bucket_lanes=(0,), slices=(1,))
+    alone = own.DrawnBuckets(ends=(1,), lanes=1, bucket_lanes=(0,), slices=(1,))
     capped = simulate_step(work, on, alone.plan(work, on)).iteration_s
     assert capped == pytest.approx(0.3 + all_reduce_s(8 * 10**6, on), rel=1e-12)
 
@@ -110,7 +110,7 @@ def test_contention_binds_by_the_faster_curve_at_the_greatest_resource():
     bound = lower_bound(work, on)
     # After computation two flows reach 6e7 each; three and more 7.5e7 together.
     assert bound.cut_s == pytest.approx(0.3 + 8e6 / 1.2e8, rel=1e-9)
-    halves = own.Choice(ends=(1,), lanes=2, bucket_lanes=(0,), slices=(2,))
+    halves = own.DrawnBuckets(ends=(1,), lanes=2, bucket_lanes=(0,), slices=(2,))
     one = halves.plan(work, on)
     one = replace(one, buckets=(replace(one.buckets[0], resource=1000),))
     reached = simulate_step(work, on, one).iteration_s

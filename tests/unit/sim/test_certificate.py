@@ -98,7 +98,7 @@ def test_one_lane_without_startup_is_met_by_the_closed_form():
     assert expected < alone
     bound = interval_bound_s(work, on, max_lanes=1)
     assert bound == pytest.approx(expected, rel=1e-6)
-    one = own.Choice(ends=(1,), lanes=1, bucket_lanes=(0,), slices=(1,))
+    one = own.DrawnBuckets(ends=(1,), lanes=1, bucket_lanes=(0,), slices=(1,))
     reached = simulate_step(work, on, one.plan(work, on)).iteration_s
     assert reached == pytest.approx(bound, rel=1e-6)
 
@@ -106,7 +106,7 @@ def test_one_lane_without_startup_is_met_by_the_closed_form():
 def test_many_small_buckets_come_close_and_the_closed_forms_do_not():
     on = contended()
     work = evenly(100, 2 * 10**5)
-    choice = own.Choice(
+    choice = own.DrawnBuckets(
         ends=tuple(range(1, 101)), lanes=1, bucket_lanes=(0,) * 100, slices=(1,) * 100
     )
     reached = simulate_step(work, on, choice.plan(work, on)).iteration_s

@@ -52,7 +52,7 @@ def test_a_point_is_a_simulated_step_and_respects_its_bound(data):
 @given(own.workloads())
 def test_more_hosts_never_make_a_ring_on_one_lane_faster(work):
     on = cluster()
-    choice = own.Choice(
+    choice = own.DrawnBuckets(
         ends=(len(work.tensors),), lanes=1, bucket_lanes=(0,), slices=(1,)
     )
     points = scaling(work, on, choice.plan(work, on))
@@ -91,9 +91,9 @@ def test_a_plan_may_be_made_for_every_number_of_ranks():
     def planner(workload, on):
         asked.append(on.ranks)
         count = len(workload.tensors)
-        return own.Choice(ends=(count,), lanes=1, bucket_lanes=(0,), slices=(1,)).plan(
-            workload, on
-        )
+        return own.DrawnBuckets(
+            ends=(count,), lanes=1, bucket_lanes=(0,), slices=(1,)
+        ).plan(workload, on)
 
     points = scaling(one_tensor(), cluster(), planner, ranks=[2, 16])
     assert asked == [2, 16] == [p.ranks for p in points]
