@@ -25,7 +25,7 @@ from stretto.burst.gradient_sync import GradientSync
 from stretto.burst.reach import Reached
 from stretto.burst.refusals import text_of
 from stretto.burst.shadows import MODEL_GONE
-from stretto.burst.tracing.packing import Results
+from stretto.burst.tracing.packing import PackedResults
 from stretto.burst.tracing.proven import Proven
 from stretto.errors import StrettoError
 from stretto.runtime.torch_compat import without_dynamo
@@ -53,7 +53,7 @@ _queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # no
 class EndedForward:
     """The record of a forward that backward needs."""
 
-    results: Results | None
+    results: PackedResults | None
     """Of its outputs; ``None`` if backward reached none."""
 
     shares: tuple[float, ...]
@@ -176,7 +176,7 @@ class BackwardPass:
         self._backwards.holds_trained(any(is_on and runs(p) for p, is_on in rows))
 
     def forward_ended(
-        self, results: Results, counts: tuple[int, ...], proven: Proven | None
+        self, results: PackedResults, counts: tuple[int, ...], proven: Proven | None
     ) -> EndedForward:
         """Return what the backward of a forward with these samples by rank needs."""
         assert self.sync is not None  # noqa: S101

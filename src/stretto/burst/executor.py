@@ -25,9 +25,9 @@ from stretto.burst.boundary import in_checkpoint, mark_input, mark_output, plain
 from stretto.burst.captures import training
 from stretto.burst.checks.joined_calls import CLIP
 from stretto.burst.checks.numbers import number_of
-from stretto.burst.checks.verify_first_step import SEEDS, Trial
+from stretto.burst.checks.verify_first_step import SEEDS, SmallStep
 from stretto.burst.held_activations import marked
-from stretto.burst.parts import Settings, parts_of
+from stretto.burst.parts import BurstSettings, parts_of
 from stretto.burst.plan_change import PlanChange
 from stretto.burst.plan_follower import PlanFollower
 from stretto.burst.rank_meeting import RankMeeting
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from stretto.burst.rank_groups import RankRange
     from stretto.burst.schedule import ExecutionPlan
     from stretto.burst.tracing.layers import LayerGraph
-    from stretto.burst.tracing.packing import Results
+    from stretto.burst.tracing.packing import PackedResults
     from stretto.schema.burst import BurstPlan, LayerTiming
 
 BUCKET_BYTES = 4 * 2**20
@@ -137,7 +137,7 @@ class BurstParallel(nn.Module):
         ranks = ranks_of(group, timeout_s=timeout_s)
         agreement = Agreement(ranks)
         meeting = RankMeeting(agreement, ranks)
-        settings = Settings(
+        settings = BurstSettings(
             batch_norm=batch_norm,
             seed=seed,
             bucket_bytes=bucket_bytes,
@@ -205,7 +205,7 @@ class BurstParallel(nn.Module):
 
         for seed in SEEDS:
             with training(self.module), parts.stale_guard.opened():
-                trial = Trial(self.module, graph, own, parts.rank_groups, seed)
+                trial = SmallStep(self.module, graph, own, parts.rank_groups, seed)
                 mine = trial.difference(examples, parts.forward.draws, run)
             parts.stale_guard.is_stale = False  # all values are restored
             parts.changes.reset()
@@ -618,8 +618,8 @@ def _accept_module_names(
             state[f"{prefix}module.{name}"] = state.pop(prefix + name)
 
 
-def _is_taken_apart(results: Results, output: Tensor) -> bool:
-    """Return whether `Results.unpack` copies every tensor out of a packed output."""
+def _is_taken_apart(results: PackedResults, output: Tensor) -> bool:
+    """Return whether `PackedResults.unpack` copies every tensor of a packed output."""
     packing = results.packing
     return (
         packing is not None

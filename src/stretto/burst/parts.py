@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class BurstSettings:
     """Arguments of `BurstParallel` that must be equal on all ranks."""
 
     batch_norm: str
@@ -70,7 +70,7 @@ class Parts:
     module: nn.Module
     """The user's."""
 
-    settings: Settings
+    settings: BurstSettings
 
     device: torch.device
     """Of the module's parameters."""
@@ -129,7 +129,7 @@ class Parts:
 
 def parts_of(
     module: nn.Module,
-    settings: Settings,
+    settings: BurstSettings,
     group: dist.ProcessGroup,
     ranks: Ranks,
     agreement: Agreement,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from stretto.burst.tracing.packing import Results
+    from stretto.burst.tracing.packing import PackedResults
 
 
 @final
@@ -38,7 +38,9 @@ class Reached:
         self._mask = torch.zeros(len(self._ids), dtype=torch.uint8)
         self._is_on = False
 
-    def watch(self, results: Results) -> Callable[[int], Callable[[Tensor], None]]:
+    def watch(
+        self, results: PackedResults
+    ) -> Callable[[int], Callable[[Tensor], None]]:
         """Return the function that makes the hook of an output, by its number.
 
         Every rank calls it for the same forwards.
@@ -46,14 +48,14 @@ class Reached:
         self._is_on = True
         return lambda number: partial(self._arrived, results, number)
 
-    def _arrived(self, results: Results, number: int, _grad: Tensor) -> None:
+    def _arrived(self, results: PackedResults, number: int, _grad: Tensor) -> None:
         assert results.output_parameters is not None  # noqa: S101 - hooks are set only then
         self._mark(results.output_parameters[number])
 
     def _mark(self, names: Iterable[str]) -> None:
         self._mask[[self._numbers[name] for name in names]] = 1
 
-    def arrived_at_all(self, results: Results) -> None:
+    def arrived_at_all(self, results: PackedResults) -> None:
         """Record a backward from outputs that reach the same parameters."""
         if results.output_parameters is None:
             self._mask.fill_(1)

@@ -23,7 +23,7 @@ from stretto.schema.burst import BurstPlan
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stretto.burst.parts import Settings
+    from stretto.burst.parts import BurstSettings
     from stretto.burst.tracing.layers import LayerGraph
 
 _PARALLEL = frozenset(
@@ -88,7 +88,7 @@ def checked_plan(
     module: nn.Module,
     plan: BurstPlan | str | Path,
     examples: tuple[Any, Any],
-    settings: Settings,
+    settings: BurstSettings,
 ) -> BurstPlan:
     """Return the plan, if the model's arguments are valid.
 

@@ -70,7 +70,7 @@ def require_comparable(module: nn.Module, graph: LayerGraph, batch_norm: str) ->
 
 
 @final
-class Trial:
+class SmallStep:
     """A small step's rows, and one process's results for them.
 
     Args:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from stretto.boolean_options import bool_option
 from stretto.burst.graph import capture
-from stretto.burst.profiling.layer_rounds import Rounds
+from stretto.burst.profiling.layer_rounds import LayerRounds
 from stretto.burst.requirements import require_module
 from stretto.burst.tracing.layers import INPUT, JOINED, LayerGraph, LayerNode
 from stretto.burst.tracing.packing import Arguments, tensors_in
@@ -124,7 +124,7 @@ def profile(
 
     with _restored(module):
         graph = _joined(graph, example, loss_of, warmup, min_layer_s)
-        rounds = Rounds(graph, whole, loss_of)
+        rounds = LayerRounds(graph, whole, loss_of)
         if example.is_cuda and cuda_graphs:
             rounds.record_graphs(rows)
         for _ in range(warmup):
@@ -285,7 +285,7 @@ def _joined(
     graph: LayerGraph, rows: Tensor, loss: Loss, warmup: int, min_s: float
 ) -> LayerGraph:
     """Return the graph with layers joined where one is too short to be timed."""
-    trial = Rounds(graph, None, loss)
+    trial = LayerRounds(graph, None, loss)
     for n in range(warmup + 3):
         trial.run(len(rows), rows, keep=n >= warmup)
     time_s = {
@@ -358,7 +358,12 @@ def _update_times(
 
 
 def _whole_steps(
-    timed: Rounds, optimizer: MakeOptimizer, inputs: Tensor, *, rounds: int, warmup: int
+    timed: LayerRounds,
+    optimizer: MakeOptimizer,
+    inputs: Tensor,
+    *,
+    rounds: int,
+    warmup: int,
 ) -> list[float]:
     """Time whole training steps as a script runs them, from zero_grad to the update."""
     assert timed.whole is not None  # noqa: S101 - only trial rounds lack it
@@ -385,7 +390,7 @@ def _whole_steps(
 
 def _profile_of(
     graph: LayerGraph,
-    rounds: Rounds,
+    rounds: LayerRounds,
     counts: Sequence[int],
     update_s: Mapping[str, float],
     name: str,
@@ -434,7 +439,7 @@ def _profile_of(
 
 
 def _layer_of(
-    node: LayerNode, rounds: Rounds, scale: Mapping[int, float], update_s: float
+    node: LayerNode, rounds: LayerRounds, scale: Mapping[int, float], update_s: float
 ) -> Layer:
     times = []
     for count, factor in scale.items():

@@ -23,7 +23,7 @@ Loss = Callable[[Any], Tensor]
 
 @final
 @dataclass
-class Rounds:
+class LayerRounds:
     """Forward and backward times of layers and of the whole, by samples and round."""
 
     graph: LayerGraph
@@ -64,7 +64,7 @@ class Rounds:
         low, _, high = quantiles(totals, n=4)
         return (high - low) / median(totals)
 
-    def closest(self, number: int) -> Rounds:
+    def closest(self, number: int) -> LayerRounds:
         """Return the given number of rounds whose whole steps are closest together.
 
         Other programs only ever make a round longer, and each by another amount, so

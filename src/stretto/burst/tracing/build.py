@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from stretto.burst.tracing.comparing import BATCHES, Count
+from stretto.burst.tracing.comparing import BATCHES, BatchCount
 from stretto.burst.tracing.copied_norms import plain_norm
 from stretto.burst.tracing.dropout_rows import (
     as_before,
@@ -271,7 +271,7 @@ class Build:
             return value
         if isinstance(value, (Ref, Fixed)):
             return self.node(value)
-        if isinstance(value, Count):
+        if isinstance(value, BatchCount):
             return self._count(value.each)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self._value(v) for v in value))

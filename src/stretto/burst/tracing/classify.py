@@ -19,7 +19,7 @@ from stretto.burst.tracing.build import require_no_state
 from stretto.burst.tracing.cached_values import CachedValues
 from stretto.burst.tracing.caches import Cache, restored
 from stretto.burst.tracing.comparing import BATCHES, Counts, follows
-from stretto.burst.tracing.packing import Arguments, Results
+from stretto.burst.tracing.packing import Arguments, PackedResults
 from stretto.burst.tracing.proven import Proven
 from stretto.burst.tracing.reads import Ambient
 from stretto.burst.tracing.recorder import set_item
@@ -97,7 +97,7 @@ class Traced:
 
     arguments: Arguments
 
-    results: Results
+    results: PackedResults
 
     uses_half: bool
     """Whether some operation computes with fewer than 32 bits."""
@@ -173,7 +173,7 @@ def classify(
     build: Build,
     semantics: list[tuple[str, str]],
     arguments: Arguments,
-    results: Results,
+    results: PackedResults,
     watch: Watch,
     counts_known: Counts,
 ) -> Traced:

@@ -72,7 +72,7 @@ groups."""
 
 @final
 @dataclass(frozen=True)
-class Count:
+class BatchCount:
     """A number that follows the batch."""
 
     each: int
@@ -82,7 +82,7 @@ class Count:
 def compare(
     first: Recording, second: Recording, batches: tuple[int, int] | None
 ) -> list[Any]:
-    """Return each record's arguments, with `Count` where a number follows the batch.
+    """Return each record's arguments, with `BatchCount` for numbers of the batch.
 
     The recordings are `aligned`. ``batches`` are their numbers of samples, ``None`` if
     they are the same.
@@ -139,7 +139,7 @@ def _joined(
         return one
     if isinstance(one, np.generic) or isinstance(two, np.generic):
         found = _joined(_plain(one), _plain(two), at, batches, is_end=is_end)
-        return found if isinstance(found, Count) else one
+        return found if isinstance(found, BatchCount) else one
     if type(one) is not type(two):
         raise differs(at, batches)
     if isinstance(one, (tuple, list)):
@@ -201,7 +201,7 @@ def _number(
             "samples: it differs on each rank. Leave what depends on the batch to "
             "the loss"
         )
-    return Count(one // batches[0])
+    return BatchCount(one // batches[0])
 
 
 def follows(one: int, two: int, batches: tuple[int, int] = BATCHES) -> bool | None:

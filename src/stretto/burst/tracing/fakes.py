@@ -51,7 +51,7 @@ class AbstractRecorder(abc.ABC):
 
 
 @final
-class Mode(FakeTensorMode):
+class RecordingMode(FakeTensorMode):
     """Fake tensors that intercept operations that draw random numbers.
 
     Kernels ask a fake tensor for its device several times in each call, so that
@@ -137,7 +137,7 @@ class Fakes:
     """Tensors without values for a module's parameters and buffers, made once."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.mode = Mode()
+        self.mode = RecordingMode()
         self._root = root
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         held = {id(t): t for t in (*root.parameters(), *root.buffers())}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.burst.tracing.cached_values import FirstValues
-    from stretto.burst.tracing.packing import Arguments, Results
+    from stretto.burst.tracing.packing import Arguments, PackedResults
     from stretto.burst.tracing.proven import Proven
     from stretto.burst.tracing.reads import Ambient
 
@@ -126,7 +126,7 @@ class LayerGraph:
         return self._traced.arguments
 
     @property
-    def results(self) -> Results:
+    def results(self) -> PackedResults:
         """Unpacks the last layer's output into the model's."""
         return self._traced.results
 

@@ -27,7 +27,7 @@ from stretto.burst.tracing.ordering import Order
 from stretto.burst.tracing.output_memory import views_among
 from stretto.burst.tracing.output_parameters import parameters_of_outputs
 from stretto.burst.tracing.overlap import shared_with
-from stretto.burst.tracing.packing import Arguments, Results
+from stretto.burst.tracing.packing import Arguments, PackedResults
 from stretto.burst.tracing.patching import note_inputs
 from stretto.burst.tracing.reads import Ambient, Reads
 from stretto.burst.tracing.recorder import leaves_of
@@ -67,12 +67,12 @@ def trace(
             f"{type(module).__name__} has backward hooks on the whole model, which "
             "layers on other ranks would not call: register them on its layers"
         )
-    found: dict[int, Results] = {}
+    found: dict[int, PackedResults] = {}
 
     def run(packed: Tensor) -> Any:
         output, given = _call(module, arguments, packed)
         place = line_of_forward(module) + type(module).__name__
-        results = Results(output, place, given)
+        results = PackedResults(output, place, given)
         tensor = results.packed(output, packed.shape[0])
         found[packed.shape[0]] = results
         return tensor
@@ -177,7 +177,9 @@ def _are_same(one: tuple[list[Any], Any], two: tuple[list[Any], Any]) -> bool:
     return one[1] == two[1] and all(map(operator.is_, one[0], two[0]))
 
 
-def _refuse_counts(module: nn.Module, first: Results, other: Results) -> None:
+def _refuse_counts(
+    module: nn.Module, first: PackedResults, other: PackedResults
+) -> None:
     """Reject outputs that are not tensors and follow the number of samples."""
     for a, b in zip(first.others, other.others, strict=False):
         if a is not b and (type(a) is not type(b) or a != b):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @final
 @dataclass(frozen=True, slots=True)
-class View:
+class RowView:
     """An output as a view of another tensor with the same rows."""
 
     of_input: bool
@@ -64,12 +64,12 @@ class View:
 
 def views_among(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-) -> list[View | None] | int:
+) -> list[RowView | None] | int:
     """Return for each output the view that it is; of no other one: ``None``.
 
     If outputs overlap in a way that views can't repeat, return the number of one.
     """
-    found: list[View | None] = [None] * len(outputs)
+    found: list[RowView | None] = [None] * len(outputs)
     memory = [storage_of(tensor) for tensor in outputs]
     for j, output in enumerate(outputs):
         for k, given in enumerate(inputs):
@@ -101,7 +101,9 @@ def _rank(output: Tensor) -> tuple[bool, int]:
     return not output.requires_grad, -output.numel()
 
 
-def _view(output: Tensor, base: Tensor, number: int, *, of_input: bool) -> View | None:
+def _view(
+    output: Tensor, base: Tensor, number: int, *, of_input: bool
+) -> RowView | None:
     """Return an output as a view of another tensor, if it is one."""
     if output.dtype != base.dtype or output.dim() < 1 or base.dim() < 1:
         return None
@@ -127,7 +129,7 @@ def _view(output: Tensor, base: Tensor, number: int, *, of_input: bool) -> View 
         )
         if last >= size:
             return None
-    return View(
+    return RowView(
         of_input=of_input,
         number=number,
         shape=tuple(output.shape[1:]),

@@ -19,14 +19,14 @@ from torch import Tensor, fx, nn
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from stretto.burst.tracing.packing import Results
+    from stretto.burst.tracing.packing import PackedResults
 
 _ENDS = ("detach", "detach_")
 
 
 def parameters_of_outputs(
     root: fx.GraphModule,
-    results: Results,
+    results: PackedResults,
     shapes: Mapping[fx.Node, tuple[Any, Any]],
     module: nn.Module,
 ) -> tuple[frozenset[str], ...] | None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from stretto.burst.tracing.graph_reach import GraphReach
-    from stretto.burst.tracing.output_memory import View
+    from stretto.burst.tracing.output_memory import RowView
 
 _EXACT_BITS = {
     torch.float64: 53,
@@ -42,7 +42,7 @@ _BITS = {torch.bool: 1, torch.uint8: 8, torch.int8: 7, torch.int16: 15, torch.in
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RowPart:
     """One tensor's place in a row."""
 
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class Packing:
                 self.dtype = torch.promote_types(self.dtype, kind)
         else:
             self.dtype = torch.int64
-        self.parts: list[Part] = []
+        self.parts: list[RowPart] = []
         start = 0
         for shape, dtype in kinds:
             length = 1
@@ -85,7 +85,7 @@ class Packing:
             if as_bits:
                 length = length * dtype.itemsize // self.dtype.itemsize
             self.parts.append(
-                Part(
+                RowPart(
                     shape=shape,
                     dtype=dtype,
                     start=start,
@@ -387,7 +387,7 @@ def _same(one: list[Any], two: list[Any]) -> bool:
 
 
 @final
-class Results:
+class PackedResults:
     """A model's result: which of its leaves are tensors with rows."""
 
     def __init__(self, output: Any, place: str, inputs: Sequence[Tensor]) -> None:
@@ -411,7 +411,7 @@ class Results:
         self.inputs = inputs
         """The tensors with which the model was called."""
 
-        self.views: list[View | None] = [None] * len(ids)
+        self.views: list[RowView | None] = [None] * len(ids)
         """For each tensor, how it shares memory, see `output_memory`."""
 
         self.packing: Packing | None = None
@@ -467,7 +467,7 @@ class Results:
         """Whether a tensor is an input, or a part of one."""
         return any(view is not None and view.of_input for view in self.views)
 
-    def share_memory(self, views: list[View | None]) -> None:
+    def share_memory(self, views: list[RowView | None]) -> None:
         """Make tensors as views of others from now on.
 
         A gradient of a view arrives as one of what it is a view of.

@@ -79,7 +79,7 @@ from stretto.burst.tracing.trial import (
     VALUES,
     ConstantDraws,
     RandomInputs,
-    Results,
+    RecordedResults,
     tolerance_of,
     without_inner_dropout,
 )
@@ -421,7 +421,7 @@ class _Check:
 
     def _first_nan_back(self, packed: Tensor) -> str:
         """Return the line of the first operation whose backward gives NaN."""
-        results = Results()
+        results = RecordedResults()
         with fresh_buffers(self._module):
             self._again(packed, results)
         for one in reversed(results.found):
@@ -493,7 +493,7 @@ class _Check:
             self.reached = [GraphReach.of(output, names) for output in outputs]
 
     def _with_own_tensors(
-        self, packed: Tensor, around: Results | None = None
+        self, packed: Tensor, around: RecordedResults | None = None
     ) -> _Whole | None:
         """Return the module's results with its own tensors, lent the perturbed values.
 
@@ -510,7 +510,7 @@ class _Check:
         ):
             return self._again(packed, around) if is_lent else None
 
-    def _again(self, packed: Tensor, around: Results | None = None) -> _Whole:
+    def _again(self, packed: Tensor, around: RecordedResults | None = None) -> _Whole:
         """Return the module's results; what it changes is restored."""
         devices = [packed.device] if packed.device.type == "cuda" else []
         with (
@@ -579,7 +579,7 @@ class _Check:
 
     def _require_repeatable(self, packed: Tensor) -> None:
         """Reject a module that gives other results for equal values."""
-        found = Results(), Results()
+        found = RecordedResults(), RecordedResults()
         wholes = []
         for around in found:
             with fresh_buffers(self._module):
@@ -599,13 +599,13 @@ class _Check:
 
     def _line_of_own(self, packed: Tensor) -> str:
         """Return the first line whose result depends on the tensors' identity."""
-        mine, others = Results(), Results()
+        mine, others = RecordedResults(), RecordedResults()
         self._with_own_tensors(packed, mine)
         with fresh_buffers(self._module):
             self._again(packed, others)
         return self._line_between(mine, others)
 
-    def _line_between(self, mine: Results, others: Results) -> str:
+    def _line_between(self, mine: RecordedResults, others: RecordedResults) -> str:
         """Return the first line that gives another result, or another gradient."""
         for one, two in zip(mine.found, others.found, strict=False):
             if one.line != two.line or (one.value is None) != (two.value is None):

@@ -41,7 +41,7 @@ from stretto.burst.tracing.freezing import (
 )
 from stretto.burst.tracing.freezing import is_users as is_own
 from stretto.burst.tracing.torch_modules import BatchNorm, Dropout, InstanceNorm
-from stretto.burst.tracing.watching import MISSING, Cell, Rows, Watch
+from stretto.burst.tracing.watching import MISSING, Cell, Watch, WatchedRows
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -297,10 +297,10 @@ class Reads:
 
     def _rows(
         self, known: Collection[int], *, tensors: bool, contents: bool = False
-    ) -> tuple[list[_Helper], Rows]:
+    ) -> tuple[list[_Helper], WatchedRows]:
         self._find_functions()
         helpers = self._helpers + self._cached
-        rows = Rows(
+        rows = WatchedRows(
             _names(helpers),
             {name for code, _ in helpers for name in code.co_names},
             known,
@@ -311,7 +311,7 @@ class Reads:
         return helpers, rows
 
     def _add_functions(
-        self, rows: Rows, helpers: list[_Helper], *, is_between: bool
+        self, rows: WatchedRows, helpers: list[_Helper], *, is_between: bool
     ) -> None:
         """Add what functions read, besides attributes of modules."""
         for code, held in helpers:
@@ -349,7 +349,9 @@ class Reads:
         if self._is_on:
             sys.settrace(self._called)
 
-    def _add_read(self, rows: Rows, number: int, key: str, *, is_users: bool) -> None:
+    def _add_read(
+        self, rows: WatchedRows, number: int, key: str, *, is_users: bool
+    ) -> None:
         """Add an attribute that was read of a module, by the user's code or torch's."""
         prefix, part = self._modules[number]
         name = f"{prefix}.{key}" if prefix else key
@@ -365,7 +367,7 @@ class Reads:
         if key not in vars(part):
             rows.add_member(type(part), key)
 
-    def _add_tests(self, rows: Rows, *, trained: bool) -> None:
+    def _add_tests(self, rows: WatchedRows, *, trained: bool) -> None:
         """Add the modules' classes and what is not a value under a name."""
         parts = [part for _, part in self._modules.values()]
         kinds = [type(part) for part in parts]
@@ -394,7 +396,7 @@ class Reads:
 
             rows.add_test(is_same, "requires_grad")
 
-    def _add_forwards(self, rows: Rows) -> None:
+    def _add_forwards(self, rows: WatchedRows) -> None:
         """Add the forwards that the executor replaces, if the program replaces them."""
         parts = [p for _, p in self._modules.values() if isinstance(p, _REPLACED)]
         held = [vars(part) for part in parts]
@@ -406,7 +408,7 @@ class Reads:
         for kind in set(map(type, parts)):
             rows.add_member(kind, "forward")
 
-    def _add_objects_in_hooks(self, rows: Rows) -> None:
+    def _add_objects_in_hooks(self, rows: WatchedRows) -> None:
         """Add hooks of layers that are objects, of which other state is read."""
         for prefix, part in self._modules.values():
             for kind in HOOKS[:2] if _is_layer(part) else ():
@@ -414,7 +416,7 @@ class Reads:
                     if not isinstance(hook, types.FunctionType):
                         rows.add(vars(part)[kind], number, f"a hook of {prefix!r}")
 
-    def _add_globals(self, rows: Rows) -> None:
+    def _add_globals(self, rows: WatchedRows) -> None:
         """Add plain globals that the modules' own functions name."""
         kinds = {
             kind
@@ -475,13 +477,13 @@ class Reads:
         )
 
 
-def _add_hooks(rows: Rows, held: dict[str, dict[int, Any]], name: str) -> None:
+def _add_hooks(rows: WatchedRows, held: dict[str, dict[int, Any]], name: str) -> None:
     for hooks in held.values():
         for number in hooks:
             rows.add(hooks, number, name)
 
 
-def _add_flags(rows: Rows, names: Collection[str]) -> None:
+def _add_flags(rows: WatchedRows, names: Collection[str]) -> None:
     """Add settings of PyTorch that functions called by forward name."""
     for name in sorted(_FLAGS.keys() & names):
         now = _FLAGS[name]
@@ -541,7 +543,7 @@ def _names(helpers: list[tuple[types.CodeType, dict[str, Any]]]) -> set[str] | N
 
 
 def _add_helper(
-    rows: Rows,
+    rows: WatchedRows,
     code: types.CodeType,
     held: dict[str, Any],
     is_called: Callable[[Any], bool],
@@ -601,7 +603,7 @@ def _place_of(space: Any) -> str:
     return space.__name__ if isinstance(space, types.ModuleType) else space.__module__
 
 
-def _add_function(rows: Rows, function: types.FunctionType) -> None:
+def _add_function(rows: WatchedRows, function: types.FunctionType) -> None:
     """Add a function's own values, and the variables that it closes over."""
     rows.add_function(function)
     cells = function.__closure__ or ()

@@ -43,7 +43,7 @@ from stretto.burst.tracing.inner_calls import (
 from stretto.burst.tracing.patching import patched
 from stretto.burst.tracing.questions import collectives_refused, seeds_refused
 from stretto.burst.tracing.records import SOURCE, Context, Fixed, Record, Recording, Ref
-from stretto.burst.tracing.settings import Settings
+from stretto.burst.tracing.settings import ModuleSettings
 from stretto.burst.tracing.source_lines import line_setting, source_line
 from stretto.burst.tracing.torch_modules import BatchNorm, Dropout
 from stretto.burst.tracing.views import step_of, viewed, written_through
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-    from stretto.burst.tracing.fakes import Fakes, Mode
+    from stretto.burst.tracing.fakes import Fakes, RecordingMode
     from stretto.burst.tracing.reads import Reads
     from stretto.burst.tracing.views import Steps
 
@@ -124,7 +124,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
     def __init__(
         self,
         root: nn.Module,
-        mode: Mode,
+        mode: RecordingMode,
         trained: dict[int, str],
         batch: int,
         check: Callable[[int, Record], None] | None,
@@ -153,7 +153,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             for part in root.modules()
             if part is not root and not is_leaf(part, root)
         )
-        self._settings = Settings(root)
+        self._settings = ModuleSettings(root)
         self._depth = 0
         self._saved = saved_hooks_now()
         self.modes = 0

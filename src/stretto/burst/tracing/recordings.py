@@ -39,7 +39,7 @@ from stretto.burst.tracing.copied_norms import is_copied
 from stretto.burst.tracing.fakes import Fakes, without_log
 from stretto.burst.tracing.recorder import UnseenTensor, record
 from stretto.burst.tracing.records import Fixed, Recording, Ref
-from stretto.burst.tracing.settings import Settings
+from stretto.burst.tracing.settings import ModuleSettings
 from stretto.burst.tracing.source_lines import (
     line_of_forward,
     line_setting,
@@ -253,7 +253,7 @@ def _once(
     dtype, device = arguments.packing.dtype, arguments.device
     distributions: Any = torch.distributions.Distribution
     before, checked = _generators(), distributions._validate_args  # noqa: SLF001
-    settings = Settings(module)
+    settings = ModuleSettings(module)
     try:
         # Their argument checks read values; a run on values disables them.
         distributions.set_default_validate_args(value=False)
@@ -354,7 +354,7 @@ def _where_drawn(
 
 
 def _line_setting(
-    module: nn.Module, again: Callable[[], object], settings: Settings
+    module: nn.Module, again: Callable[[], object], settings: ModuleSettings
 ) -> str:
     """Return the line of forward that changes a module's settings."""
 

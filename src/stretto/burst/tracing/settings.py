@@ -19,7 +19,7 @@ _KINDS = (bool, int, float, str, tuple, type(None))
 
 
 @final
-class Settings:
+class ModuleSettings:
     """The settings of a model's modules before forward.
 
     These are the mode of any module, and plain values that one of PyTorch's own reads

@@ -233,7 +233,7 @@ class Result:
 
 
 @final
-class Results(TorchFunctionMode):
+class RecordedResults(TorchFunctionMode):
     """Keeps the result of each operation, and its gradient once it is computed."""
 
     def __init__(self) -> None:

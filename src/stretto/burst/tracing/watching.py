@@ -198,7 +198,7 @@ class Watch:
 
 
 @final
-class Rows:
+class WatchedRows:
     """Collects a watch's rows.
 
     Args:

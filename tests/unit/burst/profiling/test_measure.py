@@ -13,7 +13,7 @@ from torch import nn
 from stretto.burst.graph import capture
 from stretto.burst.profiling.factory import made_by
 from stretto.burst.profiling.layer_profile import _names_joined, profile
-from stretto.burst.profiling.layer_rounds import Rounds
+from stretto.burst.profiling.layer_rounds import LayerRounds
 from stretto.cli.burst import command
 from stretto.cost.burst_times import updated
 from stretto.errors import NoisyProfile, PlanMismatch, SpecError
@@ -110,7 +110,7 @@ def test_short_layers_are_joined_along_chains_alone():
 def test_rounds_that_a_busy_machine_disturbed_are_left_out():
     quiet, busy = [1.0, 1.01, 1.02, 1.0], [1.6, 2.4, 3.1, 5.0]
     totals = [busy[0], quiet[0], busy[1], *quiet[1:3], busy[2], busy[3], quiet[3]]
-    rounds = Rounds(None, None, torch.mean)
+    rounds = LayerRounds(None, None, torch.mean)
     rounds.wholes[4] = [(total / 4, total * 3 / 4) for total in totals]
     rounds.layers["layer", 4] = [(total, 0.0) for total in totals]
     assert rounds.spread_ratio(4) > 0.35
@@ -123,7 +123,7 @@ def test_rounds_that_a_busy_machine_disturbed_are_left_out():
 
 def test_a_busy_machine_makes_profile_repeat(monkeypatch):
     """The first rounds differ as on a busy machine; then it is quiet."""
-    real, runs = Rounds.run, []
+    real, runs = LayerRounds.run, []
 
     def disturbed(self, count, rows, *, keep):
         real(self, count, rows, keep=keep)
@@ -132,7 +132,7 @@ def test_a_busy_machine_makes_profile_repeat(monkeypatch):
             factor = 0.5 + len(runs) if len(runs) <= 4 else 1e-3
             self.wholes[count][-1] = (factor, factor)
 
-    monkeypatch.setattr(Rounds, "run", disturbed)
+    monkeypatch.setattr(LayerRounds, "run", disturbed)
     found = profile(vgg(), (torch.randn(2, 3, 16, 16),), batch=2, gpus=1, warmup=0,
                     repetitions=4, max_spread_ratio=0.1)  # fmt: skip
     assert len(runs) == 8
