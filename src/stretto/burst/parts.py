@@ -18,7 +18,7 @@ from stretto.burst.checks.changes import Changes
 from stretto.burst.checks.constant_buffers import ConstantBuffers
 from stretto.burst.checks.hook_use import HookUse
 from stretto.burst.checks.input_classes import InputClasses
-from stretto.burst.checks.later_of_all import LaterOfAll
+from stretto.burst.checks.later_of_all import LaterHooksOfAllModules
 from stretto.burst.checks.optimizer_use import OptimizerUse
 from stretto.burst.checks.recheck import Recheck
 from stretto.burst.checks.replicas import Replicas
@@ -108,7 +108,7 @@ class Parts:
 
     hooks: HookUse
 
-    later_of_all: LaterOfAll
+    later_of_all: LaterHooksOfAllModules
 
     input_classes: InputClasses
 
@@ -227,7 +227,7 @@ def parts_of(
         ),
         backwards=backwards,
         hooks=hooks,
-        later_of_all=LaterOfAll(module, hooks, stale_guard),
+        later_of_all=LaterHooksOfAllModules(module, hooks, stale_guard),
         input_classes=InputClasses(module, stale_guard),
         constants=constants,
         uses=uses,

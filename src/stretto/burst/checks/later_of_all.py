@@ -39,7 +39,7 @@ _Hooks = dict[tuple[str, int], Any]
 
 
 @final
-class LaterOfAll:
+class LaterHooksOfAllModules:
     """Tries later hooks of all modules, see Note [Hooks of all modules].
 
     Args:
@@ -124,8 +124,8 @@ class LaterOfAll:
         for (kind, number), hook in self._known.items():
             name = getattr(hook, "__qualname__", type(hook).__qualname__)
             later = LaterHook(hook, f"the hook {name} of all modules")
-            tried = ObservedHook(_Noted(hook, reads), kind, _ignore, later)
-            HOOKS_OF_ALL[kind][number] = _Some(tried, inner)
+            tried = ObservedHook(_HookWithNotedReads(hook, reads), kind, _ignore, later)
+            HOOKS_OF_ALL[kind][number] = _HookOfSomeModules(tried, inner)
         try:
             yield
         finally:
@@ -134,7 +134,9 @@ class LaterOfAll:
 
 
 @final
-class _Noted:
+class _HookWithNotedReads:
+    """A hook; what it reads is noted."""
+
     def __init__(self, hook: Any, reads: Reads) -> None:
         self._hook, self._reads = hook, reads
 
@@ -144,7 +146,9 @@ class _Noted:
 
 
 @final
-class _Some:
+class _HookOfSomeModules:
+    """A hook of all modules, which is called for some of them."""
+
     def __init__(self, hook: ObservedHook, inner: set[nn.Module]) -> None:
         self._hook, self._inner = hook, inner
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from stretto.burst.checks.hook_use import HookUse
-from stretto.burst.checks.later_of_all import LaterOfAll
+from stretto.burst.checks.later_of_all import LaterHooksOfAllModules
 from stretto.burst.graph import capture
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def tried(kind: str, hook: Callable[..., Any]) -> Callable[[], StrettoError | No
     hooks = HookUse(ranks, lambda _: [])
     graph = capture(model, (X,))
     hooks.note_checked(model, graph.proven)
-    of_all = LaterOfAll(model, hooks, guard)
+    of_all = LaterHooksOfAllModules(model, hooks, guard)
     getattr(modules, f"register_module_{kind}")(hook)
     return lambda: of_all(graph, [X])
 
