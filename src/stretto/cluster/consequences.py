@@ -16,8 +16,8 @@ from stretto.cluster.records import (
     STOP,
     STOPPED,
     Attempt,
+    JobRecord,
     Part,
-    Record,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _MAX_DOUBLINGS = 64
 _ENDED = {FAILED: "failed", STOPPED: "was stopped"}
 
 
-def follows(record: Record, state: State, now_s: float) -> Event | None:
+def follows(record: JobRecord, state: State, now_s: float) -> Event | None:
     """Return the event that follows for a job, or ``None``."""
     view, attempt = record.view, record.live
     if view.state in ENDS:
@@ -56,7 +56,7 @@ def follows(record: Record, state: State, now_s: float) -> Event | None:
 
 
 def _stop_of(
-    record: Record, attempt: Attempt, state: State, now_s: float
+    record: JobRecord, attempt: Attempt, state: State, now_s: float
 ) -> Event | None:
     """Return the event that stops a live attempt, if it must end."""
     if record.stop_requested and attempt.then != STOP:
@@ -97,7 +97,7 @@ def _failure(part: Part) -> str:
     return f"on {part.host}: {why}"
 
 
-def _end_of(record: Record, attempt: Attempt, now_s: float) -> Event:
+def _end_of(record: JobRecord, attempt: Attempt, now_s: float) -> Event:
     """Return what follows when no part of an attempt is left."""
     view, part = record.view, attempt.failed_part
     name, number = view.id, attempt.number
@@ -125,7 +125,7 @@ def _end_of(record: Record, attempt: Attempt, now_s: float) -> Event:
     return Event(ev.FAILED, now_s, name, number, data=data)
 
 
-def _profile_end(record: Record, attempt: Attempt, now_s: float) -> Event:
+def _profile_end(record: JobRecord, attempt: Attempt, now_s: float) -> Event:
     part = attempt.failed_part
     if part is None and record.profile:
         return _requeue(record, attempt, "it was profiled", now_s)
@@ -135,6 +135,6 @@ def _profile_end(record: Record, attempt: Attempt, now_s: float) -> Event:
     return replace(found, data={**found.data, "unprofiled": True})
 
 
-def _requeue(record: Record, attempt: Attempt, why: str, ready_s: float) -> Event:
+def _requeue(record: JobRecord, attempt: Attempt, why: str, ready_s: float) -> Event:
     data = {"why": why, "ready_s": ready_s, "failures": record.view.failures}
     return Event(ev.REQUEUED, ready_s, record.view.id, attempt.number, data=data)

@@ -23,7 +23,7 @@ from stretto.units import counted
 
 if TYPE_CHECKING:
     from stretto.cluster.policies.base import Decision
-    from stretto.cluster.records import Attempt, Record
+    from stretto.cluster.records import Attempt, JobRecord
     from stretto.cluster.state import State
     from stretto.cluster.views import JobView
 
@@ -50,7 +50,7 @@ def event_of(decision: Decision, state: State, now_s: float) -> Event:
             return Event(ev.STOPPING, now_s, decision.job, attempt.number, data=data)
 
 
-def _start(decision: Start, record: Record, state: State, now_s: float) -> Event:
+def _start(decision: Start, record: JobRecord, state: State, now_s: float) -> Event:
     view = record.view
     if not record.in_queue:
         raise SpecError("it does not wait for devices")
@@ -82,7 +82,7 @@ def _start(decision: Start, record: Record, state: State, now_s: float) -> Event
     )
 
 
-def _attach(decision: Attach, record: Record, state: State, now_s: float) -> Event:
+def _attach(decision: Attach, record: JobRecord, state: State, now_s: float) -> Event:
     view, attempt = record.view, _live(record)
     if view.role != BACKGROUND:
         raise SpecError("only a background's devices change while it runs")
@@ -102,7 +102,7 @@ def _attach(decision: Attach, record: Record, state: State, now_s: float) -> Eve
     )
 
 
-def _detach(decision: Detach, record: Record, now_s: float) -> Event:
+def _detach(decision: Detach, record: JobRecord, now_s: float) -> Event:
     view, attempt = record.view, _live(record)
     if view.role != BACKGROUND:
         raise SpecError("only a background's devices change while it runs")
@@ -120,7 +120,7 @@ def _detach(decision: Detach, record: Record, now_s: float) -> Event:
     )
 
 
-def _live(record: Record) -> Attempt:
+def _live(record: JobRecord) -> Attempt:
     if record.live is None or record.live.stopping:
         raise SpecError("it does not run")
     return record.live

@@ -61,7 +61,7 @@ _RAY_START_S = 180.0
 
 
 @final
-class Keeper:
+class ClusterKeeper:
     """Keeps a cluster's processes running."""
 
     def __init__(self, folders: Folders) -> None:
@@ -453,7 +453,7 @@ def main(folder: str) -> int:
     folders = Folders(Path(folder))
     if processes.lock_as_owner(folders.keeper_lock) is None or folders.down.exists():
         return 0
-    Keeper(folders).run()
+    ClusterKeeper(folders).run()
     return 0
 
 

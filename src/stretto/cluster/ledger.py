@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
     from stretto.cluster.commands import Command
     from stretto.cluster.policies.base import AbstractPolicy
-    from stretto.cluster.records import Record
+    from stretto.cluster.records import JobRecord
     from stretto.cluster.views import ClusterView, HostView, JobView
     from stretto.schema.job import Job
 
@@ -373,7 +373,7 @@ class Ledger:
                     self._queue(record, now_s)
         return out
 
-    def _queue(self, record: Record, now_s: float) -> None:
+    def _queue(self, record: JobRecord, now_s: float) -> None:
         """Show a job that can start to the policy, or remember when it can."""
         if record.view.state in ENDS:
             return

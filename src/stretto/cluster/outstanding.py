@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stretto.cluster.commands import Command
-    from stretto.cluster.records import Attempt, Part, Record
+    from stretto.cluster.records import Attempt, JobRecord, Part
     from stretto.cluster.state import State
     from stretto.schema.job import Job
 
@@ -61,7 +61,7 @@ def _grace_s(spec: Job, attempt: Attempt) -> float:
     return min(grace_s, _FAILED_GRACE_S) if attempt.then == RETRY else grace_s
 
 
-def _for_part(record: Record, attempt: Attempt, part: Part) -> Iterator[Command]:
+def _for_part(record: JobRecord, attempt: Attempt, part: Part) -> Iterator[Command]:
     spec = record.view.spec
     if attempt.stopping or part.is_released:
         yield StopPart(

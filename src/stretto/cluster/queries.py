@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from stretto.cluster.ledger import Ledger
-    from stretto.cluster.records import Record
+    from stretto.cluster.records import JobRecord
 
 
 def job_rows(ledger: Ledger, now_s: float) -> list[dict[str, Any]]:
@@ -19,7 +19,7 @@ def job_rows(ledger: Ledger, now_s: float) -> list[dict[str, Any]]:
     return [_row(ledger, record, now_s) for record in ledger.state.records.values()]
 
 
-def _row(ledger: Ledger, record: Record, now_s: float) -> dict[str, Any]:
+def _row(ledger: Ledger, record: JobRecord, now_s: float) -> dict[str, Any]:
     view = record.view
     return {
         "job": view.id,
@@ -37,7 +37,7 @@ def _row(ledger: Ledger, record: Record, now_s: float) -> dict[str, Any]:
     }
 
 
-def _why(ledger: Ledger, record: Record, now_s: float) -> str:
+def _why(ledger: Ledger, record: JobRecord, now_s: float) -> str:
     """Return why a job waits, or ended as it did; empty while it runs."""
     reason = ledger.reason(record.view.id, now_s)
     return reason or ("" if record.live is not None else record.why)
@@ -71,7 +71,7 @@ def job_details(ledger: Ledger, job: str, now_s: float) -> dict[str, Any]:
     }
 
 
-def _progress(record: Record) -> dict[str, Any]:
+def _progress(record: JobRecord) -> dict[str, Any]:
     """Return the last report of a job's steps; one that has ended cannot hang."""
     found = dict(record.progress.get("step", {}))
     if record.live is None:

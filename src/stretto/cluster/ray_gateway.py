@@ -31,7 +31,7 @@ from stretto.cluster.folders import Folders, Settings
 from stretto.cluster.loop import now_s
 from stretto.cluster.ray_actor import HostActor
 from stretto.cluster.ray_head import environment
-from stretto.cluster.ray_relay import Member, Relay, RemoteActor, members
+from stretto.cluster.ray_relay import RayHost, Relay, RemoteActor, members
 from stretto.logs import get_logger
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ class Ray(Protocol):
     def nodes(self) -> Sequence[Mapping[str, Any]]:
         """Return all nodes; may take long."""
 
-    def actor(self, name: str, member: Member, arguments: Sequence[str]) -> RemoteActor:
+    def actor(
+        self, name: str, member: RayHost, arguments: Sequence[str]
+    ) -> RemoteActor:
         """Return a host's actor, which is created if needed; may take long."""
 
     def kill(self, name: str) -> None:
@@ -80,7 +82,7 @@ class Gateway:
     def __init__(self, folders: Folders, settings: Settings, ray: Ray) -> None:
         self._folders, self._settings, self._ray = folders, settings, ray
         self._name = uuid.uuid4().hex
-        self._relays: dict[str, tuple[Member, asyncio.Task[None]]] = {}
+        self._relays: dict[str, tuple[RayHost, asyncio.Task[None]]] = {}
         self._ends = asyncio.Event()
         self._addresses = {
             host: address for host, (address, _) in folders.noted_hosts().items()
@@ -172,7 +174,7 @@ class Gateway:
         with contextlib.suppress(OSError):  # a full disk: the coordinator says so
             self._folders.note_hosts(hosts)
 
-    async def _serve(self, host: str, member: Member) -> None:
+    async def _serve(self, host: str, member: RayHost) -> None:
         socket, pause_s = self._folders.socket, _RETRY_S
         while True:
             began_s = now_s()
@@ -186,7 +188,7 @@ class Gateway:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_RETRY_S)
 
-    async def _actor(self, host: str, member: Member) -> RemoteActor:
+    async def _actor(self, host: str, member: RayHost) -> RemoteActor:
         settings = replace(
             self._settings,
             hosts={host: member.devices},
@@ -200,7 +202,7 @@ class Gateway:
             self._ray.actor, _actor_name(host, member), member, arguments
         )
 
-    async def _end_host(self, host: str, member: Member) -> None:
+    async def _end_host(self, host: str, member: RayHost) -> None:
         if not member.node:
             return
         name = _actor_name(host, member)
@@ -224,7 +226,7 @@ async def _end_actor(ray: Ray, name: str, actor: RemoteActor | None) -> None:
         await _in_thread(ray.kill, name)
 
 
-def _actor_name(host: str, member: Member) -> str:
+def _actor_name(host: str, member: RayHost) -> str:
     return f"{host}-{member.node}"
 
 
@@ -286,7 +288,9 @@ class _ConnectedRay:
         found: Sequence[Mapping[str, Any]] = self._ray.nodes()
         return found
 
-    def actor(self, name: str, member: Member, arguments: Sequence[str]) -> RemoteActor:
+    def actor(
+        self, name: str, member: RayHost, arguments: Sequence[str]
+    ) -> RemoteActor:
         with contextlib.suppress(ValueError):
             return _Remote(self._ray.get_actor(name))
         strategies: Any = importlib.import_module("ray.util.scheduling_strategies")

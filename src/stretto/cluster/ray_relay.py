@@ -45,7 +45,7 @@ class RemoteActor(Protocol):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Member:
+class RayHost:
     """A host of the cluster."""
 
     node: str
@@ -63,7 +63,7 @@ def members(
     own_hosts: Mapping[str, tuple[str, ...]],
     addresses: Mapping[str, str],
     unused: set[tuple[str, str]],
-) -> dict[str, Member]:
+) -> dict[str, RayHost]:
     """Return the hosts on Ray's living nodes, by name.
 
     The node of this process has the hosts of the settings, if they name any. Another
@@ -79,7 +79,7 @@ def members(
         unused: names and addresses of living nodes that are not used because another
             has the name. Warns of those that are new there, and changes it.
     """
-    found: dict[str, Member] = {}
+    found: dict[str, RayHost] = {}
     known = frozenset(unused)
     unused.clear()
 
@@ -93,7 +93,7 @@ def members(
         identity, address = node["NodeID"], node["NodeManagerAddress"]
         if identity == own_node and own_hosts:
             for name, devices in own_hosts.items():
-                found[name] = Member(identity, address, devices, asks_for_gpus=False)
+                found[name] = RayHost(identity, address, devices, asks_for_gpus=False)
             continue
         gpus = int(node["Resources"].get("GPU", 0))
         kind, number = ("cuda", gpus) if gpus else ("cpu", _processors(node))
@@ -109,7 +109,7 @@ def members(
                 )
         elif number:
             devices = tuple(f"{kind}:{index}" for index in range(number))
-            found[name] = Member(identity, address, devices, asks_for_gpus=bool(gpus))
+            found[name] = RayHost(identity, address, devices, asks_for_gpus=bool(gpus))
     return found
 
 

@@ -110,7 +110,7 @@ class Attempt:
 
 @final
 @dataclass(slots=True, eq=False, kw_only=True)
-class Record:
+class JobRecord:
     """All that is known of a job."""
 
     view: JobView

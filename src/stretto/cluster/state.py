@@ -16,8 +16,8 @@ from stretto.cluster.records import (
     STOPPING,
     WAITING,
     Attempt,
+    JobRecord,
     Part,
-    Record,
 )
 from stretto.cluster.views import ClusterView, HostView, JobsView, JobView
 from stretto.schema.job import BACKGROUND, FOREGROUND, Job
@@ -33,7 +33,7 @@ class State:
     """Jobs, attempts, hosts and devices."""
 
     def __init__(self) -> None:
-        self.records: dict[str, Record] = {}
+        self.records: dict[str, JobRecord] = {}
         self.cluster = ClusterView()
         self.jobs = JobsView()
         self.agents: dict[str, int] = {}
@@ -100,7 +100,7 @@ class State:
         if handler is not None:
             handler(event)
 
-    def _mark(self, record: Record) -> None:
+    def _mark(self, record: JobRecord) -> None:
         attempt = record.live
         number = attempt.number if attempt else 0
         self.dirty[record.view.id, number] = attempt
@@ -132,7 +132,7 @@ class State:
             speeds=event.data.get("speeds"),
         )
         after = tuple(event.data.get("after", ()))
-        record = Record(view=view, after=after)
+        record = JobRecord(view=view, after=after)
         self.records[event.job] = record
         if request := event.data.get("request"):
             self.requests[request] = event.job
@@ -499,7 +499,7 @@ class State:
                 self._enqueue(waiting, event.at_s)
             self.touched[name] = None
 
-    def _no_attempt(self, record: Record) -> None:
+    def _no_attempt(self, record: JobRecord) -> None:
         if record.live is not None:
             record.live.has_ended = True
             record.live = None
@@ -507,13 +507,13 @@ class State:
             self.jobs.remove_live(record.view)
         self.changed = True
 
-    def _enqueue(self, record: Record, now_s: float) -> None:
+    def _enqueue(self, record: JobRecord, now_s: float) -> None:
         """Show a job to policies if it can start now, else the ledger does it later."""
         if self.can_start(record, now_s):
             self.enqueue(record)
         self.touched[record.view.id] = None
 
-    def can_start(self, record: Record, now_s: float) -> bool:
+    def can_start(self, record: JobRecord, now_s: float) -> bool:
         """Return whether only devices are missing."""
         return (
             record.live is None
@@ -525,7 +525,7 @@ class State:
             and record.view.state in (WAITING, PROFILING)
         )
 
-    def enqueue(self, record: Record) -> None:
+    def enqueue(self, record: JobRecord) -> None:
         """Show a job to policies."""
         record.in_queue = True
         self.jobs.add_waiting(record.view)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from stretto.cluster.events import Event
-    from stretto.cluster.records import Attempt, Record
+    from stretto.cluster.records import Attempt, JobRecord
     from stretto.cluster.state import State
 
 TABLES = {
@@ -87,7 +87,7 @@ def all_rows(state: State) -> Rows:
     }
 
 
-def _job_row(record: Record) -> tuple[Any, ...]:
+def _job_row(record: JobRecord) -> tuple[Any, ...]:
     view, spec = record.view, record.view.spec
     return (
         view.id,
