@@ -8,7 +8,7 @@ import click
 
 from stretto.cli import _planning
 from stretto.cli._outputs import writable
-from stretto.cli._values import Real, Whole, Wholes
+from stretto.cli._values import Real, Whole, WholeNumbers
 from stretto.errors import SpecError
 from stretto.units import format_s
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--gpus",
-    type=Wholes(),
+    type=WholeNumbers(),
     default="1,2,4,8,16,32,64,128,256,512,1024,2048,4096",
     show_default=True,
     help="Numbers of GPUs.",

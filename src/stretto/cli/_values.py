@@ -106,7 +106,7 @@ class Rate(click.ParamType[float | None]):
 
 
 @final
-class Wholes(click.ParamType[tuple[int, ...]]):
+class WholeNumbers(click.ParamType[tuple[int, ...]]):
     """Whole numbers above 0, separated by commas: ``16,64,2048``."""
 
     name = "numbers"

@@ -9,7 +9,7 @@ import click
 from stretto import _api, planners
 from stretto.cli import _planning
 from stretto.cli._outputs import writable
-from stretto.cli._values import Wholes
+from stretto.cli._values import WholeNumbers
 from stretto.schema import Cluster, Plan, Workload
 
 SCALED = ("ddp", "mg-wfbp", "fusion", "joint")
@@ -21,7 +21,7 @@ SCALED = ("ddp", "mg-wfbp", "fusion", "joint")
 @click.argument("cluster_file", metavar="CLUSTER", type=click.Path())
 @click.option(
     "--ranks",
-    type=Wholes(),
+    type=WholeNumbers(),
     help=("Plan for these numbers of ranks too, such as 16,64,2048, with: ")
     + ", ".join(SCALED),
 )

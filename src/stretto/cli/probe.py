@@ -12,7 +12,7 @@ import click
 from stretto import units
 from stretto.cli._outputs import writable
 from stretto.cli._ranks import process_group, require_ranks
-from stretto.cli._values import Real, Sizes, Whole, Wholes
+from stretto.cli._values import Real, Sizes, Whole, WholeNumbers
 from stretto.errors import SpecError
 from stretto.schema import Cluster, codec
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--lanes",
-    type=Wholes(),
+    type=WholeNumbers(),
     default="1,2,4,8",
     show_default=True,
     help="Numbers of simultaneous all-reduces, separated by commas.",
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--resources",
-    type=Wholes(),
+    type=WholeNumbers(),
     help="Measure contention by resource (CTAs on NCCL, connections on Gloo) at these "
     "levels, and fit LIBRA's curves.",
 )

@@ -10,7 +10,7 @@ import click
 from stretto import _api, planners
 from stretto.cli import _planning
 from stretto.cli._outputs import writable
-from stretto.cli._values import Wholes
+from stretto.cli._values import WholeNumbers
 from stretto.schema import Cluster, Plan, Workload
 
 
@@ -27,7 +27,7 @@ from stretto.schema import Cluster, Plan, Workload
 )
 @click.option(
     "--ranks",
-    type=Wholes(),
+    type=WholeNumbers(),
     help=(
         "Simulate these numbers of ranks too, such as 16,64,2048; plans again for each."
     ),

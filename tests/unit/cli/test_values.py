@@ -18,7 +18,7 @@ CHECKED = (
     _values.Real,
     _values.Size,
     _values.Rate,
-    _values.Wholes,
+    _values.WholeNumbers,
     _values.Sizes,
 )
 
