@@ -5,28 +5,14 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from pathlib import Path
 
-SOURCE = Path(__file__).parents[2] / "src"
-PACKAGE = SOURCE / "stretto"
+from support.source_trees import trees
 
 DEFAULTS = {
     "stretto.burst": {"stretto.burst.executor", "stretto.burst.parts"},
     "stretto.burst.tracing": {"stretto.burst.tracing.operations"},
 }
 """Who uses a package's files unless a line of its docstring says otherwise."""
-
-
-def module_of(file):
-    parts = file.relative_to(SOURCE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-@functools.cache
-def trees():
-    return {
-        module_of(file): ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")
-    }
 
 
 @functools.cache
