@@ -224,6 +224,7 @@ class KeeperNetwork:
     # meeting
 
     def _me(self, keeper: int) -> KeeperPlace:
+        """Return this keeper's place, under a number."""
         return KeeperPlace(
             keeper=keeper,
             ranks=self._ranks,
@@ -247,6 +248,7 @@ class KeeperNetwork:
         )
 
     def _on_meeting_late(self) -> None:
+        """Fail if the keepers have not met in time."""
         if self.book is None:
             here = f"{1 + len(self._waiting)} of {self._point.nodes} hosts have met"
             who = here if self.forms else "the first host does not answer"
@@ -296,6 +298,7 @@ class KeeperNetwork:
         )
 
     def _formed(self, book: Book) -> None:
+        """Begin as one of the keepers of a book."""
         self.book = book
         self._beats.begin(self._key, run=book.run, keeper=book.keeper)
         self._limit.cancel()
@@ -304,6 +307,7 @@ class KeeperNetwork:
         self._on_formed(book)
 
     def _meet(self, place: KeeperPlace) -> None:
+        """Add another keeper, and dial it if its number is lower."""
         book = self.book
         if book is None or place.keeper in self._places or place.keeper == book.keeper:
             return
@@ -363,6 +367,7 @@ class KeeperNetwork:
     def _open(
         self, made: socket.socket, link: _Link, on_end: Callable[[], None]
     ) -> None:
+        """Read messages from a connection; close it if no proof arrives in time."""
         keep_alive(made)
 
         def closed(channel: Channel) -> None:
@@ -381,6 +386,7 @@ class KeeperNetwork:
             link.channel.close()
 
     def _accept(self) -> None:
+        """Accept all pending connections, and send each a nonce."""
         while True:
             try:
                 made, _ = self._listener.accept()
@@ -401,6 +407,7 @@ class KeeperNetwork:
     # proofs
 
     def _on_line(self, link: _Link, message: dict[str, Any]) -> None:
+        """Exchange proofs with another keeper; after them, take its messages."""
         channel = link.channel
         if channel is None:
             return
@@ -434,12 +441,14 @@ class KeeperNetwork:
                 channel.close()
 
     def _refuse(self, link: _Link, why: str) -> None:
+        """Close a connection, and send and log the reason."""
         if link.channel is not None:
             self._warn(f"a connection of another keeper was refused: {why}")
             link.channel.send({"refused": why})
             link.channel.close_when_sent()
 
     def _warn(self, text: str) -> None:
+        """Log a warning once."""
         if text not in self._warned:
             self._warned.add(text)
             _log.warning("%s", text)
@@ -485,6 +494,7 @@ class KeeperNetwork:
                 link.channel.close_when_sent()
 
     def _why_refused(self, hello: _Hello) -> str | None:
+        """Return why a keeper may not take part, or ``None`` if it may."""
         if hello.version != __version__:
             return f"it has stretto {hello.version}, this host has {__version__}"
         if hello.limits != self._limits:
@@ -558,6 +568,7 @@ class KeeperNetwork:
         self.send_all(message)
 
     def _send_announced(self, link: _Link) -> None:
+        """Send the last announcement to a keeper that has just connected."""
         if self._announced is not None and link.channel is not None:
             link.channel.send(self._announced)
 
@@ -573,6 +584,7 @@ class KeeperNetwork:
         return frozenset(self._places)
 
     def _take(self, keeper: int, message: dict[str, Any]) -> None:
+        """Pass on a message, which is of `ballots` or another one."""
         found = keeper_message_of(message)
         if found is not None:
             self._on_message(keeper, found)
@@ -596,4 +608,5 @@ def _place_of(hello: _Hello, keeper: int) -> KeeperPlace:
 
 
 def _text(hello: _Hello) -> str:
+    """Return the text that a proof covers."""
     return msgspec.json.encode(hello).decode()
