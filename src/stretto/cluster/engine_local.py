@@ -43,7 +43,7 @@ _MAYBE_DONE = {
     "submit": "; it may have the job already, see `stretto cluster list` before you "
     "submit it again"
 }
-"""What to say of a request that may have come through, by what it asks."""
+"""Hints for a request that may have come through, by the request."""
 
 _LOOK_S = 0.1
 _ANSWER_S = 10.0
@@ -283,9 +283,10 @@ def _refuse_strangers(folders: Folders, settings: Settings) -> None:
     for lock in found:
         if processes.is_locked(lock):
             raise ClusterError(
-                f"{lock.parent.name} still runs since {folders.root} was a cluster "
-                f"{'without' if settings.ray else 'on'} Ray: wait until its watchdog "
-                "has fired"
+                f"attempt {lock.parent.name} is still running. It was started when "
+                f"{folders.root} was a cluster {'without' if settings.ray else 'on'} "
+                "Ray, so this cluster would not find it: wait until its watchdog has "
+                "ended it"
             )
 
 

@@ -200,7 +200,7 @@ def joined_ray(address: str, *, is_insecure: bool) -> RaySettings:
         raise SpecError(
             f"the Ray at {address} asks for a token: name its file in "
             "RAY_AUTH_TOKEN_PATH, or copy it to ~/.ray/auth_token"
-            + (f"; {named}, which that variable names now, is no file" if named else "")
+            + (f". Now it names {named}, which is not a file" if named else "")
         )
     _check_token(token)
     answer, facts = _answer_of(address, token)

@@ -519,7 +519,7 @@ def test_an_engine_does_not_start_while_jobs_of_the_other_run(tmp_path: Path) ->
     part.mkdir(parents=True)
     held = lock(part / "supervisor.lock")
     assert held is not None
-    with pytest.raises(ClusterError, match=r"job-1\.1 still runs .* on Ray"):
+    with pytest.raises(ClusterError, match=r"job-1\.1 is still running\..* on Ray"):
         engine_local.start(folders, Settings(hosts={"a": ("cpu:0",)}, policy="fifo"))
     os.close(held)
 
