@@ -120,7 +120,7 @@ class BackgroundStatus:
     running_s: float = 0.0
     waited_s: float = 0.0
     loss: float = 0.0
-    """What it costs the foreground, by its own measurement."""
+    """The foreground's loss by it, by its own measurement."""
 
     is_preempted: bool = False
     """Whether the foreground gets the device at once when it needs it."""

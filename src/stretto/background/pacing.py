@@ -149,16 +149,16 @@ class Situation:
 
     is_waiting: bool = False
     kind: str = ""
-    """What it waits for."""
+    """The kind of wait."""
 
     remaining_s: float | None = None
-    """What is left of the predicted window; ``None`` if unknown."""
+    """The rest of the predicted window; ``None`` if unknown."""
 
     longest_s: float = 0.0
     """The longest predicted window of the step."""
 
     wait: Expected | None = None
-    """What has been learned of the present wait."""
+    """The window learned for the present wait."""
 
     step_s: float = 0.0
     """Usual length of a step."""

@@ -107,7 +107,7 @@ class Isolation:
     """One of `METHODS`; empty if none was permitted."""
 
     detail: str
-    """What was done, or why it could not be."""
+    """The change that was made, or why it could not be."""
 
     ratio: float | None = None
     """Processor time of a busy loop after the change over one before it, on one core;

@@ -355,7 +355,7 @@ class _Forward:
     def __init__(self, label: str) -> None:
         self.label, self.has_backward = label, False
         self.hook: weakref.ref[Any] | None = None
-        """What its graph calls as a backward begins; only the graph holds it."""
+        """The hook that its graph, its only owner, calls as a backward begins."""
 
     @property
     def has_ended(self) -> bool:

@@ -42,7 +42,7 @@ class Window:
     length_s: float
 
     kind: str
-    """What the foreground waits for, for instance ``redistribution``."""
+    """The cause of the foreground's wait, for instance ``redistribution``."""
 
 
 def windows_of(

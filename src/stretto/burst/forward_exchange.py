@@ -63,7 +63,7 @@ class ForwardState(NamedTuple):
     """Training forwards so far."""
 
     drawn: int
-    """What it drew from its generator of random numbers; 0: nothing."""
+    """Its draws from its generator of random numbers; 0: none."""
 
     trained: int
     """A number for the set of parameters that need a gradient."""

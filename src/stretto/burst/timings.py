@@ -25,7 +25,7 @@ OTHER = ("", "other")
 """Loss, optimizer, the user's own code: everything except layers and waiting."""
 
 WAITS = ("redistribution", "batch norm", "synchronization", "counts")
-"""What a rank waits for: samples or their gradients, statistics, a layer's gradients
+"""The waits of a rank: for samples or their gradients, statistics, a layer's gradients
 over its ranks, the shares of all ranks."""
 
 

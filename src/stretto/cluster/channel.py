@@ -107,7 +107,7 @@ class Channel:
         self._input, self._output = bytearray(), bytearray()
         self._ends = False
         self.peer: Any = None
-        """What the owner notes about the peer."""
+        """The owner's note about the peer."""
 
         loop.watch(connection.fileno(), read=self._read)
 

@@ -100,7 +100,7 @@ class PartSpec:
     """Variables of the cluster, such as the file of the attempt's plan."""
 
     replan: ReplanSpec | None = None
-    """What the job's plan was made from, if the plan may change while it runs."""
+    """The inputs of the job's plan, if the plan may change while it runs."""
 
     def save(self, folder: Path) -> None:
         """Write the file, whole or not at all."""

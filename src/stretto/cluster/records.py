@@ -13,8 +13,8 @@ DONE, FAILED, STOPPED = "done", "failed", "stopped"
 ENDS = (DONE, FAILED, STOPPED)
 
 REQUEUE, RETRY, STOP = "requeue", "retry", "stop"
-"""What follows when a stopping attempt has ended: the job waits again for free, after a
-failure, or ends."""
+"""How a job continues when its stopping attempt has ended: it waits again, for free or
+after a failure, or ends."""
 
 
 @final

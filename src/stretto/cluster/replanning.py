@@ -40,7 +40,7 @@ class Rules:
     repays: float = 10.0
 
     first_change_steps: float = 10.0
-    """What a change is assumed to cost before one was made."""
+    """The assumed cost of a change before one was made."""
 
     min_pause_reports: int = 10
     """Reports between two measurements."""
@@ -102,7 +102,7 @@ class Replanning:
         self._rules = Rules() if rules is None else rules
         self._recent: deque[float] = deque(maxlen=self._rules.reports)
         self._base_s: float | None = None
-        """What step times are compared with; ``None``: nothing was measured yet."""
+        """The base of comparison of step times; ``None``: nothing was measured yet."""
         self._steps = 0
         self._since_measured = self._rules.min_pause_reports
         self._waited = 0
@@ -111,7 +111,7 @@ class Replanning:
         self._before: tuple[str, float] | None = None
         """The plan before the last change, and its step time."""
         self._change_s: float | None = None
-        """What the last change took."""
+        """The time of the last change."""
 
     def step(self, steps: int, step_s: float) -> Measure | Change | None:
         """Take in a report: the steps so far, and the time of each since the last."""

@@ -68,7 +68,7 @@ class SpeedQuestion:
     amplification_limit: float | None = None
 
     pair: CollocatedPair | None = None
-    """What was measured of a background beside it; ``None``: nothing."""
+    """Measurements of a background beside it; ``None``: nothing was measured."""
 
     @property
     def digest(self) -> str:

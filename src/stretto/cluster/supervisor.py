@@ -77,7 +77,7 @@ class Supervisor:
         self._loop = Loop()
         self._ranks: list[RankProcess] = []
         self._outputs: dict[RankProcess, Callable[[], bool]] = {}
-        """What copies the outputs that are open."""
+        """The copiers of the outputs that are open."""
 
         self._steps: StepReports | None = None
         self._plan_changes: PlanChanges | None = None

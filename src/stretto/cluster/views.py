@@ -42,7 +42,7 @@ class Speed:
     nothing was measured."""
 
     loss: float = 0.0
-    """What backgrounds beside it cost: 1 - speed with them / speed alone."""
+    """The cost of backgrounds beside it: 1 - speed with them / speed alone."""
 
 
 @final

@@ -75,7 +75,7 @@ class Work:
         self.divided: set[cst.CSTNode] = set()
         """Numbers that became this rank's part of the batch size."""
         self.whole: set[cst.CSTNode] = set()
-        """What gives each rank the samples, or the batch size, of all ranks."""
+        """Nodes that give each rank the samples, or the batch size, of all ranks."""
         self.shared: set[cst.CSTNode] = set()
         """Loops over a divided loader that only add up numbers of all its samples."""
         self.passes: dict[cst.CSTNode, str] = {}

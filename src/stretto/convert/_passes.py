@@ -39,7 +39,7 @@ _PLAIN = (
     cst.Dot,
     cst.BaseParenthesizableWhitespace,
 )
-"""What a condition consists of that can be decided before a loop."""
+"""The nodes of conditions that can be decided before a loop."""
 
 
 def convert(work: Work) -> None:

@@ -38,7 +38,7 @@ _WAYS_OUT = {
     "MXNet": "move the model to PyTorch, Keras or JAX first: MXNet is retired",
     "Caffe": "move the model to PyTorch, Keras or JAX first: Caffe is retired",
 }
-"""What to do by hand; others have nothing."""
+"""Steps to do by hand; other libraries have none."""
 
 _DISTRIBUTED = {
     "accelerate": "Accelerate",

@@ -43,7 +43,7 @@ class ReplicaNotes:
     begins: cst.CSTNode
     """The statement before which ranks begin to draw their own numbers."""
     reported: set[int] = field(default_factory=set)
-    """What has a note, by its ``id``."""
+    """The ``id`` of each node that has a note."""
 
     def named(self, node: cst.BaseExpression) -> cst.FunctionDef | None:
         """Return the function of the script that an expression names."""

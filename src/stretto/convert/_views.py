@@ -27,9 +27,9 @@ class Site:
     first_line: int = 0
     """The line from which the name means this model, if it meant another before."""
     values: frozenset[Key] = frozenset()
-    """What the model is, as `ScriptFlow.reached` says it."""
+    """The model's values, as `ScriptFlow.reached` returns them."""
     others: frozenset[Key] = frozenset()
-    """What the other trained models are."""
+    """The values of the other trained models."""
 
 
 @final

@@ -79,7 +79,7 @@ class Stamp:
     """Samples of the step, on all ranks."""
 
     weight: float
-    """What this rank's mean loss counts, relative to an equal share."""
+    """The weight of this rank's mean loss, relative to an equal share."""
 
 
 @final

@@ -23,7 +23,8 @@ MAX_PARTS = 16
 
 _PART_BYTES = 2 << 20
 _PART_TENSORS = 16
-"""What a step compares, unless that would take more steps: about 0.5 ms of one core."""
+"""Limits of one step's comparison, unless that would take more steps than `MAX_PARTS`:
+about 0.5 ms of one core."""
 
 _SAME_SIZE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 

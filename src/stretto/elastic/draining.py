@@ -28,7 +28,7 @@ _SAME_S = 1.0
 """Signals within this time are one request: of a scheduler and of a launcher."""
 
 _current: weakref.ref[Drain] | None = None
-"""What SIGTERM reaches."""
+"""The drain that SIGTERM requests."""
 
 
 @final

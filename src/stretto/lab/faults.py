@@ -51,10 +51,10 @@ class Verb(enum.Enum):
     """The switch's port of a host is down."""
 
     DROP_OUTPUT = "drop-output"
-    """What a host sends is lost."""
+    """Packets that a host sends are lost."""
 
     DROP_INPUT = "drop-input"
-    """What is sent to a host is lost."""
+    """Packets that are sent to a host are lost."""
 
     LOSE = "lose"
     """One packet in a hundred that a host sends is lost."""

@@ -48,7 +48,7 @@ class Figure:
     """Whether anything above the reference is within tolerance too."""
 
     note: str = ""
-    """What was assumed, or why the figure is outside its tolerance."""
+    """The assumption, or why the figure is outside its tolerance."""
 
     def __post_init__(self) -> None:
         if (self.source in SOURCES) != (self.reference is not None):

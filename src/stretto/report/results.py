@@ -57,7 +57,7 @@ class MethodResult:
     """The measured steps of all ranks on one clock."""
 
     description: str = ""
-    """What the method does, in a few words."""
+    """The method, described in a few words."""
 
     plan: Plan | None = None
 

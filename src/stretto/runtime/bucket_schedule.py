@@ -29,7 +29,7 @@ class Slice:
     end: int
 
     algorithm: str = ""
-    """What the plan names; empty for the lane's own algorithm."""
+    """The plan's choice; empty for the lane's own algorithm."""
 
 
 def lane_of(lanes: Mapping[tuple[int, int | None], Any], part: Slice) -> Any:

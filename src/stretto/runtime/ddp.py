@@ -167,7 +167,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
     _alone = False
     _meets_in_init = True
     _to_meet: tuple[Any, ...] | None = None
-    """What the first meeting compares, until it has taken place."""
+    """The values that the first meeting compares, until it has taken place."""
 
     _micro_steps = False
     _asked_whether_compiled = False

@@ -192,7 +192,7 @@ def check_features(plan: Plan) -> None:
 
 
 _USUAL_ALGORITHM = "ring"
-"""What a bucket names if its plan chooses no algorithms."""
+"""A bucket's algorithm if its plan chooses none."""
 
 _BACKEND_OF = {"hierarchical": "hierarchical"}
 """The backend of lanes that an algorithm needs, by algorithm."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 SEQUENCE = "gradients"
-"""What all ranks do in one order, one after the other; see Note [Sequences]."""
+"""Operations that all ranks do in one order, one by one; see Note [Sequences]."""
 
 _TICKETS = 2**20
 """Tickets travel as float32, which counts exactly up to 2 ** 24."""

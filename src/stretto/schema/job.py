@@ -19,7 +19,7 @@ ROLES = (FOREGROUND, BACKGROUND)
 
 STRETTO_RUN, TORCHRUN, DIRECT = "stretto run", "torchrun", "direct"
 LAUNCHES = (STRETTO_RUN, TORCHRUN, DIRECT)
-"""What starts the command: a launcher with one rank per device, or nothing: then the
+"""How the command starts: by a launcher with one rank per device, or nothing: then the
 command is started once per device, with the ranks' usual environment variables."""
 
 CLAIMS, LOCAL_SGD, INDEPENDENT = "claims", "local-sgd", "none"
@@ -226,7 +226,7 @@ class Job:
     background: BackgroundRules = field(
         default=BackgroundRules(allow=True), metadata=_OPTIONAL
     )
-    """What runs beside a foreground job."""
+    """The jobs that may run beside a foreground job."""
 
     gang: GangOptions | None = field(default=None, metadata=_OPTIONAL)
 

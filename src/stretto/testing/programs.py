@@ -50,7 +50,7 @@ class Program:
     """For each step, what happens before it: names of actions and a random number."""
 
     ending: str = ""
-    """What replaces the last step: an error that occurs on all ranks."""
+    """The replacement of the last step: an error that occurs on all ranks."""
 
     def __str__(self) -> str:
         actions = sorted({name for step in self.steps for name, _ in step})

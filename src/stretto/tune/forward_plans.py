@@ -42,7 +42,7 @@ class ForwardVerdict(TypedDict):
     """Names of parameters that are read before the next forward."""
 
     reader: str | None
-    """What reads them."""
+    """The code that reads them."""
 
 
 def verdict_of(reports: Sequence[ReadsReport | None]) -> ForwardVerdict:

@@ -324,7 +324,7 @@ class ProfileReport(TypedDict):
     waits: dict[str, float]
 
     reads: ReadsReport | None
-    """What the program reads, where overlap with forward is asked for."""
+    """The program's reads, where overlap with forward is asked for."""
 
 
 @final

@@ -77,7 +77,7 @@ class ModelGraph:
     name: str
 
     sample: str
-    """What one sample is, for instance ``3x224x224`` or ``64 tokens``."""
+    """The form of one sample, for instance ``3x224x224`` or ``64 tokens``."""
 
     layers: tuple[GraphLayer, ...]
 

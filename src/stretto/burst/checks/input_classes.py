@@ -44,7 +44,7 @@ class InputClasses:
         self._known: weakref.WeakKeyDictionary[LayerGraph, _Known] = (
             weakref.WeakKeyDictionary()
         )
-        """What changes no result, by the capture that runs."""
+        """Inputs that change no result, by the capture that runs."""
 
     def known_in(self, graph: LayerGraph) -> set[type]:
         """Return the classes that change no result of a capture."""

@@ -144,7 +144,7 @@ class OptimizerUse:
         self._accepted: tuple[tuple[int, int, int], ...] = ()
         self._compared: list[Optimizer] = []
         self._steps: list[str] = []
-        """What the ranks' steps must have in common, as text."""
+        """The parts of steps that must be equal on all ranks, as text."""
         self._zeroed: set[int] = set()
         """Other ranks' parameters whose gradients the program may have zeroed."""
         self._clips: list[float] = []

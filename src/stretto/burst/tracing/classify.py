@@ -118,16 +118,16 @@ class Traced:
     """Names of the tensors that no module holds."""
 
     proven: Proven | None = None
-    """What the last check of the layers depends on; None without one."""
+    """The facts that the last check of the layers depends on; None without one."""
 
     positions: set[fx.Node] = field(default_factory=set)
     """Those of ``ops`` whose rows are samples' positions in the batch."""
 
     caches: list[Cache] = field(default_factory=list)
-    """What its forward keeps constants in, as it was at capture."""
+    """The caches in which its forward keeps constants, as they were at capture."""
 
     cached: CachedValues | None = None
-    """What it would keep there."""
+    """The values that it would keep there."""
 
     leaves: list[bool] = field(default_factory=list)
     """Which modules ran as one operation."""

@@ -35,7 +35,7 @@ _EXACT_BITS = {
     torch.bfloat16: 8,
 }
 OUTPUTS = "output tensors"
-"""What is packed after forward, in messages."""
+"""The packed tensors' name in messages: they are packed after forward."""
 
 _BITS = {torch.bool: 1, torch.uint8: 8, torch.int8: 7, torch.int16: 15, torch.int32: 31}
 
@@ -555,7 +555,7 @@ _KEPT = (
     *(Tensor, int, float, complex, str, bytes, enum.Enum, type),
     *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-"""What a caller gets from a model's output."""
+"""Types that a caller may get from a model's output."""
 
 
 @final

@@ -38,7 +38,7 @@ _ANSWERS = {
     "get_world_size": 1,
     "is_initialized": False,
 }
-"""What functions of ``torch.distributed`` answer in one process."""
+"""Results of functions of ``torch.distributed`` in one process."""
 
 _ANSWERS_OF_GROUPS = {"size": 1, "rank": 0}
 _ANSWERS_OF_MESHES = {"size": 1, "get_rank": 0, "get_local_rank": 0}
@@ -82,7 +82,7 @@ class Questions:
 
     def __init__(self, device: torch.device) -> None:
         self.found: dict[str, str] = {}
-        """What was asked, by its line."""
+        """The questions, by their lines."""
         names = (*_RANKS, *(_LOCAL_RANKS if device.type == "cpu" else ()))
         self._environment = dict.fromkeys(names, "0") | dict.fromkeys(_SIZES, "1")
         self._others: dict[str, Any] = dict(_ANSWERS)

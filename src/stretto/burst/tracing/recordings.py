@@ -93,7 +93,7 @@ _WAYS = {
         "torch.inference_mode() in forward can't be recorded: use torch.no_grad()"
     ),
 }
-"""What to do, by a part of torch's message."""
+"""The way out, by a part of torch's message."""
 
 _OF_TYPES = re.compile(
     "scalar type|dtype|type .*should be the same|must have the type|index tensor"

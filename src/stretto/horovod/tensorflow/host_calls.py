@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 TOKEN = tf.TensorSpec((), tf.float32)
-"""What a call returns that is made for its effect."""
+"""The result of a call that is made for its effect."""
 
 not_converted: Any = tf.autograph.experimental.do_not_convert
 """Keeps AutoGraph from rewriting a function that it meets while it traces."""

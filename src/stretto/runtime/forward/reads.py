@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from stretto.runtime.forward.member import DeferredUpdate
 
 OFTEN_RATIO = 0.5
-"""What happens in more than this share of the steps counts as done in each."""
+"""Reads in more than this share of the steps count as done in each."""
 
 _FIRST_STEPS = 1
 """An optimizer's first step is never deferred."""
@@ -53,7 +53,7 @@ class ReadsReport(TypedDict):
     """Names of parameters that are read before the next forward, in most steps."""
 
     reader: str | None
-    """What reads them, as a sentence."""
+    """The code that reads them, as a sentence."""
 
 
 class Reader(NamedTuple):
