@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (
             mark is not None
             and mark.args
-            and "ranks" in getattr(item, "fixturenames", ())
+            and "rank_servers" in getattr(item, "fixturenames", ())
         ):
             longer = pytest.mark.timeout(BUSY * mark.args[0] + START_S)
             item.add_marker(longer, append=False)

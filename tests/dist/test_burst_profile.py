@@ -17,6 +17,7 @@ from stretto.cost.burst_times import updated
 from stretto.errors import SpecError
 from stretto.schema import Cluster, Link
 from stretto.testing.models import VGG
+from support.ranks import Ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
@@ -114,51 +115,71 @@ def loop(rank: int, size: int, folder: str) -> dict[str, Any]:
     }
 
 
-def test_what_training_measures_makes_the_next_plan(ranks, tmp_path):
-    found = ranks(loop, 2, str(tmp_path / "run"), timeout_s=120)
-    one = found[0]
-    # A background sees the simulated step's windows, until the plan changes.
-    for each, idle_s in zip(found, one["idle_s"], strict=True):
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, rank_servers):
+    """What each rank found: one profile, two plans, and steps with both."""
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"), rank_servers)
+    return ranks(loop, 2, str(tmp_path_factory.mktemp("loop") / "run"), timeout_s=120)
+
+
+def test_a_background_sees_the_simulated_windows_until_the_plan_changes(found):
+    for each, idle_s in zip(found, found[0]["idle_s"], strict=True):
         assert sum(w.length_s for w in each["predicted"]) == pytest.approx(idle_s)
         assert each["published"] == [each["predicted"], ()]
-    # Every rank has the profile, or the reason why there is none.
-    assert found[1]["profile"] == one["profile"]
+
+
+def test_every_rank_has_the_profile_or_the_reason_why_there_is_none(found):
+    assert found[1]["profile"] == found[0]["profile"]
     assert all("repetitions must be >= 2" in each["refused"] for each in found)
-    host = one["profile"].host
+
+
+def test_the_profile_has_the_host_s_costs(found):
+    host = found[0]["profile"].host
     assert 0 < host.message_s < 1
     assert 0 < host.exchange_s < 1
     assert 0 < host.copy_s_per_byte < 1e-6
     assert 0 <= host.message_s_per_byte < 1e-6
     assert [slowed.ranks for slowed in host.slowdowns] == [2]
-    assert one["losses"] == pytest.approx(found[1]["losses"])
 
-    # One process with the whole batch.
+
+def test_losses_are_those_of_one_process_with_the_whole_batch(found):
     alone, (x, y) = model(), images()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.05)
     expected = []
-    for _ in one["losses"]:
+    for _ in found[0]["losses"]:
         optimizer.zero_grad()
         loss = cross_entropy(alone(x), y)
         loss.backward()
         optimizer.step()
         expected.append(float(loss.detach()))
-    assert one["losses"] == pytest.approx(expected, rel=1e-10)
+    for each in found:
+        assert each["losses"] == pytest.approx(expected, rel=1e-10)
 
-    assert len(set(one["digests"])) == 1
-    # On a slow network what weighs most is not synchronized.
-    heavy = next(name for name in reversed(one["names"]) if "classifier.0" in name)
-    assert one["narrow"][heavy] == 1
-    assert len(one["idle_s"]) == 2
-    assert one["waited"]["total"] >= 0
 
-    # Rank 0 runs every layer, rank 1 the wide ones; their times are in the profile.
-    by_rank = one["timings"]
-    assert [t.layer for t in by_rank[0]] == one["names"]
-    assert {t.layer for t in by_rank[1]} == {
-        n for n, w in one["narrow"].items() if w > 1
-    }
+def test_plans_and_profiles_are_of_one_model(found):
+    assert len(set(found[0]["digests"])) == 1
+
+
+def test_on_a_slow_network_the_heaviest_layer_is_not_synchronized(found):
+    names = found[0]["names"]
+    heavy = next(name for name in reversed(names) if "classifier.0" in name)
+    assert found[0]["narrow"][heavy] == 1
+    assert len(found[0]["idle_s"]) == 2
+    assert found[0]["waited"]["total"] >= 0
+
+
+def test_each_rank_measures_the_layers_that_it_runs(found):
+    """Rank 0 runs every layer, rank 1 the wide ones."""
+    by_rank = found[0]["timings"]
+    wide = {name for name, width in found[0]["narrow"].items() if width > 1}
+    assert [t.layer for t in by_rank[0]] == found[0]["names"]
+    assert {t.layer for t in by_rank[1]} == wide
+
+
+def test_the_measured_times_are_in_the_next_profile(found):
+    by_rank = found[0]["timings"]
     for timing in by_rank[0]:
-        layer = next(e for e in one["again"].layers if e.name == timing.layer)
+        layer = next(e for e in found[0]["again"].layers if e.name == timing.layer)
         same = [
             t
             for each in by_rank

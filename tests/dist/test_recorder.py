@@ -24,9 +24,14 @@ from stretto.runtime.store import ranks_of
 from stretto.schema import Bucket, Plan
 from stretto.tune.artifacts import RECORDED_STEPS
 from support.plans import plan_of_buckets
+from support.ranks import Ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from stretto.report.ranks import RanksFound
+    from stretto.schema import Timeline
+    from support.ranks import RankServers
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -179,59 +184,107 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kept")
 
 
-def test_all_ranks_are_recorded_and_the_late_one_is_named(
-    ranks: Any, folder: Path
-) -> None:
-    found = ranks(kept_by_all, 3, str(folder), timeout_s=90.0)
+@pytest.fixture(scope="module")
+def found(
+    tmp_path_factory: pytest.TempPathFactory, rank_servers: RankServers, folder: Path
+) -> list[dict[str, Any]]:
+    """What each rank found; by the environment, rank 2 is slow in forward."""
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"), rank_servers)
+    rows: list[dict[str, Any]] = ranks(kept_by_all, 3, str(folder), timeout_s=90.0)
+    return rows
 
-    # By the environment: rank 2 is slow in forward.
-    assert all(row["done"] and row["forgotten"] for row in found)
-    page = (folder / "report.html").read_text()
-    assert "Rank 2 is late" in page
-    assert "same clock" in page
+
+@pytest.fixture
+def timeline(found: list[dict[str, Any]], folder: Path) -> Timeline:
+    """The timeline of all ranks that the environment asks for."""
     (method,) = gather([folder / "trace.json"]).methods
     assert method.ranks is not None
     assert method.measured is not None
-    assert method.ranks.ranks == (0, 1, 2)
-    shown = find_late(method.ranks)
-    assert shown is not None
-    assert len(shown.steps) == RECORDED_STEPS
-    assert [row.rank for row in shown.late] == [2]
-    assert shown.late[0].part == "forward"
-    assert shown.late[0].part_s > 0.9 * SLOW_S
-    assert {lane.track for lane in shown.lanes} == {"lane0", "lane1"}
-    for rank in (0, 1):
-        assert shown.ranks[rank].peer_s > 0.5 * SLOW_S
-        spans = method.ranks.of_rank(rank, step=shown.typical).spans
-        assert any(s.name == "waits for rank 2" for s in spans)
-        # Which bucket: callbacks of two buckets may come in either order.
-        assert any(
-            s.track.startswith("lane") and s.name.endswith(" waits for rank 2")
-            for s in spans
-        )
+    return method.ranks
 
-    # By hand: rank 1's clock is ahead and it is slow in backward; rank 2 left nothing.
+
+def late_of(timeline: Timeline) -> RanksFound:
+    shown = find_late(timeline)
+    assert shown is not None
+    return shown
+
+
+def test_each_rank_ends_its_recording(found: list[dict[str, Any]]) -> None:
+    assert all(row["done"] and row["forgotten"] for row in found)
+
+
+def test_all_ranks_are_recorded(timeline: Timeline) -> None:
+    assert timeline.ranks == (0, 1, 2)
+    assert len(late_of(timeline).steps) == RECORDED_STEPS
+
+
+def test_the_late_rank_and_its_part_are_named(timeline: Timeline) -> None:
+    (late,) = late_of(timeline).late
+    assert (late.rank, late.part) == (2, "forward")
+    assert late.part_s > 0.9 * SLOW_S
+
+
+def test_the_page_names_the_late_rank(
+    found: list[dict[str, Any]], folder: Path
+) -> None:
+    page = (folder / "report.html").read_text()
+    assert "Rank 2 is late" in page
+    assert "same clock" in page
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_other_ranks_show_their_waits_for_the_late_one(
+    timeline: Timeline, rank: int
+) -> None:
+    shown = late_of(timeline)
+    assert {lane.track for lane in shown.lanes} == {"lane0", "lane1"}
+    assert shown.ranks[rank].peer_s > 0.5 * SLOW_S
+    spans = timeline.of_rank(rank, step=shown.typical).spans
+    assert any(s.name == "waits for rank 2" for s in spans)
+    # Which bucket: callbacks of two buckets may come in either order.
+    assert any(
+        s.track.startswith("lane") and s.name.endswith(" waits for rank 2")
+        for s in spans
+    )
+
+
+def test_a_rank_that_leaves_nothing_is_missing(found: list[dict[str, Any]]) -> None:
     assert found[0]["missing"] == [2]
     assert sorted(found[0]["hosts"]) == [0, 1]
+    assert found[1].get("timeline") is None
+
+
+def test_a_clock_that_is_ahead_is_found_within_its_bound(
+    found: list[dict[str, Any]],
+) -> None:
     points = found[0]["clocks"][1]
     assert len(points) == 2
     for offset_s, bound_s in points:
         assert 0 < bound_s < 0.5
         assert abs(offset_s + AHEAD_S) <= bound_s
-    shown = find_late(found[0]["timeline"])
-    assert shown is not None
-    assert shown.ranks[1].part == "backward"
-    assert shown.ranks[1].late_s > 0.5 * SLOW_S
-    assert 0 < shown.ranks[1].clock_error_s < 0.5
-    assert found[1].get("timeline") is None
 
-    # Not observed: not one call more than in a model that never was.
+
+def test_a_rank_whose_clock_is_ahead_is_late_by_its_work_alone(
+    found: list[dict[str, Any]],
+) -> None:
+    row = late_of(found[0]["timeline"]).ranks[1]
+    assert row.part == "backward"
+    assert row.late_s > 0.5 * SLOW_S
+    assert 0 < row.clock_error_s < 0.5
+
+
+def test_a_model_that_is_observed_no_longer_calls_what_one_never_observed_does(
+    found: list[dict[str, Any]],
+) -> None:
     for row in found:
         never, observed, off = row["calls"]
         assert off == never
         assert not any("StepWatch" in name for name in off)
         assert set(row["hooks"]) == {0}
-        # forward and backward each begin and end, computation ends, 4 gradients,
-        # 2 buckets, 3 slices.
-        assert row["told"] == 5 + 4 + 2 + 3
         assert len(observed) > len(never)
+
+
+def test_an_observer_is_called_for_each_event(found: list[dict[str, Any]]) -> None:
+    # forward and backward each begin and end, computation ends, 4 gradients,
+    # 2 buckets, 3 slices.
+    assert [row["told"] for row in found] == [5 + 4 + 2 + 3] * 3

@@ -10,7 +10,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -24,6 +24,10 @@ from stretto.tune.plan_cache import CachedPlan, PlanCache
 from stretto.tune.tuning_state import best_so_far
 from support.checks import Lines
 from support.nets import mlp
+from support.ranks import Ranks
+
+if TYPE_CHECKING:
+    from support.ranks import RankServers
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -123,52 +127,104 @@ def two_runs(rank: int, size: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def test_the_next_run_goes_on_from_the_best_plan_of_a_run_that_was_too_short(
-    ranks: Any, tmp_path: Path
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("unfinished")
+
+
+@pytest.fixture(scope="module")
+def found(
+    tmp_path_factory: pytest.TempPathFactory, rank_servers: RankServers, folder: Path
+) -> list[dict[str, Any]]:
+    """What each rank found in a run that was too short and in the next one."""
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"), rank_servers)
+    rows: list[dict[str, Any]] = ranks(two_runs, 2, str(folder), timeout_s=120.0)
+    return rows
+
+
+@pytest.fixture
+def kept(found: list[dict[str, Any]]) -> CachedPlan:
+    """The cache's entry after the short run."""
+    (entry,) = found[0]["kept"]
+    assert isinstance(entry, CachedPlan)
+    return entry
+
+
+def test_a_run_that_was_too_short_says_so_in_one_line(
+    found: list[dict[str, Any]], folder: Path
 ) -> None:
-    first, second = ranks(two_runs, 2, str(tmp_path), timeout_s=120.0)
-    short = first["short"]
-    assert short["settled"] == 0
-    assert short["before"] == []
+    short, other = (row["short"] for row in found)
+    assert (short["settled"], short["before"]) == (0, [])
     (line,) = short["lines"]
     assert f"not settled after {short['steps']} steps; best so far, " in line
     assert "an equal job continues from there; this is in " in line
-    assert f"not written: {tmp_path / 'trace'}" in line
-    assert second["short"]["lines"] == []
-    (kept,) = first["kept"]
-    assert isinstance(kept, CachedPlan)
-    assert kept.unfinished_steps == short["steps"]
-    # Files hold the same, and its steps' record.
-    assert Plan.load(tmp_path / "plan") == kept.plan
-    assert Workload.load(tmp_path / "profile") == kept.workload
-    assert Cluster.load(tmp_path / "cluster") == kept.cluster
-    what = [event.what for event in Tuning.load(tmp_path / "tuning").events]
+    assert f"not written: {folder / 'trace'}" in line
+    assert other["lines"] == []
+
+
+def test_the_cache_knows_after_how_many_steps_it_ended(
+    found: list[dict[str, Any]], kept: CachedPlan
+) -> None:
+    assert kept.unfinished_steps == found[0]["short"]["steps"]
+
+
+def test_its_files_hold_what_the_cache_does(kept: CachedPlan, folder: Path) -> None:
+    assert Plan.load(folder / "plan") == kept.plan
+    assert Workload.load(folder / "profile") == kept.workload
+    assert Cluster.load(folder / "cluster") == kept.cluster
+    assert not (folder / "trace").exists()
+
+
+def test_its_record_and_its_page_say_that_it_has_not_settled(
+    kept: CachedPlan, folder: Path
+) -> None:
+    what = [event.what for event in Tuning.load(folder / "tuning").events]
     assert what[:3] == ["started", "profiled", "planned"]
     assert "settled" not in what
-    page = (tmp_path / "report").read_text()
+    page = (folder / "report").read_text()
     assert "The run ended before tuning had settled." in page
     assert "<svg" in page
-    assert not (tmp_path / "trace").exists()
 
-    for one in (first["long"], second["long"]):
-        assert one["same"]
+
+def test_the_next_run_begins_with_its_best_plan_and_settles(
+    found: list[dict[str, Any]], kept: CachedPlan
+) -> None:
+    for one in (row["long"] for row in found):
         assert one["first"] == kept.plan
-        assert one["now"] == one["plan"]
         assert [event.what for event in one["events"]][:2] == ["started", "remembered"]
         assert one["events"][-1].what == "settled"
-    assert first["long"]["plan"] == second["long"]["plan"]
-    events = first["long"]["events"]
+
+
+def test_the_next_run_computes_what_ddp_does(found: list[dict[str, Any]]) -> None:
+    assert [row["long"]["same"] for row in found] == [True, True]
+
+
+def test_all_ranks_execute_the_settled_plan(found: list[dict[str, Any]]) -> None:
+    first, second = (row["long"] for row in found)
+    assert first["now"] == first["plan"]
+    assert second["now"] == second["plan"] == first["plan"]
+
+
+def test_the_next_run_tries_the_best_plan_without_a_second_profile(
+    found: list[dict[str, Any]], kept: CachedPlan
+) -> None:
+    events = found[0]["long"]["events"]
     tried = [e.values["plan"] for e in events if e.what == "tried"]
     assert kept.plan.digest in tried
     if not any(event.what == "changed" for event in events):
-        # What the short run's look measured still holds: there is no second one.
+        # The measurements of the short run's profile still hold.
         assert [event.what for event in events][:3] == [
             *("started", "remembered", "planned")
         ]
         assert tried[0] == kept.plan.digest
-    (settled,) = first["settled"]
+
+
+def test_the_settled_plan_replaces_the_unfinished_one(
+    found: list[dict[str, Any]],
+) -> None:
+    (settled,) = found[0]["settled"]
     assert settled.unfinished_steps is None
-    assert settled.plan == first["long"]["plan"]
+    assert settled.plan == found[0]["long"]["plan"]
 
 
 SCRIPT = """
