@@ -13,9 +13,11 @@ from stretto.runtime import DistributedDataParallel
 from support.checks import Lines
 from support.nets import Given
 from support.plans import plan_in_turn
+from support.ranks import Ranks
 
 if TYPE_CHECKING:
     from stretto.schema import Plan
+    from support.ranks import RankServers
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -178,29 +180,54 @@ def rank_that_warns(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-def test_warn_patience_and_what_is_no_finding(ranks: Any) -> None:
-    everyone = ranks(rank_that_warns, 2)
-    for rank, found in enumerate(everyone):
-        assert found["off"] == []
-        assert len(found["warn"]) == (0 if rank else 4)
-        assert len(found["wire"]) == (0 if rank else 1)
+@pytest.fixture(scope="module")
+def warned(
+    tmp_path_factory: pytest.TempPathFactory, rank_servers: RankServers
+) -> list[dict[str, Any]]:
+    """What each rank found in the cases of `rank_that_warns`."""
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"), rank_servers)
+    rows: list[dict[str, Any]] = ranks(rank_that_warns, 2)
+    return rows
+
+
+def test_rank_0_warns_of_some_steps_and_names_the_ranks(warned: Any) -> None:
+    lines = warned[0]["warn"]
+    assert [line.partition(": the")[0] for line in lines] == [
+        f"rank 0: step {step}" for step in (0, 1, 3, 7)
+    ]
+    assert "the local gradient of rank 1" in lines[0]
+    assert warned[1]["warn"] == []
+
+
+def test_an_overflow_of_the_wire_type_is_named(warned: Any) -> None:
+    (line,) = warned[0]["wire"]
+    assert "'w.1'" in line
+    assert "finite before the reduction on every rank" in line
+    assert "wire_dtype" in line
+    assert warned[1]["wire"] == []
+
+
+def test_nothing_is_found_where_the_check_is_off(warned: Any) -> None:
+    assert [found["off"] for found in warned] == [[], []]
+
+
+def test_the_check_continues_after_another_plan_and_after_no_sync(warned: Any) -> None:
+    for found in warned:
         assert "step 2: the gradient of 'w.2' " in found["replanned"]
         assert "rank 0 ('w.2'), rank 1 ('w.2')" in found["replanned"] or (
             "rank 0, rank 1." in found["replanned"]
         )
         assert "the local gradient of rank 0 ('w.1')" in found["no_sync"]
-        assert found["weight"] == -2.0
+
+
+def test_a_scaler_finds_its_scale_within_the_patience(warned: Any) -> None:
+    assert [found["weight"] for found in warned] == [-2.0, -2.0]
+
+
+def test_patience_ends_after_consecutive_steps(warned: Any) -> None:
+    for found in warned:
         assert found["patience"][0] == 3
         assert "4 consecutive steps have had such gradients." in found["patience"][1]
-    warn = everyone[0]["warn"]
-    assert [line.partition(": the")[0] for line in warn] == [
-        f"rank 0: step {step}" for step in (0, 1, 3, 7)
-    ]
-    assert "the local gradient of rank 1" in warn[0]
-    (line,) = everyone[0]["wire"]
-    assert "'w.1'" in line
-    assert "finite before the reduction on every rank" in line
-    assert "wire_dtype" in line
 
 
 def rank_alone(rank: int, size: int) -> list[str]:

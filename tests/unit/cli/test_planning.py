@@ -381,10 +381,12 @@ def test_compare_writes_a_page_with_ranks_gaps_and_contributions(
     assert call("compare", *files, "--contributions", "--report", target)[0] == 2
 
 
+TWO_PLANNERS = ("--planner", "ddp", "--planner", "aiacc", "--lanes", "3")
+
+
 def test_simulate_takes_several_planners_and_writes_a_page(files, tmp_path) -> None:
-    target, plan_file = tmp_path / "page.html", tmp_path / "plan.json"
-    two = ("--planner", "ddp", "--planner", "aiacc", "--lanes", "3")
-    options = (*two, "--ranks", "4,64", "--report", target)
+    target = tmp_path / "page.html"
+    options = (*TWO_PLANNERS, "--ranks", "4,64", "--report", target)
     code, out, err = call("simulate", *files, *options, "--json")
     assert (code, err) == (0, "")
     rows = json.loads(out)
@@ -394,18 +396,34 @@ def test_simulate_takes_several_planners_and_writes_a_page(files, tmp_path) -> N
     html = target.read_text(encoding="utf-8")
     assert ">aiacc " + format_s(rows[1]["scaling"][1]["iteration_s"]) in html
     assert 'id="contributions"' not in html  # of joint, which was not asked for
+
+
+def test_simulate_prints_each_planner_and_the_page_s_place(files, tmp_path) -> None:
+    target = tmp_path / "page.html"
+    options = (*TWO_PLANNERS, "--ranks", "4,64", "--report", target)
     code, out, _ = call("simulate", *files, *options)
     assert code == 0
     assert "\naiacc:\n" in out
     assert f"written to {target}" in out
+
+
+def test_simulate_writes_a_page_about_a_plan(files, tmp_path) -> None:
+    target, plan_file = tmp_path / "page.html", tmp_path / "plan.json"
     call("plan", *files, "-o", plan_file)
     fixed = ("--plan", plan_file, "--ranks", "4,64", "--report", target)
     assert call("simulate", *files, *fixed)[0] == 0
     assert "joint" in target.read_text(encoding="utf-8")
+
+
+def test_simulate_writes_no_trace_of_several_planners(files, tmp_path) -> None:
     trace = tmp_path / "trace.json"
-    assert call("simulate", *files, *two, "--trace", trace)[0] == 2
-    code, _, err = call("simulate", *files, *two, "--cap", "1MiB", "--unit", "1MiB")
-    assert code == 0
-    code, _, err = call("simulate", *files, *two, "--max-lanes", "2", "--dims", "all")
+    assert call("simulate", *files, *TWO_PLANNERS, "--trace", trace)[0] == 2
+
+
+def test_simulate_refuses_an_option_that_one_of_several_planners_lacks(files) -> None:
+    sizes = ("--cap", "1MiB", "--unit", "1MiB")
+    assert call("simulate", *files, *TWO_PLANNERS, *sizes)[0] == 0
+    joint = ("--max-lanes", "2", "--dims", "all")
+    code, _, err = call("simulate", *files, *TWO_PLANNERS, *joint)
     assert code == 2
     assert "planner ddp has no option --dims" in err

@@ -28,7 +28,9 @@ def vgg():
     return VGG(11, width=4, dense=64, image=16, classes=5)
 
 
-def test_a_profile_has_the_samples_of_every_width_and_leaves_the_model_alone():
+@pytest.fixture(scope="module")
+def profiled():
+    """A model, its inputs and its profile, and what profiling has changed."""
     torch.manual_seed(0)
     model = vgg()
     model.features[0].weight.grad = torch.ones_like(model.features[0].weight)
@@ -45,28 +47,46 @@ def test_a_profile_has_the_samples_of_every_width_and_leaves_the_model_alone():
         min_layer_s=0.0,
         **CALM,
     )
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
+    changed = [
+        n for n, v in model.state_dict().items() if not torch.equal(v, before[n])
+    ]
+    if not torch.equal(torch.random.get_rng_state(), state):
+        changed.append("the generator")
+    return model, inputs, found, changed
+
+
+def test_a_profile_leaves_the_model_and_the_generator_alone(profiled):
+    model, _, _, changed = profiled
+    assert changed == []
     assert torch.equal(model.features[0].weight.grad, torch.ones(4, 3, 3, 3))
     assert model.features[3].weight.grad is None
-    assert torch.equal(torch.random.get_rng_state(), state)
 
+
+def test_a_profile_has_the_samples_of_every_width(profiled):
+    _, _, found, _ = profiled
     assert [time.samples for time in found.whole] == [3, 5, 10]
-    graph = capture(model, inputs)
-    assert found.digest == graph.digest
-    assert found.parameter_bytes == sum(p.nbytes for p in model.parameters())
-    assert found.input_bytes == 4 * 3 * 16 * 16
     for layer in found.layers:
         assert [time.samples for time in layer.times] == [3, 5, 10]
         assert all(t.forward_s > 0 and t.backward_s > 0 for t in layer.times)
         assert layer.update_s > 0
+
+
+def test_a_profile_is_of_the_captured_layers(profiled):
+    model, inputs, found, _ = profiled
+    assert found.digest == capture(model, inputs).digest
+    assert found.parameter_bytes == sum(p.nbytes for p in model.parameters())
+    assert found.input_bytes == 4 * 3 * 16 * 16
+
+
+def test_the_layers_times_add_up_to_the_whole_step_s(profiled):
+    """By measurement, or by scaling that the profile names."""
+    _, _, found, _ = profiled
     assert 0 <= found.outside_s < 1.0
-    # The layers' sum is the whole step's, by measurement or by scaling that is said.
     for at, whole in enumerate(found.whole):
         times = [layer.times[at] for layer in found.layers]
         total = sum(t.forward_s + t.backward_s for t in times)
-        measured = whole.forward_s + whole.backward_s
-        assert total == pytest.approx(measured, rel=0.11)
+        step_s = whole.forward_s + whole.backward_s
+        assert total == pytest.approx(step_s, rel=0.11)
         over = found.provenance["layers_over_whole"][str(whole.samples)]
         is_scaled = str(whole.samples) in found.provenance["scaled_by"]
         assert is_scaled == (abs(over - 1) > 0.1)
