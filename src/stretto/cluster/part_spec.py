@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 ATTEMPT_VARIABLE = "STRETTO_CLUSTER_ATTEMPT"
 """Marks every process of an attempt: the folder of the attempt, which is unique."""
 
+DEVICE_VARIABLE = "STRETTO_DEVICE"
+"""Names a rank's device, also to what the rank starts."""
+
 PART_FILE, END_FILE, LOCK_FILE = "part.json", "end.json", "supervisor.lock"
 SOCKET_FILE, STEPS_FILE = "supervisor.sock", "steps"
 REQUESTS_FOLDER = "requests"
@@ -211,7 +214,7 @@ def _device_variables(
     part: PartSpec, local_rank: int, visible: tuple[str, ...]
 ) -> dict[str, str]:
     own = part.devices[local_rank]
-    found = {"STRETTO_DEVICE": own}
+    found = {DEVICE_VARIABLE: own}
     numbers = [d.partition(":")[2] for d in visible if d.startswith("cuda:")]
     if numbers:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)

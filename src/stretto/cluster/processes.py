@@ -65,30 +65,35 @@ def kill_children(*, attempts: int = 200) -> bool:
     return False
 
 
-def marked_processes(variable: str, value: str) -> list[int]:
+def marked_processes(variable: str, value: str, *more: str) -> list[int]:
     """Return this user's living processes that were started with a variable.
 
     Children inherit it, whatever session or group they open.
+
+    Args:
+        variable: its name.
+        value: its value.
+        more: other variables that they must have, each as ``NAME=VALUE``.
     """
-    mark = os.fsencode(f"{variable}={value}")
+    marks = {os.fsencode(mark) for mark in (f"{variable}={value}", *more)}
     found = []
     for entry in _PROC.iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         with contextlib.suppress(OSError):
-            if mark in (entry / "environ").read_bytes().split(b"\0"):
+            if marks.issubset((entry / "environ").read_bytes().split(b"\0")):
                 found.append(int(entry.name))
     return found
 
 
-def kill_marked(variable: str, value: str, *, attempts: int = 50) -> bool:
-    """Kill all processes started with a variable; return whether all have ended.
+def kill_marked(variable: str, value: str, *more: str, attempts: int = 50) -> bool:
+    """Kill what `marked_processes` finds; return whether all have ended.
 
     One look misses a process that is forked, or runs another program, during the look.
     """
     clean_looks = 0
     for _ in range(attempts):
-        found = marked_processes(variable, value)
+        found = marked_processes(variable, value, *more)
         clean_looks = 0 if found else clean_looks + 1
         if clean_looks == _CLEAN_LOOKS:
             return True

@@ -27,6 +27,8 @@ from stretto.cluster.channel import Channel, Listener
 from stretto.cluster.loop import Loop, Timer, now_s
 from stretto.cluster.memory_use import memory_bytes, out_of_memory_kills
 from stretto.cluster.part_spec import (
+    ATTEMPT_VARIABLE,
+    DEVICE_VARIABLE,
     END_FILE,
     REQUESTS_FOLDER,
     STEPS_FILE,
@@ -298,6 +300,7 @@ class Supervisor:
         if self._why:  # the attempt ends meanwhile
             return
         before = self._part
+        self._end_left_behind(before.devices, names)
         size = before.world_size - len(before.devices) + len(names)
         self._part = dataclasses.replace(before, devices=names, world_size=size)
         numbers = self._numbers(names)
@@ -316,6 +319,15 @@ class Supervisor:
             self._fail_to_start(error)
             return
         self._emit("using", devices=list(names))
+
+    def _end_left_behind(self, before: Sequence[str], names: Sequence[str]) -> None:
+        """Kill what ranks that have left their devices started there."""
+        if self._part.gang != INDEPENDENT:  # none of its ranks runs
+            processes.kill_children()
+            return
+        for name in set(before).difference(names):
+            mark = ATTEMPT_VARIABLE, str(self._folder), f"{DEVICE_VARIABLE}={name}"
+            processes.kill_marked(*mark)
 
     def _numbers(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """Return the ranks' numbers: single processes keep theirs."""

@@ -431,6 +431,27 @@ def test_single_processes_come_and_go_with_their_devices(folder: Path) -> None:
     assert not (folder / "on-cpu:1").exists()  # it went on, and did not start again
 
 
+@pytest.mark.parametrize("gang", ["none", "claims"])
+def test_what_a_rank_has_started_leaves_its_device_with_it(
+    folder: Path, gang: str
+) -> None:
+    command = shell(
+        "(trap '' TERM; exec setsid sleep 600 > /dev/null 2>&1) & "
+        "touch on-$STRETTO_DEVICE; exec sleep 600"
+    )
+    devices = "cpu:0", "cpu:1"
+    part = part_spec_of(folder, *command, devices=devices, gang=gang, role="background")
+    agent = started(folder, part)
+    for device in devices:
+        await_file(folder / f"on-{device}")
+    agent.send(do="use", devices=["cpu:1"])
+    agent.event("using")
+    left = "STRETTO_DEVICE=cpu:0"
+    assert processes.marked_processes(ATTEMPT_VARIABLE, str(folder), left) == []
+    kept = "STRETTO_DEVICE=cpu:1"
+    assert processes.marked_processes(ATTEMPT_VARIABLE, str(folder), kept)
+
+
 def test_a_single_process_that_has_ended_does_not_start_again(folder: Path) -> None:
     command = shell(
         "echo >> on-$STRETTO_DEVICE; [ $STRETTO_DEVICE = cpu:0 ] || exec sleep 600"
