@@ -114,7 +114,7 @@ class Captures:
             if isinstance(value, Tensor)
             else repr(value)
             for value in pytree.tree_leaves(self._example)
-            if isinstance(value, Tensor | bool | int | float | None)
+            if isinstance(value, Tensor | bool | int | float | str | None)
         )
 
     def capture_for(self, plan: BurstPlan) -> LayerGraph:
@@ -285,7 +285,9 @@ class Captures:
             return graph.joined(self._layers)
         except PlanMismatch as exc:
             found = (known.outdated() for known in self._graphs)
-            changed = next((name for name in found if name), "autocast")
+            changed = next(
+                (name for name in found if name), "autocast, or a module's code,"
+            )
             raise PlanMismatch(
                 f"{changed} changed after the burst model was built, and the "
                 "model now has different layers than its plan: make such changes "

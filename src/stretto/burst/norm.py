@@ -159,8 +159,10 @@ class _Normalize(torch.autograd.Function):
         eps = sync.norm.eps
         ctx.save_for_backward(x, weight, mean, var)
         ctx.sync, ctx.total = sync, total
+        # Of half precision with the statistics' precision, as kernels take them.
+        gain, shift = (v if v is None else v.to(mean.dtype) for v in (weight, bias))
         return nn.functional.batch_norm(
-            x, mean, var, weight, bias, training=False, eps=eps
+            x, mean, var, gain, shift, training=False, eps=eps
         )
 
     @staticmethod
@@ -172,7 +174,7 @@ class _Normalize(torch.autograd.Function):
         scaled, plain = _sums(
             grad,
             plain_row(x),
-            weight if weight is not None else torch.ones_like(mean),
+            torch.ones_like(mean) if weight is None else weight.to(mean.dtype),
             (mean, var),
             sync.norm.eps,
             as_batch=x.is_cuda,
@@ -189,8 +191,11 @@ class _Normalize(torch.autograd.Function):
             shape = (1, -1, *(1 for _ in range(x.dim() - 2)))
             to_x = torch.addcmul(offset.view(shape), x, slope.view(shape))
             to_x = torch.addcmul(to_x, grad, gain.view(shape)).to(x.dtype)
-        to_weight = scaled if weight is not None and ctx.needs_input_grad[1] else None
-        to_bias = plain if ctx.needs_input_grad[2] else None
+        to_weight = to_bias = None
+        if weight is not None and ctx.needs_input_grad[1]:
+            to_weight = scaled.to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            to_bias = plain if weight is None else plain.to(weight.dtype)
         return to_x, to_weight, to_bias, None
 
 

@@ -44,6 +44,25 @@ def test_arguments_are_found_by_position_or_name_in_any_order(example, call):
 
 
 @pytest.mark.parametrize(
+    ("example", "call", "words"),
+    [
+        (((A, None), {}), ((A, B), {}), "'b' is a tensor, and was None"),
+        (((A,), {"b": None}), ((A,), {"b": B}), "'b' is a tensor, and was None"),
+        (((A, B, None), {}), ((A, None, B), {}), "'b' is None, and was a tensor"),
+        (((A, {"m": None}), {}), ((A, {"m": B}), {}), "is a tensor, and was None"),
+        (((A,), {}), ((None,), {}), "'a' is None, and was a tensor"),
+    ],
+)
+def test_a_tensor_in_place_of_none_is_another_call(example, call, words):
+    def takes(a, b=None, mask=None):
+        return a
+
+    with pytest.raises(SpecError) as raised:
+        Arguments(*example, takes).pack(*call)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
     ("call", "words"),
     [
         (((A,), {}), "'b' is left out, and was a tensor"),

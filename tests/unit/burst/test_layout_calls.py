@@ -93,6 +93,34 @@ def test_a_layout_call_for_some_numbers_of_samples_is_captured(function):
         graph.require_count(count)
 
 
+class Classed(nn.Module):
+    """Puts a learned row before each sample's rows, as vision transformers do."""
+
+    def __init__(self, expanded):
+        super().__init__()
+        self.first, self.layer = nn.Parameter(torch.randn(1, 1, 4)), nn.Linear(4, 2)
+        self.expanded = expanded
+
+    def forward(self, x):
+        return self.layer(torch.cat([self.expanded(self.first, len(x)), x], 1))
+
+
+@pytest.mark.parametrize(
+    "expanded",
+    [
+        lambda row, count: row.expand(count, -1, -1),
+        lambda row, count: row.broadcast_to(count, 1, 4),
+        lambda row, count: row.repeat(count, 1, 1),
+        lambda row, count: row.expand(count, -1, -1).contiguous(),
+        lambda row, count: (row * 2).expand(count, 1, 4) + row.expand(count, 1, 4),
+    ],
+)
+def test_a_row_that_is_expanded_for_each_sample_is_captured(expanded):
+    graph = capture(Classed(expanded), (torch.randn(6, 3, 4),))
+    for count in (1, 2, 5, 64):
+        graph.require_count(count)
+
+
 def test_a_layout_call_on_the_input_is_captured():
     class Model(nn.Module):
         def __init__(self):

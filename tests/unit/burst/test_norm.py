@@ -26,6 +26,9 @@ class _Alone:
         rows[0][0].copy_(mine[0])
         return self
 
+    def allreduce(self, _sums: list[Tensor]) -> Any:
+        return self
+
     def guard(self, _place: str) -> Any:
         return contextlib.nullcontext()
 
@@ -93,3 +96,22 @@ def test_sums_of_a_backward_are_those_of_cuda_s_way_to_ask(
         _sums(*given, as_batch=False), _sums(*given, as_batch=True), strict=True
     ):
         torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_norm_of_half_precision_is_torchs(
+    dtype: torch.dtype, *, affine: bool
+) -> None:
+    norms = [nn.BatchNorm1d(3, affine=affine).to(dtype) for _ in range(2)]
+    x = torch.randn(16, 3, generator=torch.Generator().manual_seed(1)).to(dtype)
+    results = []
+    for norm in (norms[0], _synced(norms[1])):
+        given = x.clone().requires_grad_()
+        found = norm(given)
+        (found * torch.arange(3, dtype=dtype)).sigmoid().sum().backward()
+        held = [p.grad for p in norm.parameters()]
+        results.append([found, given.grad, *held, *norm.buffers()])
+    for plain, synced in zip(*results, strict=True):
+        assert plain.dtype == synced.dtype
+        assert torch.allclose(plain, synced, rtol=0.02, atol=0.05)

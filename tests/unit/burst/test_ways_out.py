@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -327,3 +330,46 @@ def test_a_transform_within_forward_is_named():
 
 
 X = torch.randn(6, 4)
+
+
+COUNT = contextvars.ContextVar("count", default=0)
+
+
+def counted(_net, h):
+    COUNT.set(COUNT.get() + 1)
+    return h * 2 if COUNT.get() > 5 else h
+
+
+def test_a_count_in_a_context_variable_is_named():
+    words = refusal(counted)
+    assert "test_ways_out.py" in words
+    assert "changes the context variable 'count' in each call" in words
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda h: torch.from_dlpack(h),
+        lambda h: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(h)),
+        lambda h: torch.from_numpy(np.from_dlpack(h)),
+    ],
+)
+def test_memory_that_is_read_by_its_address_is_refused(read):
+    words = refusal(lambda _net, h: h + read(h.detach()))
+    assert "test_ways_out.py" in words
+    assert "Its memory is read outside of PyTorch's operations" in words
+
+
+@pytest.mark.parametrize(
+    "asks", [lambda _: torch.is_inference_mode_enabled(), lambda h: h.is_inference()]
+)
+def test_inference_mode_is_not_asked_for(asks):
+    words = refusal(lambda _net, h: h * 2 if asks(h) else h)
+    assert "test_ways_out.py" in words
+    assert "asks for inference mode" in words
+
+
+def test_an_error_that_names_an_argument_dtype_is_not_one_of_types():
+    words = refusal(lambda net, h: net.two(h, dtype=h.dtype))
+    assert "unexpected keyword argument 'dtype'" in words
+    assert "tensors of that type" not in words

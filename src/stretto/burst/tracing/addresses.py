@@ -1,4 +1,7 @@
-"""Reject code of the user's that asks which memory or object a tensor is."""
+"""Reject code of the user's that asks which memory or object a tensor is.
+
+Or whether inference mode is on, which layers can't know either.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from stretto.burst.tracing.freezing import is_users_frame
@@ -34,6 +38,11 @@ _NAMES = {
 }
 """Functions and properties that differ between tensors of equal values."""
 
+_READS_INFERENCE = (
+    "{}: asks for inference mode, which layers can't know: ask self.training or "
+    "torch.is_grad_enabled(), which are recorded, or decide outside of the model"
+)
+
 _METHODS_OF = ("torch.overrides", "torch._tensor")
 """Modules of PyTorch through which a tensor's methods are called."""
 
@@ -47,10 +56,13 @@ def refuse_address(func: Any) -> None:
         SpecError: it is one; the message names the line.
     """
     name = _NAMES.get(func)
-    if name is None:
+    is_asked = func is Tensor.is_inference
+    if name is None and not is_asked:
         return
     if not is_users_frame(sys._getframe(2), _METHODS_OF):  # noqa: SLF001
         return
+    if is_asked:
+        raise SpecError(_READS_INFERENCE.format(source_line()))
     raise SpecError(
         f"{source_line()}: reads {name} of a tensor, which is another when "
         "layers run with other tensors or on other ranks: compare names instead, or "
@@ -87,6 +99,28 @@ def identities_refused(inputs: Collection[int]) -> Iterator[None]:
 
     given.id = asked
     try:
-        yield
+        with _inference_unread(thread):
+            yield
     finally:
         given.id = real
+
+
+@contextlib.contextmanager
+def _inference_unread(thread: int) -> Iterator[None]:
+    """Reject code of the user's that asks whether inference mode is on.
+
+    Models are recorded outside of it, where tensors may be kept.
+    """
+    library: Any = torch
+    real = library.is_inference_mode_enabled
+
+    def asked() -> bool:
+        if threading.get_ident() == thread and is_users_frame(sys._getframe(1)):  # noqa: SLF001
+            raise SpecError(_READS_INFERENCE.format(source_line()))
+        return bool(real())
+
+    library.is_inference_mode_enabled = asked
+    try:
+        yield
+    finally:
+        library.is_inference_mode_enabled = real

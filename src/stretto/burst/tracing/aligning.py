@@ -97,9 +97,12 @@ class Alignment:
             self.left_out[0][i] = self._known[i]
 
     def _is_same(self, one: Record, two: Record) -> bool:
-        if not _is_same_call(one, two) or one.keeps_values != two.keeps_values:
+        if not _is_same_call(one, two):
             return False
-        return not one.keeps_values or self._argument(0, one) == self._argument(1, two)
+        if not one.keeps_values and not two.keeps_values:
+            return True
+        # Either may keep values for its number of samples only, as ``expand`` for one.
+        return bool(self._argument(0, one) == self._argument(1, two))
 
     def _argument(self, side: int, record: Record) -> Any:
         name = argument_of(record, self.left_out[side])
@@ -110,7 +113,7 @@ class Alignment:
 
 def argument_of(record: Record, left_out: Mapping[int, Record]) -> Ref | Fixed:
     """Return what a layout call copies, before other calls that are left out."""
-    name: Ref | Fixed = record.args[0]
+    name: Ref | Fixed = record.args[0] if record.args else SOURCE
     while isinstance(name, Ref) and name.number in left_out:
         name = left_out[name.number].args[0]
     return name

@@ -60,6 +60,8 @@ class RecordingMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        # Code in C++ that asks for an address gets an error, and not a null pointer.
+        self._allow_unsafe_data_ptr_access = False
         self.recorder: AbstractRecorder | None = None
         self._inside = False
 

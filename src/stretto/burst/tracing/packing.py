@@ -217,9 +217,11 @@ class Arguments:
             SpecError: other arguments differ from those of the example.
         """
         leaves, spec = self._flattened(args, kwargs)
-        tensors = [v for v in leaves if isinstance(v, Tensor)]
+        places = [i for i, v in enumerate(leaves) if isinstance(v, Tensor)]
+        tensors = [leaves[i] for i in places]
         others = [None if isinstance(v, Tensor) else v for v in leaves]
-        if spec != self._spec or not _same(others, self._others):
+        known = spec == self._spec and places == self._places
+        if not known or not _same(others, self._others):
             raise SpecError(
                 "the model was called with other arguments than the example's: "
                 f"{self._first_other(args, kwargs)}. Pass the same keywords, flags and "

@@ -56,7 +56,14 @@ if TYPE_CHECKING:
     from stretto.burst.tracing.tables import NormInputs
     from stretto.burst.tracing.watching import Watch
 
+_PLAIN = (int, float, complex, str, bytes, tuple, frozenset)
+"""Types of values that count or decide; others in context variables are caches."""
+
 _WAYS = {
+    "Cannot access data pointer": (
+        "Its memory is read outside of PyTorch's operations: rewrite this line with "
+        "tensor operations, or write it as a torch.autograd.Function"
+    ),
     "TorchScript": (
         "Functions of torch.jit.script can't be recorded: remove the decorator"
     ),
@@ -96,7 +103,7 @@ _WAYS = {
 """The way out, by a part of torch's message."""
 
 _OF_TYPES = re.compile(
-    "scalar type|dtype|type .*should be the same|must have the type|index tensor"
+    "scalar type|(?<!')dtype|type .*should be the same|must have the type|index tensor"
     "|used as indices|not implemented for '"
 )
 
@@ -254,14 +261,17 @@ def _once(
     distributions: Any = torch.distributions.Distribution
     before, checked = _generators(), distributions._validate_args  # noqa: SLF001
     settings = ModuleSettings(module)
+    # A context variable that forward sets is a cache, too.
+    context = contextvars.copy_context()
     try:
         # Their argument checks read values; a run on values disables them.
         distributions.set_default_validate_args(value=False)
         with without_log():
-            # A context variable that forward sets is a cache, too.
-            found = contextvars.copy_context().run(
+            found = context.run(
                 record, module, run, (shape, dtype, device), fakes, reads, check, kept
             )
+            again = partial(record, module, run, (shape, dtype, device), Fakes(module))
+            _require_set_once(context, again, type(module).__name__)
     except SpecError:
         raise
     except Exception as error:
@@ -275,7 +285,6 @@ def _once(
     finally:
         distributions.set_default_validate_args(value=checked)
     if (change := settings.change()) is not None:
-        again = partial(record, module, run, (shape, dtype, device), Fakes(module))
         raise SpecError(f"{_line_setting(module, again, settings)}: {change}")
     drew = not _same_state(_generators(), before)
     _set_generators(before)
@@ -287,6 +296,35 @@ def _once(
             "outside of the model"
         )
     return found
+
+
+def _require_set_once(
+    context: contextvars.Context, again: Callable[[], object], name: str
+) -> None:
+    """Reject a context variable that forward sets to another number in each call."""
+
+    def values() -> dict[Any, Any]:
+        return {v: x for v, x in context.items() if isinstance(x, _PLAIN)}
+
+    once = {v: x for v, x in values().items() if v.get(context) is not x}
+    if not once:
+        return
+    context.run(again)
+    twice = values()
+    for variable, value in once.items():
+        if variable not in twice or twice[variable] == value:
+            continue
+
+        def has_changed(variable: Any = variable, now: Any = twice[variable]) -> bool:
+            return bool(variable.get() != now)
+
+        where = line_where(partial(context.run, again), has_changed, name)
+        raise SpecError(
+            f"{where}: forward of {name} changes the context variable "
+            f"{variable.name!r} in each call. Layers repeat the operations of one "
+            "call and not this code, so it would no longer change: do it in the "
+            "training loop, between steps"
+        )
 
 
 def is_of_types(error: BaseException | None) -> bool:
