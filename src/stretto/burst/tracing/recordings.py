@@ -263,6 +263,10 @@ def _once(
     settings = ModuleSettings(module)
     # A context variable that forward sets is a cache, too.
     context = contextvars.copy_context()
+
+    def again() -> None:
+        record(module, run, (shape, dtype, device), Fakes(module))
+
     try:
         # Their argument checks read values; a run on values disables them.
         distributions.set_default_validate_args(value=False)
@@ -270,7 +274,6 @@ def _once(
             found = context.run(
                 record, module, run, (shape, dtype, device), fakes, reads, check, kept
             )
-            again = partial(record, module, run, (shape, dtype, device), Fakes(module))
             _require_set_once(context, again, type(module).__name__)
     except SpecError:
         raise
