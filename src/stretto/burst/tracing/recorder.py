@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from stretto.burst.boundary import checkpoint_hook, in_checkpoint
@@ -730,7 +731,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             # Counted as within itself: a norm or dropout is recorded as such.
             buffers = buffers_of(module)
             versions = [_version(b) for _, b, _ in buffers]
-            before = set(self._memory_written)
+            before, draws = set(self._memory_written), self._draws
             self._own_run = module
             try:
                 result = self.module(call, module, more, named)
@@ -741,6 +742,8 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
                 if _version(buffer) != version or new:
                     require_known_state(owner, name, place)
                     self._keeps_state |= not isinstance(owner, BatchNorm)
+            if self._keeps_state or self._draws > draws:
+                _require_uncached(module, place)
             own = {storage_of(buffer) for _, buffer, _ in buffers}
             if not is_torchs(module):
                 self._require_no_writes(self._memory_written - before - own, place)
@@ -1045,6 +1048,17 @@ def set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
     """Write into a part of a tensor and return the tensor."""
     tensor[index] = value
     return tensor
+
+
+def _require_uncached(module: nn.Module, place: str) -> None:
+    """Reject a parametrization with state or random numbers that is cached."""
+    held: Any = parametrize
+    if held._cache_enabled and parametrize.is_parametrized(module):  # noqa: SLF001
+        raise SpecError(
+            f"{place}: this layer has a parametrization that changes its state or "
+            "draws random numbers, and is called within torch.nn.utils.parametrize."
+            "cached(), leave that out: layers compute a parametrization at each use"
+        )
 
 
 def _require_own_forwards(module: nn.Module, name: str) -> None:
