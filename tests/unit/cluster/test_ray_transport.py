@@ -599,7 +599,7 @@ def test_the_command_to_join_can_be_pasted_whatever_the_folder(
     [
         ("open", "asks for no token"),
         ("Timed out", "does not answer: Timed out"),
-        ("refused", "asks for a token: name its file.*none, which that variable"),
+        ("refused", "asks for a token: name its file.*none, which is not a file"),
     ],
 )
 def test_a_ray_that_cannot_be_joined_safely_is_refused(
