@@ -343,8 +343,9 @@ def test_a_pair_is_measured_by_a_background_that_began_alone(jobs):
     first = jobs("foreground", device=DEVICE, segments=[[0.02, 0.05]], steps=60)
     assert first.rows()[-1] == {"done": True}
     second.process.stdin.close()
-    (pair, _) = second.rows()
-    row = pair["pair"]
+    found = second.rows()
+    assert len(found) == 2, second.errors()
+    row = found[0]["pair"]
     assert row["policy"] == "fits"
     assert row["task_s"] == pytest.approx(0.01, rel=0.2)
     # Three or four tasks of 10 ms in each window of 50 ms, none in control steps.
