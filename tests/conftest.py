@@ -28,13 +28,11 @@ settings.load_profile("no-deadline")
 os.environ["STRETTO_MEMORY"] = "off"
 
 TAKE_TURNS = {
-    "convert/test_run_convert.py": 3,
     "dist/test_auto.py": 4,
     "dist/test_burst_by_hand.py": 3,
     "dist/test_burst_faults.py": 4,
     "dist/test_burst_features.py": 3,
     "dist/test_burst_outputs.py": 3,
-    "dist/test_burst_uses.py": 5,
     "dist/test_burst_waiting.py": 3,
     "dist/test_dtypes.py": 3,
     "dist/test_elastic.py": 3,
@@ -45,29 +43,22 @@ TAKE_TURNS = {
     "dist/test_frameworks.py": 3,
     "dist/test_horovod_elastic.py": 3,
     "dist/test_horovod_ops_start.py": 3,
-    "lab/test_burst.py": 2,
     "lab/test_demo.py": 3,
     "lab/test_membership.py": 3,
-    "lab/test_run.py": 2,
     "unit/background/test_two_processes.py": 2,
     "unit/burst/test_cache_places.py": 6,
     "unit/burst/test_caches.py": 6,
     "unit/burst/test_capture.py": 4,
-    "unit/burst/test_graph.py": 3,
     "unit/burst/test_inner_calls.py": 2,
     "unit/burst/test_later_captures.py": 2,
-    "unit/burst/test_layout_calls.py": 3,
-    "unit/burst/test_proven.py": 3,
     "unit/burst/test_reads.py": 2,
     "unit/burst/test_recheck.py": 2,
     "unit/burst/checks/test_later_of_all.py": 2,
     "unit/cli/test_run.py": 4,
-    "unit/cluster/test_engines.py": 2,
-    "unit/cluster/test_supervisor.py": 2,
     "unit/planners/test_joint.py": 3,
     "wheel/test_wheel.py": 3,
 }
-"""Files all of whose tests take turns, and how many commits run all of them."""
+"""Files with other turns than their folder: how many commits run all their tests."""
 
 FOLDERS_TURNS = {
     "convert/": 3,
