@@ -142,8 +142,10 @@ class TorchSeam:
             StrettoError: it reads all gradients together, and each rank holds only
                 some; or gradients are this rank's own, since a backward in `no_sync`.
         """
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        self.require_sent("call optimizer.step()", held)
+        self.require_sent(
+            "call optimizer.step()",
+            (p for group in optimizer.param_groups for p in group["params"]),
+        )
         self._is_preparing = False
         if not self.ownership.is_whole():
             if self._stale_guard.is_preparing(optimizer):

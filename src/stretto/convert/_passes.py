@@ -14,7 +14,7 @@ import libcst as cst
 
 from stretto.convert._edit import theirs
 from stretto.convert._models import reaching_training
-from stretto.convert._tree import dotted, found
+from stretto.convert._tree import dotted, found, targets_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -242,12 +242,8 @@ def _decided_before(
 def _changed_in(node: cst.For) -> set[str]:
     """Return the names, also of attributes, that a loop sets."""
     targets: list[cst.BaseExpression] = [node.target]
-    for line in found(node.body, cst.Assign):
-        targets += [t.target for t in line.targets]
-    targets += [line.target for line in found(node.body, cst.AugAssign)]
-    targets += [line.target for line in found(node.body, cst.AnnAssign)]
-    targets += [walrus.target for walrus in found(node.body, cst.NamedExpr)]
-    targets += [inner.target for inner in found(node.body, cst.For)]
+    for inner in found(node.body, cst.CSTNode):
+        targets += targets_of(inner)
     targets += [inner.target for inner in found(node.body, cst.CompFor)]
     targets += [inner.name for inner in found(node.body, cst.AsName)]
     out: set[str] = set()
