@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -160,6 +162,8 @@ class MemberClient:
                     self._on_end(message["end"])
                 if "drain" in message:
                     self._on_drain()
+                if "stacks" in message:
+                    _print_stacks()
                 if (view := view_of(message)) is None:
                     continue
                 with self._changed:
@@ -169,3 +173,10 @@ class MemberClient:
         with self._changed:
             self._is_lost = True
             self._changed.notify_all()
+
+
+def _print_stacks() -> None:
+    """Print where each thread is: the keeper takes this rank for one that hangs."""
+    if sys.__stderr__ is not None:
+        with contextlib.suppress(OSError, ValueError):  # it is closed
+            faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)

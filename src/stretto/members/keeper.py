@@ -54,6 +54,9 @@ _log = get_logger(__name__)
 
 TICK_S = 0.1
 
+_STACKS_S = 0.5
+"""A rank that hangs has this long to print where before it is killed."""
+
 STOPPED_S = 3.0
 """A rank that a signal has stopped for this long is killed."""
 
@@ -119,7 +122,7 @@ class _Rank:
         self.left = False
         self.has_entered = False
         self.drains = False
-        self.is_drained = False
+        self.is_drained = self.is_condemned = False
         self.stopped: Timer | None = None
         self.counts: StepCounts | None = None
         self.slot = 0
@@ -601,14 +604,20 @@ class RankKeeper:
         if not hanging or not (core.waits_long or core.others_wait(now)):
             return
         for rank in hanging:
-            if core.view.rank(rank.member) is None:
+            if core.view.rank(rank.member) is None or rank.is_condemned:
                 continue
             _log.warning(
-                "%s has made no step for %.0f s while others wait: it is killed",
+                "%s has made no step for %.0f s while others wait: it is killed, after "
+                "it has printed where each of its threads is",
                 _name(rank),
                 living[rank].for_s,
             )
-            rank.signal(signal.SIGKILL)
+            rank.is_condemned = True
+            if rank.channel is not None:
+                rank.channel.send({"stacks": True})
+            self._loop.call_in(
+                _STACKS_S, functools.partial(rank.signal, signal.SIGKILL)
+            )
 
     def _report_steps(self) -> None:
         """Pass the ranks' steps on to who has started this keeper."""

@@ -172,6 +172,10 @@ class AbstractMemberGroup(abc.ABC):
             CommTimeout: its first rank is lost.
             RuntimeError: a rank is lost.
         """
+        if self.generation:
+            self.end(
+                generation - 1
+            )  # afterwards, a late call leaves these sockets open
         with self._lock:
             self.generation = generation
             self._before, self._sockets = open_sockets(), set()

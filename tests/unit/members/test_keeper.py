@@ -270,6 +270,12 @@ client.entered(1)
 page = ProgressWriter(os.environ[VARIABLE])
 page.limit_s = 0.2
 page.note(Doing.COMPUTING if client.member == 0 else Doing.WAITING)
+
+def compute_forever():
+    time.sleep(60)
+
+if client.member == 0:
+    compute_forever()
 view = client.next_view(view.generation, timeout_s=60)
 os.write(1, f"view {view.ids}\\n".encode())
 client.left()
@@ -289,6 +295,7 @@ def test_a_rank_that_computes_on_while_others_wait_is_killed(tmp_path: Path) -> 
     )
     assert ended.stdout.splitlines() == ["view (1, 2)"] * 2
     assert "while others wait: it is killed" in ended.stderr
+    assert " in compute_forever" in ended.stderr
 
 
 def test_a_rank_is_hanging_only_while_it_computes() -> None:
