@@ -174,10 +174,8 @@ class Host:
                 if known is None:
                     later = [a for j, a in self.supervisors if j == command.job]
                     assert all(a < command.attempt for a in later)
-                    role = command.spec.role
-                    role = "background" if command.purpose == "profile" else role
                     self.supervisors[key] = Supervisor(
-                        *key, role, command.devices, command.purpose
+                        *key, command.spec.role, command.devices, command.purpose
                     )
                     self.report(ev.STARTED, *key, devices=list(command.devices))
             case StopPart():

@@ -29,7 +29,7 @@ class StartPart:
     spec: Job
 
     purpose: str
-    """`RUN`, or `PROFILE`: measure the job's layers on one device, as a background."""
+    """`RUN`, or `PROFILE`: measure the job's layers on one device."""
 
     devices: tuple[int, ...]
     """Indices on this host, in the order of its ranks."""

@@ -67,14 +67,14 @@ def _start(decision: Start, record: JobRecord, state: State, now_s: float) -> Ev
             for host, numbers in by_host(decision.devices).items()
             for number in numbers
         ]
-    profiled = view.role == view.spec.role
     return Event(
         ev.PLACED,
         now_s,
         decision.job,
         view.attempt + 1,
         data={
-            "purpose": RUN if profiled else PROFILE,
+            "purpose": PROFILE if view.is_profiling else RUN,
+            "role": view.role,
             "devices": devices,
             "method": decision.method,
             "batch": decision.batch,

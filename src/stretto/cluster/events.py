@@ -62,8 +62,8 @@ PLANNED = "planned"
 
 # By the ledger itself.
 PLACED = "placed"
-"""The attempt has its devices. Data: ``purpose``, ``devices`` as pairs of host and
-index in the order of ranks, ``method``, ``batch``."""
+"""The attempt has its devices. Data: ``purpose``, ``role``, ``devices`` as pairs of
+host and index in the order of ranks, ``method``, ``batch``."""
 ATTACHING = "attaching"
 """Data: ``devices``, pairs that are added."""
 DETACHING = "detaching"

@@ -15,7 +15,7 @@ from stretto.cluster.part_spec import PartSpec, ReplanSpec
 from stretto.cluster.views import BURST
 from stretto.lab.ports import free_port
 from stretto.network_interfaces import INTERFACE_VARIABLES, interface_of
-from stretto.schema.job import BACKGROUND, DIRECT
+from stretto.schema.job import DIRECT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +56,7 @@ def part_spec_of(
         job=command.job,
         attempt=command.attempt,
         boot=processes.boot(),
-        role=BACKGROUND if profile else spec.role,
+        role=spec.role,
         launch=launch,
         command=words,
         directory=spec.directory,
@@ -74,7 +74,7 @@ def part_spec_of(
         gang="" if spec.gang is None else spec.gang.kind,
         batch=batch,
         max_loss=spec.background.max_loss,
-        allows_background=spec.background.allow,
+        allows_background=spec.background.allow and not profile,
         signal=spec.restart.signal,
         grace_s=spec.restart.grace_s,
         peers_grace_s=min(_PEERS_GRACE_S, spec.restart.grace_s),

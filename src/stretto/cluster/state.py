@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 from stretto.cluster import events as ev
-from stretto.cluster.commands import RUN
+from stretto.cluster.commands import PROFILE, RUN
 from stretto.cluster.devices import Device
 from stretto.cluster.records import (
     DONE,
@@ -144,8 +144,8 @@ class State:
         burst = spec.burst
         if burst is not None and view.speeds is None:
             if burst.profile is None:
-                view.role, view.minimum, view.maximum = BACKGROUND, 1, 1
-                view.state = PROFILING
+                view.minimum = view.maximum = 1
+                view.is_profiling, view.state = True, PROFILING
             else:
                 record.profile, record.needs_plan = burst.profile, True
                 view.state = PROFILING
@@ -328,7 +328,7 @@ class State:
 
     @staticmethod
     def _as_submitted(view: JobView) -> None:
-        view.role = view.spec.role
+        view.is_profiling = False
         view.minimum, view.maximum = view.spec.gpus.minimum, view.spec.gpus.maximum
 
     def _placed(self, event: Event) -> None:
@@ -337,6 +337,7 @@ class State:
         if record.in_queue:
             self.jobs.remove_waiting(view)
             record.in_queue = False
+        view.role = event.data.get("role") or _former_role(event, view)
         devices = tuple(map(_device, event.data["devices"]))
         attempt = Attempt(
             job=event.job,
@@ -471,12 +472,13 @@ class State:
         record = self.records[event.job]
         view = record.view
         self._no_attempt(record)
+        view.role = view.spec.role
         record.why = event.data["why"]
         view.failures = event.data["failures"]
         if event.data.get("unprofiled"):
             self._as_submitted(view)
-        record.needs_plan = view.role != view.spec.role and bool(record.profile)
-        view.state = PROFILING if view.role != view.spec.role else WAITING
+        record.needs_plan = view.is_profiling and bool(record.profile)
+        view.state = PROFILING if view.is_profiling else WAITING
         view.ready_s = record.not_before_s = event.data["ready_s"]
         self._enqueue(record, event.at_s)
 
@@ -557,6 +559,15 @@ class State:
         if silent != view.is_silent:
             view.is_silent = silent
             self.jobs.show_growth(view)
+
+
+def _former_role(event: Event, view: JobView) -> str:
+    """Return the role of an attempt of an earlier store, which does not name it.
+
+    Jobs were profiled as backgrounds, also beside a foreground.
+    """
+    is_profile = event.data.get("purpose") == PROFILE
+    return BACKGROUND if is_profile else view.spec.role
 
 
 def _device(pair: Sequence[Any]) -> Device:

@@ -72,7 +72,8 @@ class JobView:
     spec: Job
 
     role: str
-    """As in ``spec``; ``background`` while the job is profiled."""
+    """As in ``spec``, also while the job is profiled; `state.State` has an exception
+    for attempts of earlier releases."""
 
     minimum: int
     maximum: int
@@ -86,6 +87,9 @@ class JobView:
     """When it last began to wait."""
 
     state: str = "submitted"
+
+    is_profiling: bool = False
+    """It is being profiled, or waits for that."""
 
     attempt: int = 0
     """The last attempt; 0 before the first."""
@@ -117,8 +121,8 @@ class JobView:
 
     @property
     def allows_background(self) -> bool:
-        """Whether a background may run beside it."""
-        return self.spec.background.allow
+        """Whether a background may run beside it: never beside a measurement."""
+        return self.spec.background.allow and not self.is_profiling
 
     @property
     def memory_bytes(self) -> int:

@@ -255,6 +255,49 @@ def test_a_job_without_a_profile_is_profiled_on_one_device(world):
     assert world.ledger.job(job).speeds is not None
 
 
+@pytest.mark.parametrize("name", registry.NAMES)
+def test_a_foregrounds_profiling_takes_a_device_that_backgrounds_have(name):
+    world = World(registry.get(name), (2, 2))
+    for _ in range(6):
+        world.submit("background", priority=1)
+    world.advance(2.0, 2)
+    job = world.submit(minimum=2, burst="unprofiled")
+    world.advance(4.0, 4)
+    purposes = {s.job: (s.purpose, s.role) for _, s in world.live()}
+    assert purposes[job] == ("profile", "foreground")
+    world.check()
+
+
+@pytest.mark.parametrize("name", registry.NAMES)
+def test_nothing_runs_beside_a_profiling(name):
+    world = World(registry.get(name), (1, 1))
+    first = world.submit(burst="unprofiled")
+    world.submit("background")
+    world.submit("background")
+    world.advance(2.0, 2)
+    used = [(host.name, number) for host, s in world.live() for number in s.devices]
+    assert first in {s.job for _, s in world.live()}
+    assert len(set(used)) == len(used)
+
+
+def test_a_profiling_beside_a_foreground_in_an_earlier_store_goes_on():
+    world = World(registry.get("deeppool"), (5,))
+    foreground = world.submit(minimum=5, burst="profiled")  # two ranks never compute
+    world.advance(4.0, 4)
+    job = world.submit(minimum=1, burst="unprofiled")
+    placed = {"purpose": "profile", "devices": [["h0", 4]], "method": "strong"}
+    ended = {"code": 0, "signaled": False}
+    for event in (
+        ev.Event(ev.PLACED, 5.0, job, 1, data=placed | {"batch": None}),
+        ev.Event(ev.PROFILED, 6.0, job, 1, "h0", {"profile": "/jobs/profile.json"}),
+        ev.Event(ev.ENDED, 7.0, job, 1, "h0", ended),
+    ):
+        world.ledger.apply(event)
+    world.advance(1.0, 1)
+    assert [s.job for _, s in world.live()] == [foreground]
+    assert (state(world, job), world.ledger.job(job).role) == ("waiting", "foreground")
+
+
 def test_a_drain_for_the_end_is_known_also_in_earlier_stores(world):
     host = world.ledger.cluster.hosts["h0"]
     world.ledger.apply(ev.Event(ev.DRAINED, 0.0, host="h0", data={"by": "down"}))
