@@ -14,15 +14,28 @@ import socket
 import struct
 from typing import TYPE_CHECKING, Any, final
 
+from stretto.cluster.loop import now_s
+from stretto.logs import get_logger
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from stretto.cluster.loop import Loop
+    from stretto.cluster.loop import Loop, Timer
+
+_log = get_logger(__name__)
 
 _CHUNK_BYTES = 1 << 16
 _MAX_LINE_BYTES = 16 << 20
 """A longer line ends the connection."""
+
+_MAX_TURN_S = 0.1
+"""Further messages of a peer wait until others had their turn."""
+
+_LOOK_S = 15.0
+_MAX_LOOKS = 4
+"""A peer that takes no byte of its answers between so many looks is given up. Looks are
+counted, not seconds: a host or a process that was stopped has its peers stopped."""
 
 _CREDENTIALS = struct.Struct("3i")
 _PATH_BYTES = 100
@@ -92,7 +105,14 @@ def encoded(message: dict[str, Any]) -> bytes:
 
 @final
 class Channel:
-    """One connection in a loop; messages are sent in order, without blocking."""
+    """One connection in a loop; messages are sent in order, without blocking.
+
+    # Note [Peers that take no answers]
+    With ``max_unsent_bytes``, no further message of a peer is read while more than that
+    waits to be sent, so a peer that asks on and on fills its own memory, not this
+    process's. One that takes nothing for `_MAX_LOOKS` looks is given up, with a line in
+    the log.
+    """
 
     def __init__(
         self,
@@ -100,12 +120,17 @@ class Channel:
         connection: socket.socket,
         on_message: Callable[[Channel, dict[str, Any]], None],
         on_close: Callable[[Channel], None],
+        *,
+        max_unsent_bytes: int | None = None,
     ) -> None:
         connection.settimeout(0.0)
         self._loop, self._connection = loop, connection
         self._on_message, self._on_close = on_message, on_close
         self._input, self._output = bytearray(), bytearray()
-        self._ends = False
+        self._ends = self._is_paused = False
+        self._max_unsent_bytes = max_unsent_bytes
+        self._num_sent = 0
+        self._looks: Timer | None = None
         self.peer: Any = None
         """The owner's note about the peer."""
 
@@ -135,6 +160,8 @@ class Channel:
             return
         self._loop.unwatch(self._connection.fileno())
         self._connection.close()
+        if self._looks is not None:
+            self._looks.cancel()
         self._on_close(self)
 
     def _write(self) -> None:
@@ -142,16 +169,51 @@ class Channel:
             while self._output:
                 sent = self._connection.send(self._output[: 4 * _CHUNK_BYTES])
                 del self._output[:sent]
+                self._num_sent += sent
         except BlockingIOError:
-            pass
+            self._look_later(0, self._num_sent)
         except OSError:
             self.close()
             return
         if self._ends and not self._output:
             self.close()
             return
+        if self._is_paused and not self._is_behind:
+            self._loop.call_in(0.0, self._continue)
+        self._watch()
+
+    def _watch(self) -> None:
+        read = None if self._is_paused else self._read
         write = self._write if self._output else None
-        self._loop.watch(self._connection.fileno(), read=self._read, write=write)
+        self._loop.watch(self._connection.fileno(), read=read, write=write)
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether the peer has to take answers before its messages are read."""
+        most = self._max_unsent_bytes
+        return most is not None and len(self._output) > most
+
+    def _look_later(self, looks: int, num_sent: int) -> None:
+        """Look whether the peer takes answers, unless that is going on."""
+        if self._max_unsent_bytes is None or (self._looks is not None and not looks):
+            return
+
+        def look() -> None:
+            self._looks = None
+            if not self._output:
+                return
+            count = looks + 1 if self._num_sent == num_sent else 0
+            if count < _MAX_LOOKS:
+                self._look_later(count, self._num_sent)
+                return
+            _log.warning(
+                "%s takes no answers: closes its connection, with %d bytes unsent",
+                self.peer or "a client",
+                len(self._output),
+            )
+            self.close()
+
+        self._looks = self._loop.call_in(_LOOK_S, look)
 
     def _read(self) -> None:
         try:
@@ -168,15 +230,31 @@ class Channel:
             if len(self._input) > _MAX_LINE_BYTES:
                 self.close()
             return
-        *lines, rest = self._input.split(b"\n")
-        self._input = bytearray(rest)
-        for line in lines:
-            message = _decoded(bytes(line))
+        self._take_lines()
+
+    def _take_lines(self) -> None:
+        """Pass messages on, unless the peer or others have to do something first."""
+        until_s = now_s() + _MAX_TURN_S
+        while self.is_open and (size := self._input.find(b"\n")) >= 0:
+            if self._is_behind or now_s() > until_s:
+                self._is_paused = True
+                if not self._is_behind:
+                    self._loop.call_in(0.0, self._continue)
+                self._watch()
+                return
+            message = _decoded(bytes(self._input[:size]))
+            del self._input[: size + 1]
             if message is None:
                 self.close()
-            if not self.is_open or message is None:
                 return
             self._on_message(self, message)
+
+    def _continue(self) -> None:
+        """Go on with messages that have arrived, and read again."""
+        if self.is_open and self._is_paused:
+            self._is_paused = False
+            self._watch()
+            self._take_lines()
 
 
 def _decoded(line: bytes) -> dict[str, Any] | None:
@@ -197,8 +275,11 @@ class Listener:
         listener: socket.socket,
         on_message: Callable[[Channel, dict[str, Any]], None],
         on_close: Callable[[Channel], None] = lambda _: None,
+        *,
+        max_unsent_bytes: int | None = None,
     ) -> None:
         """Accept the connections of a listening socket, see `listening`."""
+        self._max_unsent_bytes = max_unsent_bytes
         self._loop, self._on_message, self._user_close = loop, on_message, on_close
         self._socket = listener
         self._channels: set[Channel] = set()
@@ -217,7 +298,13 @@ class Listener:
             if not is_own_peer(connection):
                 connection.close()
                 continue
-            channel = Channel(self._loop, connection, self._on_message, self._closed)
+            channel = Channel(
+                self._loop,
+                connection,
+                self._on_message,
+                self._closed,
+                max_unsent_bytes=self._max_unsent_bytes,
+            )
             self._channels.add(channel)
 
     def _closed(self, channel: Channel) -> None:

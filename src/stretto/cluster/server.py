@@ -7,7 +7,6 @@ send the others again. Supervisors and ranks do not notice.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import signal
 import subprocess
@@ -31,8 +30,8 @@ from stretto.cluster.loop import Loop, Timer, now_s
 from stretto.cluster.part_spec import write_json
 from stretto.cluster.policies import registry
 from stretto.cluster.roles import StoppedHolders
-from stretto.cluster.store import Store, read_events, read_only
-from stretto.cluster.wire import event_of, plain_command, plain_event
+from stretto.cluster.store import Store, read_only, read_page
+from stretto.cluster.wire import event_of, plain_command
 from stretto.errors import SpecError, StoreUnavailable, StrettoError
 from stretto.logs import get_logger
 from stretto.schema import codec
@@ -54,8 +53,8 @@ _AHEAD_S = 60.0
 """The cluster's clock may be so far ahead of the host's without a word."""
 
 _MAX_MEETINGS = 4096
-_MAX_ROWS = 1000
-"""Events in one answer."""
+_MAX_UNSENT_BYTES = 1 << 20
+"""Of answers to one client; see the note of `channel.Channel`."""
 
 
 def _text(value: object) -> str:
@@ -162,6 +161,7 @@ class Server:
             listening(self.folders.socket),
             self._on_message,
             self._on_close,
+            max_unsent_bytes=_MAX_UNSENT_BYTES,
         )
 
     def _keep_socket(self) -> None:
@@ -388,13 +388,10 @@ class Server:
         since, job = int(message["since"]), message.get("job")
         if job is not None:
             job = self.ledger.job(str(job)).id
-        found = []
         database = read_only(self.folders.root)
         with contextlib.closing(database):
-            rows = read_events(database, self.folders.root, since=since, job=job)
-            for seq, event in itertools.islice(rows, _MAX_ROWS):
-                found.append({"seq": seq} | plain_event(event))
-        return {"events": found}
+            rows = read_page(database, self.folders.root, since=since, job=job)
+        return {"events": rows}
 
 
 _HANDLERS: dict[str, Callable[[Server, dict[str, Any]], dict[str, Any]]] = {

@@ -22,7 +22,12 @@ from stretto.cluster import processes
 from stretto.cluster.events import STEP
 from stretto.cluster.step_thinning import StepThinning
 from stretto.cluster.tables import TABLES, Rows, changed_rows
-from stretto.cluster.wire import data_of, event_of_row, row_of_event
+from stretto.cluster.wire import (
+    data_of,
+    event_of_row,
+    plain_event_of_row,
+    row_of_event,
+)
 from stretto.errors import ClusterError, StoreUnavailable
 from stretto.logs import get_logger
 
@@ -42,7 +47,15 @@ _VERSION = 1
 _BUSY_S = 2.0
 """How long to wait for a reader's lock; WAL readers never hold one for long."""
 
+_DAMAGE = (sqlite3.Error, ValueError, TypeError, KeyError, AttributeError)
+"""What reading a damaged file raises."""
+
 _COLUMNS = "seq, at_s, kind, job, attempt, host, data, agent, agent_seq"
+_DATA = 5
+"""The place of ``data`` in a row, without ``seq``."""
+
+PAGE_ROWS, PAGE_BYTES = 1000, 1 << 19
+"""Of the events in one answer to a client."""
 
 _EVENTS = """
 CREATE TABLE IF NOT EXISTS events (
@@ -216,13 +229,41 @@ def read_events(
     Raises:
         ClusterError: the file is damaged.
     """
-    query = (
+    query = _query(job=job, steps=steps)
+    yield from _rows_of(database, folder, query, {"since": since, "job": job})
+
+
+def _query(*, job: str | None, steps: bool = True) -> str:
+    return (
         f"SELECT {_COLUMNS} FROM events WHERE seq > :since"
         + ("" if job is None else " AND job = :job")
         + ("" if steps else f" AND kind != '{STEP}'")
         + " ORDER BY seq"
     )
-    yield from _rows_of(database, folder, query, {"since": since, "job": job})
+
+
+def read_page(
+    database: sqlite3.Connection, folder: Path, *, since: int, job: str | None
+) -> list[dict[str, Any]]:
+    """Return the next kept events after a number as plain JSON, with their numbers.
+
+    At most `PAGE_ROWS`, and none after `PAGE_BYTES`; no event only if none is left.
+
+    Raises:
+        ClusterError: the file is damaged.
+    """
+    found: list[dict[str, Any]] = []
+    size = 0
+    values = {"since": since, "job": job}
+    try:
+        for seq, *row in database.execute(_query(job=job), values):
+            found.append({"seq": seq} | plain_event_of_row(row))
+            size += len(row[_DATA])
+            if len(found) >= PAGE_ROWS or size >= PAGE_BYTES:
+                break
+    except _DAMAGE as exc:
+        raise _damaged(folder, exc) from exc
+    return found
 
 
 def _rows_of(
@@ -231,11 +272,15 @@ def _rows_of(
     try:
         for seq, *row in database.execute(query, values):
             yield seq, event_of_row(row)
-    except (sqlite3.Error, ValueError, TypeError, KeyError) as exc:
-        raise ClusterError(
-            f"{folder / DATABASE}: is damaged: {exc}. Move it away and start again; "
-            "jobs that run now end when their watchdog fires"
-        ) from exc
+    except _DAMAGE as exc:
+        raise _damaged(folder, exc) from exc
+
+
+def _damaged(folder: Path, exc: Exception) -> ClusterError:
+    return ClusterError(
+        f"{folder / DATABASE}: is damaged: {exc}. Move it away and start again; jobs "
+        "that run now end when their watchdog fires"
+    )
 
 
 def read_table(database: sqlite3.Connection, table: str) -> list[dict[str, Any]]:

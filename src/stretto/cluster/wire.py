@@ -56,6 +56,28 @@ def event_of_row(row: Sequence[Any]) -> Event:
     )
 
 
+def plain_event_of_row(row: Sequence[Any]) -> dict[str, Any]:
+    """Return what `plain_event` makes of the event of a row, mostly without decoding.
+
+    Raises:
+        ValueError: the row is damaged.
+    """
+    at_s, kind, job, attempt, host, text, agent, agent_seq = row
+    data = _renamed(json.loads(text))
+    if "spec" in data and data["spec"].get("made_by") != codec.MADE_BY:
+        data = plain_data(data_of(data))  # of another release: with the present names
+    return {
+        "kind": kind,
+        "at_s": at_s,
+        "job": job,
+        "attempt": attempt,
+        "host": host,
+        "data": data,
+        "agent": agent or "",
+        "agent_seq": agent_seq or 0,
+    }
+
+
 def plain_event(event: Event) -> dict[str, Any]:
     """Return an event as plain JSON."""
     plain = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}

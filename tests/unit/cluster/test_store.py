@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sqlite3
 import stat
@@ -18,7 +19,14 @@ from stretto.cluster.ledger import Ledger
 from stretto.cluster.part_spec import base_environment, rank_commands
 from stretto.cluster.policies import registry
 from stretto.cluster.state import State
-from stretto.cluster.store import Store, read_events, read_only, read_spec, read_table
+from stretto.cluster.store import (
+    Store,
+    read_events,
+    read_only,
+    read_page,
+    read_spec,
+    read_table,
+)
 from stretto.cluster.tables import TABLES, all_rows
 from stretto.errors import ClusterError, SpecError, StoreUnavailable
 from stretto.schema import codec
@@ -101,6 +109,31 @@ def test_a_store_that_calls_a_method_a_way_is_read_and_renamed(tmp_path):
     found = again._database.execute("SELECT job, method FROM attempts").fetchall()
     assert found == rows
     again.close()
+
+
+@pytest.mark.parametrize("made_by", [codec.MADE_BY, "stretto 0.1.0"])
+def test_a_page_of_events_is_what_the_events_are_as_json(tmp_path, made_by):
+    store = Store(tmp_path / "cluster")
+    busy(World(registry.get("deeppool"), (2, 2), store))
+    expected = [
+        {"seq": seq} | wire.plain_event(event)
+        for seq, event in read_events(store._database, store._folder)
+    ]
+    store._database.execute(
+        "UPDATE events SET data = replace(data, ?, ?)", (codec.MADE_BY, made_by)
+    )
+    found = read_page(store._database, store._folder, since=0, job=None)
+    assert found == json.loads(json.dumps(expected))
+    store.close()
+
+
+def test_a_page_of_large_events_has_few_of_them(tmp_path, monkeypatch):
+    store = Store(tmp_path / "cluster")
+    busy(World(registry.get("deeppool"), (2, 2), store))
+    monkeypatch.setattr(stores, "PAGE_BYTES", 1)
+    page = read_page(store._database, store._folder, since=3, job=None)
+    assert [row["seq"] for row in page] == [4]
+    store.close()
 
 
 def test_a_restart_goes_on(world):
