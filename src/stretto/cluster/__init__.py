@@ -9,7 +9,7 @@ keeps the events, and `coordinator` joins ledger, store and clock for an engine.
 `state`, `records` and `devices` are what the ledger holds, `consequences` and
 `outstanding` what follows from it, `decisions` what a policy's decisions become, and
 `reports` checks what agents send. `tables` and `wire` are rows and JSON of all that;
-`step_thinning` removes old rows.
+`step_thinning` removes old rows, and `store_release` refuses a later release's store.
 `engine_sim` executes commands in virtual time, for traces that `traces` reads and
 `replay` runs, with speeds of `speeds`. None of these imports torch.
 

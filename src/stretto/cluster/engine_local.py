@@ -19,7 +19,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from stretto.cluster import channel, processes
+from stretto.cluster import channel, processes, store_release
 from stretto.cluster.folders import Folders, Settings
 from stretto.cluster.loop import Loop, now_s
 from stretto.cluster.part_spec import LOCK_FILE
@@ -29,6 +29,7 @@ from stretto.cluster.roles import (
     continue_stopped,
     end_holders,
 )
+from stretto.cluster.store import DATABASE
 from stretto.errors import ClusterError, Infeasible, SpecError, StrettoError
 
 if TYPE_CHECKING:
@@ -213,6 +214,7 @@ def _start(folders: Folders, settings: Settings) -> dict[str, Any]:
             "with `stretto cluster down`, or start another with --folder"
         )
     _refuse_strangers(folders, settings)
+    store_release.check_unopened(folders.root / DATABASE)
     folders.save_settings(settings)
     with contextlib.suppress(OSError):
         folders.ending.touch(mode=0o600)  # now: later the disk may be full

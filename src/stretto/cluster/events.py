@@ -99,6 +99,28 @@ FROM_AGENTS = frozenset(
     )
 )
 
+BY_THE_COORDINATOR = frozenset(
+    (
+        SUBMITTED,
+        REFUSED,
+        STOP_REQUESTED,
+        DRAINED,
+        OPENED,
+        PLANNED,
+        PLACED,
+        ATTACHING,
+        DETACHING,
+        STOPPING,
+        LOST,
+        REQUEUED,
+        DONE,
+        FAILED,
+        STOPPED,
+    )
+)
+
+KINDS = FROM_AGENTS | BY_THE_COORDINATOR
+
 ENDS = (DONE, FAILED, STOPPED)
 
 

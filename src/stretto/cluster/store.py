@@ -18,9 +18,10 @@ import os
 import sqlite3
 from typing import TYPE_CHECKING, Any, final
 
-from stretto.cluster import processes
-from stretto.cluster.events import STEP
+from stretto.cluster import processes, store_release
+from stretto.cluster.events import KINDS, STEP
 from stretto.cluster.step_thinning import StepThinning
+from stretto.cluster.store_release import FORMAT
 from stretto.cluster.tables import TABLES, Rows, changed_rows
 from stretto.cluster.wire import (
     data_of,
@@ -43,7 +44,6 @@ _log = get_logger(__name__)
 
 DATABASE, LOCK = "cluster.db", "coordinator.lock"
 
-_VERSION = 1
 _BUSY_S = 2.0
 """How long to wait for a reader's lock; WAL readers never hold one for long."""
 
@@ -91,13 +91,15 @@ class Store:
         """Open or create the store of a folder.
 
         Raises:
-            ClusterError: another coordinator has it, or it cannot be opened; the
-                message says which, and the next step.
+            ClusterError: another coordinator has it, a later release has written it,
+                or it cannot be opened; the message says which, and the next step.
         """
         self._folder = folder
+        store_release.check_unopened(folder / DATABASE)
         self._lock = _locked(folder)
         try:
             self._database = _opened(folder / DATABASE)
+            self._is_noted = store_release.is_noted(self._database)
             self._thinning = StepThinning(self._database)
         except BaseException:
             os.close(self._lock)
@@ -110,6 +112,9 @@ class Store:
             ClusterError: the file is damaged.
         """
         for _, event in read_events(self._database, self._folder, steps=False):
+            if event.kind not in KINDS:
+                release = f"a later release of stretto (events of kind {event.kind!r})"
+                raise store_release.is_later(self._folder / DATABASE, release)
             yield event
 
     def last_steps(self) -> Iterator[Event]:
@@ -153,11 +158,14 @@ class Store:
         try:
             with self._database:
                 self._database.execute("BEGIN IMMEDIATE")
+                if not self._is_noted:
+                    store_release.note(self._database)
                 self._database.executemany(
                     "INSERT OR IGNORE INTO events VALUES (NULL,?,?,?,?,?,?,?,?)",
                     [row_of_event(event) for event in events],
                 )
                 _write(self._database, rows)
+            self._is_noted = True
             state.dirty.clear()
             for event in events:
                 if event.kind == STEP:
@@ -255,6 +263,7 @@ def read_page(
     found: list[dict[str, Any]] = []
     size = 0
     values = {"since": since, "job": job}
+    row: list[Any] = []
     try:
         for seq, *row in database.execute(_query(job=job), values):
             found.append({"seq": seq} | plain_event_of_row(row))
@@ -262,21 +271,25 @@ def read_page(
             if len(found) >= PAGE_ROWS or size >= PAGE_BYTES:
                 break
     except _DAMAGE as exc:
-        raise _damaged(folder, exc) from exc
+        raise _unreadable(folder, exc, row) from exc
     return found
 
 
 def _rows_of(
     database: sqlite3.Connection, folder: Path, query: str, values: dict[str, Any]
 ) -> Iterator[tuple[int, Event]]:
+    row: list[Any] = []
     try:
         for seq, *row in database.execute(query, values):
             yield seq, event_of_row(row)
     except _DAMAGE as exc:
-        raise _damaged(folder, exc) from exc
+        raise _unreadable(folder, exc, row) from exc
 
 
-def _damaged(folder: Path, exc: Exception) -> ClusterError:
+def _unreadable(folder: Path, exc: Exception, row: Sequence[Any]) -> ClusterError:
+    """Return the error for a row that cannot be read."""
+    if row and (release := store_release.writer_of(row[_DATA])):
+        return store_release.is_later(folder / DATABASE, release)
     return ClusterError(
         f"{folder / DATABASE}: is damaged: {exc}. Move it away and start again; jobs "
         "that run now end when their watchdog fires"
@@ -343,20 +356,15 @@ def _opened(path: Path) -> sqlite3.Connection:
     """Return the writer's connection.
 
     Raises:
-        ClusterError: the file is of another version, damaged, or cannot be opened.
+        ClusterError: a later release has written the file, or it cannot be opened.
     """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         database = sqlite3.connect(
             path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
         )
+        store_release.check(database, path)
         version = database.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, _VERSION):
-            database.close()
-            raise ClusterError(
-                f"{path}: has version {version}, this stretto writes {_VERSION}: "
-                "upgrade stretto, or move the file away"
-            )
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")
         database.execute(_EVENTS)
@@ -370,8 +378,8 @@ def _opened(path: Path) -> sqlite3.Connection:
         found = database.execute("SELECT name FROM pragma_table_info('attempts')")
         if ("way",) in found.fetchall():  # its name in earlier stores
             database.execute("ALTER TABLE attempts RENAME COLUMN way TO method")
-        if version != _VERSION:  # a full disk would refuse to write it again
-            database.execute(f"PRAGMA user_version = {_VERSION}")
+        if version != FORMAT:  # a full disk would refuse to write it again
+            database.execute(f"PRAGMA user_version = {FORMAT}")
     except (sqlite3.Error, OSError) as exc:
         raise ClusterError(f"{path}: cannot be opened: {exc}") from exc
     try:

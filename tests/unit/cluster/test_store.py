@@ -10,8 +10,8 @@ import stat
 
 import pytest
 
+from stretto.cluster import engine_local, processes, server, step_thinning, wire
 from stretto.cluster import events as ev
-from stretto.cluster import processes, server, step_thinning, wire
 from stretto.cluster import store as stores
 from stretto.cluster.coordinator import Clock, Coordinator
 from stretto.cluster.folders import Folders, Settings
@@ -325,12 +325,58 @@ def test_a_stop_that_cannot_be_kept_says_so_and_happens_once_it_can(world, store
     assert not world.ledger.cluster.hosts[world.hosts[0].name].is_drained
 
 
-def test_a_store_of_another_version_is_refused(tmp_path):
-    first = Store(tmp_path)
-    first._database.execute("PRAGMA user_version = 99")
-    first.close()
-    with pytest.raises(ClusterError, match="version 99"):
+LATER = {
+    "format": "PRAGMA user_version = 99",
+    "note": "UPDATE releases SET release = 'stretto 9.1.0'",
+    "job": "UPDATE events SET data = replace(data, 'stretto 0', 'stretto 9')",
+    "version": "UPDATE events SET data = "
+    """replace(data, '"schema_version": 1', '"schema_version": 7')""",
+    "kind": "UPDATE events SET kind = 'teleported' WHERE kind = 'placed'",
+}
+
+
+@pytest.mark.parametrize("change", LATER)
+def test_a_store_of_a_later_release_is_called_so_and_stays_as_it_is(tmp_path, change):
+    world = World(registry.get("fifo"), (2, 2), Store(tmp_path))
+    busy(world)
+    assert world.store._database.execute(LATER[change]).rowcount
+    world.store.close()
+    before = (tmp_path / stores.DATABASE).read_bytes()
+    with pytest.raises(ClusterError) as refused:
+        World(registry.get("fifo"), (2, 2), Store(tmp_path))
+    assert (tmp_path / stores.DATABASE).read_bytes() == before
+    assert "was written by" in str(refused.value)
+    assert "upgrade stretto" in str(refused.value)
+
+
+def test_the_release_that_wrote_a_store_is_named(tmp_path):
+    with_job = World(registry.get("fifo"), (2, 2), Store(tmp_path))
+    with_job.store._database.execute(LATER["note"])
+    with_job.store.close()
+    with pytest.raises(ClusterError, match=r"written by stretto 9\.1\.0, this is"):
         Store(tmp_path)
+
+
+def test_a_start_on_a_store_of_a_later_release_changes_no_file(tmp_path):
+    world = World(registry.get("fifo"), (2, 2), Store(tmp_path))
+    world.store._database.execute(LATER["note"])
+    world.store.close()
+    tmp_path.chmod(0o700)
+    settings = Settings(hosts={"host0": ("cpu:0",)}, policy="fifo")
+    with pytest.raises(ClusterError, match="was written by"):
+        engine_local.start(Folders(tmp_path), settings)
+    assert not Folders(tmp_path).settings.exists()
+
+
+def test_an_earlier_store_that_names_no_release_is_opened(tmp_path):
+    world = World(registry.get("fifo"), (2, 2), Store(tmp_path))
+    world.store._database.execute("DROP TABLE releases")
+    world.store.close()
+    again = World(registry.get("fifo"), (2, 2), Store(tmp_path))
+    again.submit()
+    found = again.store._database.execute("SELECT release FROM releases").fetchall()
+    assert found == [(codec.MADE_BY,)]
+    again.store.close()
 
 
 def test_after_a_store_was_moved_away_no_job_gets_an_earlier_ones_files(tmp_path):
