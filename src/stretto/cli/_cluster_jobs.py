@@ -6,7 +6,6 @@ import getpass
 import json
 import os
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -254,8 +253,7 @@ class _Log:
 
     def _put(self, piece: bytes) -> None:
         if not self._is_json:
-            sys.stdout.buffer.write(piece)
-            sys.stdout.buffer.flush()
+            click.echo(piece, nl=False)
             return
         *lines, self._rest = (self._rest + piece).split(b"\n")
         row = {"rank": self._rank, "attempt": self._attempt}

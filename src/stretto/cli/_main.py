@@ -6,8 +6,11 @@ Exit codes: 0 done, 1 failed, 2 wrong input, 3 no feasible plan, or changes foun
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import sys
+import traceback
 from typing import Any
 
 import click
@@ -82,3 +85,25 @@ def main(args: list[str] | None = None, **extra: Any) -> None:
         )
         click.echo(f"stretto: error: {text}", err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        # A pipe that its reader has closed is click's: it ends silently.
+        if not _is_of_output(error):
+            raise
+        _drop_output()
+        why = f"the output cannot be written: {error.strerror}"
+        click.echo(f"stretto: error: {why}", err=True)
+        sys.exit(1)
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Return whether an error comes from printing, which is all by `click.echo`."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code is click.echo.__code__ for frame, _ in frames)
+
+
+def _drop_output() -> None:
+    """Let the end of the interpreter not try to write what is left, and fail."""
+    with contextlib.suppress(OSError, ValueError):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
@@ -21,7 +22,6 @@ from support.clusters import WAITS, await_file, await_that
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 Run = Any
 
@@ -90,6 +90,26 @@ def await_end(run: Run, job: str) -> dict[str, Any]:
 
     await_that(has_ended, lambda: str(found))
     return found
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", ["status", "list --all", "events --json", "logs JOB"])
+def test_output_on_a_full_disk_ends_with_one_line(
+    root: Path, run: Run, tmp_path: Path, words: str
+) -> None:
+    job = submitted(run, job_file(tmp_path, "echo hello"))
+    await_that(lambda: "hello" in run("logs", job)[1], lambda: "it has no log")
+    names = words.replace("JOB", job).split()
+    with Path("/dev/full").open("w") as full:
+        found = subprocess.run(
+            [sys.executable, "-m", "stretto", "cluster", *names, "--folder", str(root)],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    why = "the output cannot be written: No space left on device"
+    assert (found.returncode, found.stderr) == (1, f"stretto: error: {why}\n")
 
 
 def test_a_relative_folder_begins_at_the_job_file(run: Run, tmp_path: Path) -> None:
