@@ -271,9 +271,11 @@ class _Log:
 @as_json
 def stop_command(jobs: tuple[str, ...], folders: Folders, is_json: bool) -> None:
     """Stop jobs: signal their ranks, and kill them after their grace."""
+    # All names are checked before the first job is stopped.
+    named = [engine_local.ask(folders, {"do": "show", "job": job}) for job in jobs]
     found: list[str] = []
     try:
-        for job in jobs:
+        for job in dict.fromkeys(row["job"] for row in named):
             message = {"do": "stop", "job": job, "user": _user()}
             found.append(engine_local.ask(folders, message)["job"])
     finally:  # the cluster may refuse one after others were stopped

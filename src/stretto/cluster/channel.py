@@ -207,7 +207,7 @@ class Channel:
                 self._look_later(count, self._num_sent)
                 return
             _log.warning(
-                "%s takes no answers: closes its connection, with %d bytes unsent",
+                "%.80s takes no answers: closes its connection, with %d bytes unsent",
                 self.peer or "a client",
                 len(self._output),
             )

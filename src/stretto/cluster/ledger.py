@@ -199,7 +199,7 @@ class Ledger:
         found = self.cluster.hosts.get(host)
         if found is None:
             names = ", ".join(self.cluster.hosts) or "none has joined"
-            raise SpecError(f"host {host!r} is unknown; hosts: {names}")
+            raise SpecError(f"host {host!r:.80} is unknown; hosts: {names}")
         return found
 
     def _check_fits(self, spec: Job) -> None:
@@ -455,7 +455,9 @@ class Ledger:
         if record is None:
             named = [r for r in self.state.records.values() if r.view.spec.name == job]
             if not named:
-                raise SpecError(f"job {job!r} is unknown: see `stretto cluster list`")
+                raise SpecError(
+                    f"job {job!r:.80} is unknown: see `stretto cluster list`"
+                )
             record = named[-1]
         return record.view
 

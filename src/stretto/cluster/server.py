@@ -53,6 +53,9 @@ _AHEAD_S = 60.0
 """The cluster's clock may be so far ahead of the host's without a word."""
 
 _MAX_MEETINGS = 4096
+_MAX_TEXT = 2000
+"""Characters of an error in an answer or in the log."""
+
 _MAX_UNSENT_BYTES = 1 << 20
 """Of answers to one client; see the note of `channel.Channel`."""
 
@@ -60,6 +63,13 @@ _MAX_UNSENT_BYTES = 1 << 20
 def _text(value: object) -> str:
     """Return a message's text, in which UTF-8 can encode all: the store is UTF-8."""
     return str(value).encode(errors="replace").decode()
+
+
+def _bounded(text: str) -> str:
+    """Return what an answer or the log says, which may quote a request."""
+    if len(text) <= _MAX_TEXT:
+        return text
+    return f"{text[:_MAX_TEXT]}... ({len(text)} characters)"
 
 
 def wall_s() -> float:
@@ -207,21 +217,22 @@ class Server:
             try:
                 self._on_push(channel, message)
             except (StrettoError, KeyError, TypeError, ValueError) as error:
-                _log.warning("an agent's message is invalid: %r", error)
+                why = _bounded(repr(error))
+                _log.warning("an agent's message is invalid: %s", why)
                 channel.close()
             return
         answer = _HANDLERS.get(str(message.get("do")), Server._unknown)
         try:
             found = answer(self, message)
         except StrettoError as error:
-            found = {"error": str(error), "exit": error.exit_code}
+            found = {"error": _bounded(str(error)), "exit": error.exit_code}
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            found = {"error": f"invalid request: {error!r}", "exit": 2}
+            found = {"error": _bounded(f"invalid request: {error!r}"), "exit": 2}
         except Exception as error:
             # An answer, or the same request would come again and again. The next
             # coordinator continues from the store; here, a change may be half done.
             log = self.folders.coordinator_log
-            why = f"the coordinator failed ({error!r}) and starts again: see {log}"
+            why = f"the coordinator failed ({error!r:.500}) and starts again: see {log}"
             channel.send({"error": why, "exit": 1})
             raise
         channel.send(found)
@@ -336,7 +347,11 @@ class Server:
     # requests of the command line
 
     def _unknown(self, message: dict[str, Any]) -> dict[str, Any]:
-        raise SpecError(f"unknown request {message.get('do')!r}")
+        known = ", ".join(["push", *_HANDLERS])
+        raise SpecError(
+            f"unknown request {message.get('do')!r:.80}; known are {known}. Command "
+            "and coordinator may be of two releases: start the cluster again"
+        )
 
     def _submit(self, message: dict[str, Any]) -> dict[str, Any]:
         source = str(message.get("source", "job"))
@@ -362,7 +377,7 @@ class Server:
     def _known(self, message: dict[str, Any]) -> str:
         host = str(message["host"])
         if host not in (hosts := self.folders.hosts(self.settings)):
-            raise SpecError(f"{host}: no such host; there are {', '.join(hosts)}")
+            raise SpecError(f"{host:.80}: no such host; there are {', '.join(hosts)}")
         return host
 
     def _list(self, _message: dict[str, Any]) -> dict[str, Any]:

@@ -311,10 +311,13 @@ def test_what_was_submitted_before_a_refusal_is_printed(
     assert (code, [row["file"] for row in json.loads(out)["jobs"]]) == (3, [str(good)])
 
 
-def test_what_was_stopped_before_a_refusal_is_printed(run: Run, tmp_path: Path) -> None:
+def test_no_job_is_stopped_if_a_name_is_unknown(run: Run, tmp_path: Path) -> None:
     job = submitted(run, job_file(tmp_path, WAITS))
     code, out, err = run("stop", job, "no-such-job")
-    assert (code, out, "no-such-job" in err) == (2, f"stopping {job}\n", True)
+    assert (code, out, "no-such-job" in err) == (2, "", True)
+    kinds = run("events", "--job", job)[1]
+    assert "stop-requested" not in kinds
+    assert run("stop", job, job)[1] == f"stopping {job}\n"
 
 
 def test_a_huge_job_file_is_refused(run: Run, tmp_path: Path) -> None:

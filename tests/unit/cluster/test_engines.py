@@ -62,7 +62,7 @@ from stretto.cluster import engine_local, processes, server
 from stretto.cluster.folders import Folders, Settings
 from stretto.cluster.part_spec import ATTEMPT_VARIABLE, PartSpec
 from stretto.cluster.processes import marked_processes
-from stretto.errors import ClusterError, Infeasible, SpecError
+from stretto.errors import ClusterError, Infeasible, SpecError, StrettoError
 from stretto.schema.burst import BurstPlan
 from stretto.schema.collocation import Collocation
 from stretto.schema.job import BurstOptions
@@ -206,6 +206,32 @@ def test_an_invalid_request_is_refused_and_ends_no_coordinator(
     with pytest.raises(SpecError, match="invalid request"):
         shared.ask("events", since=since)
     assert shared.pid("coordinator") == before
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"do": "x" * 100_000},
+        {"do": ["x" * 100_000]},
+        {"do": "show", "job": "x" * 100_000},
+        {"do": "drain", "host": "x" * 100_000},
+        {"do": "events", "since": "x" * 100_000},
+        {"do": "submit", "spec": "x" * 100_000, "user": "me", "source": "x" * 100_000},
+    ],
+    ids=lambda message: str(message["do"])[:10],
+)
+def test_no_answer_and_no_log_quotes_a_long_request_whole(
+    shared: Cluster, message: dict[str, Any]
+) -> None:
+    with pytest.raises(StrettoError) as refused:
+        engine_local.ask(shared.folders, message)
+    assert len(str(refused.value)) < 3000
+    assert "x" * 3000 not in shared.folders.coordinator_log.read_text()
+
+
+def test_an_unknown_request_is_told_which_are_known(shared: Cluster) -> None:
+    with pytest.raises(SpecError, match="unknown request 'dance'; known are push, sub"):
+        shared.ask("dance")
 
 
 def test_a_coordinator_that_fails_in_a_request_answers_it_first(
