@@ -34,8 +34,9 @@ _MAX_TURN_S = 0.1
 
 _LOOK_S = 15.0
 _MAX_LOOKS = 4
-"""A peer that takes no byte of its answers between so many looks is given up. Looks are
-counted, not seconds: a host or a process that was stopped has its peers stopped."""
+"""A peer that takes no byte of its answers from one look to the next is given up at the
+last of these. They are counted, not their seconds: while a host or this process is
+stopped, no peer can take anything."""
 
 _CREDENTIALS = struct.Struct("3i")
 _PATH_BYTES = 100
@@ -250,7 +251,7 @@ class Channel:
             self._on_message(self, message)
 
     def _continue(self) -> None:
-        """Go on with messages that have arrived, and read again."""
+        """Pass on messages that have arrived, and read again."""
         if self.is_open and self._is_paused:
             self._is_paused = False
             self._watch()

@@ -41,9 +41,9 @@ DETACHED = "detached"
 """A background attempt uses exactly these devices of ``host``, and no longer touches
 the others. Data: ``devices``, the indices that are left."""
 STEP = "step"
-"""Progress, about every 10 s. Data: ``step``, ``step_s``, ``samples_per_s``,
-``idle_ratios`` by rank; all optional. Nothing follows from it, and most old ones are
-removed (`step_thinning`)."""
+"""Progress, about every 10 s. Data: ``step``, ``step_s``, ``samples_per_s``, ``idle_s``
+of a rank that makes none for long; all optional. Nothing follows from it, and most old
+ones are removed (`step_thinning`)."""
 PAUSED = "paused"
 RESUMED = "resumed"
 SLOWED = "slowed"

@@ -48,7 +48,7 @@ _BUSY_S = 2.0
 """How long to wait for a reader's lock; WAL readers never hold one for long."""
 
 _DAMAGE = (sqlite3.Error, ValueError, TypeError, KeyError, AttributeError)
-"""What reading a damaged file raises."""
+"""Errors of reading a damaged file."""
 
 _COLUMNS = "seq, at_s, kind, job, attempt, host, data, agent, agent_seq"
 _DATA = 5
