@@ -43,8 +43,6 @@ TAKE_TURNS = {
     "dist/test_frameworks.py": 3,
     "dist/test_horovod_elastic.py": 3,
     "dist/test_horovod_ops_start.py": 3,
-    "lab/test_demo.py": 3,
-    "lab/test_membership.py": 3,
     "unit/background/test_two_processes.py": 2,
     "unit/burst/test_cache_places.py": 6,
     "unit/burst/test_caches.py": 6,
@@ -63,7 +61,7 @@ TAKE_TURNS = {
 FOLDERS_TURNS = {
     "convert/": 3,
     "dist/": 5,
-    "lab/": 2,
+    "lab/": 3,
     "unit/burst/": 3,
     "unit/cli/": 2,
     "unit/cluster/": 2,

@@ -58,12 +58,20 @@ def own_identity() -> Identity:
     )
 
 
+def boot_id() -> str:
+    """Return what no other start of this host has.
+
+    Raises:
+        OSError: it is unknown.
+    """
+    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+
+
 @functools.cache
 def kernel_id() -> str:
     """Return the boot and the namespace of process ids; empty if unknown."""
     try:
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink(_PROC / 'self/ns/pid')}"  # noqa: PTH115
+        return f"{boot_id()} {os.readlink(_PROC / 'self/ns/pid')}"  # noqa: PTH115
     except OSError:
         return "" if sys.platform == "linux" else f"{sys.platform} {host_name()}"
 

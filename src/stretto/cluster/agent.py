@@ -36,6 +36,7 @@ from stretto.cluster.part_spec import (
 from stretto.cluster.part_start import part_spec_of, profile_path
 from stretto.cluster.roles import StoppedHolders, continue_stopped
 from stretto.cluster.wire import command_of
+from stretto.process_identity import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -383,7 +384,7 @@ def _name(fence: Fence) -> str:
 
 def _end_of_killed(part: PartSpec) -> dict[str, Any]:
     """Return how an attempt ended whose supervisor could not say so."""
-    if part.boot and part.boot != processes.boot():
+    if part.boot and part.boot != boot_id():
         # As a lost host, which counts as no failure of the job.
         why = "its host was started again while it ran"
         return {"code": None, "why": why, "signaled": True}

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.cluster import processes
 from stretto.cluster.commands import PROFILE
 from stretto.cluster.part_spec import PartSpec, ReplanSpec
 from stretto.cluster.views import BURST
 from stretto.lab.ports import free_port
 from stretto.network_interfaces import INTERFACE_VARIABLES, interface_of
+from stretto.process_identity import boot_id
 from stretto.schema.job import DIRECT
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def part_spec_of(
     return PartSpec(
         job=command.job,
         attempt=command.attempt,
-        boot=processes.boot(),
+        boot=boot_id(),
         role=spec.role,
         launch=launch,
         command=words,

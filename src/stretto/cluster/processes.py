@@ -27,11 +27,6 @@ _CLEAN_LOOKS = 3
 """Looks at all processes, one after the other, that must find none."""
 
 
-def boot() -> str:
-    """Return what no other start of this host has."""
-    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-
-
 def children_of(pid: int) -> list[int]:
     """Return the processes whose parent is a process, ended ones included."""
     found = []

@@ -34,6 +34,7 @@ from stretto.cluster.store import Store, read_only, read_page
 from stretto.cluster.wire import event_of, plain_command
 from stretto.errors import SpecError, StoreUnavailable, StrettoError
 from stretto.logs import get_logger
+from stretto.process_identity import boot_id
 from stretto.schema import codec
 from stretto.schema.job import Job
 
@@ -84,7 +85,7 @@ def steady_wall(folders: Folders, last_s: float = 0.0) -> Callable[[], float]:
     move it. If it was behind the last kept event, it continues from there: a clock that
     each coordinator began there would lengthen what jobs wait for.
     """
-    boot = processes.boot()
+    boot = boot_id()
     try:
         found = json.loads(folders.clock.read_bytes())
         kept_s = float(found["base_s"]) if found["boot"] == boot else None

@@ -17,6 +17,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from stretto.process_identity import boot_id
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -131,8 +133,7 @@ def clock_name() -> str:
     On Linux all processes of a host share it, unless a time namespace shifts it.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/time').readlink()}"
+        return f"{boot_id()} {Path('/proc/self/ns/time').readlink()}"
     except OSError:
         return str(uuid.uuid4())
 
