@@ -1,6 +1,6 @@
 """Clipping by parts, against PyTorch's DDP and its clipping.
 
-Ranks poison what is pending, so everything counts as under way until it is settled.
+Ranks poison what is pending, so everything counts as under way until it is finished.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Overlap with the next forward, against the same buckets without it.
 
 Ranks poison what is pending (``STRETTO_POISON``): buckets count as unfinished until
-something reads, and a read that settles nothing finds NaN.
+something reads, and a read that finishes nothing finds NaN.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def rank_leaves_pending(rank: int, size: int) -> list[Any]:
     return [*found, *order]
 
 
-def test_each_module_settles_its_own_bucket(ranks: Any) -> None:
+def test_each_module_finishes_its_own_bucket(ranks: Any) -> None:
     everything = [
         f"{module}.{name}"
         for module in ("first", "second", "last")
@@ -632,7 +632,7 @@ for step in range(3):
 pending = any(type(p) is not nn.Parameter for p in net.parameters())
 if rank == 0:
     net[0].weight.sum()
-print("pending" if pending else "settled")
+print("pending" if pending else "finished")
 """
 
 

@@ -74,17 +74,17 @@ def kept_by_all(rank: int, size: int, folder: str) -> dict[str, Any]:
     torch.manual_seed(0)
     slow_s = SLOW_S if rank == 2 else 0.0
     model = stretto.DistributedDataParallel(Slow(slow_s, 0.0), plan=plan_of(size))
-    keeper = model._keeper
-    assert keeper is not None
+    artifacts = model._artifacts
+    assert artifacts is not None
     began_s = time.perf_counter()
     train(model, RECORDED_STEPS + 3)
     trained_s = time.perf_counter() - began_s
-    ended = keeper.wait(40.0)
+    ended = artifacts.wait(40.0)
     for name in ("STRETTO_TRACE", "STRETTO_REPORT"):
         del os.environ[name]
     return {
-        "done": keeper.done and ended,
-        "forgotten": model._keeper is None,
+        "done": artifacts.done and ended,
+        "forgotten": model._artifacts is None,
         "trained_s": trained_s,
         **recorded_by_hand(rank, size),
         **calls_when_off(size),

@@ -107,7 +107,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         **kwargs: Any,
     ) -> None:
         self._auto: AutoPlan | None = None
-        self._keeper: RunArtifacts | None = None
+        self._artifacts: RunArtifacts | None = None
         negotiates = kwargs.get("order") == NEGOTIATED
         if plan == AUTO:
             plan = DDP_RULE if negotiates else os.environ.get(PLAN_VARIABLE) or AUTO
@@ -165,9 +165,9 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         rank = self._ranks.rank
         # Its state is by bucket, and it gathers records through the group's store.
         if not negotiates and backends.supported(self._backend):
-            self._keeper = RunArtifacts.of_environment(rank, title=title_of(self))
-            if self._keeper is not None and rank == 0:
-                weakref.finalize(self, self._keeper.end)
+            self._artifacts = RunArtifacts.of_environment(rank, title=title_of(self))
+            if self._artifacts is not None and rank == 0:
+                weakref.finalize(self, self._artifacts.end)
         self._tuning = wire_dtype, options
         self._may_forward = overlap == AUTO
         if not automatic or self._ranks.size == 1:
@@ -199,7 +199,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             name=type(self.module).__name__.lower(),
             wire_dtype=wire_dtype,
             on_settled=weakly(self._settled),
-            on_unfinished=self._keeper and self._keeper.unfinished,
+            on_unfinished=self._artifacts and self._artifacts.unfinished,
             options=options,
             forward=self._may_forward,
         )
@@ -235,15 +235,15 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
     @without_dynamo
     def _before_forward(self) -> None:
         """Count an evaluation, or record a step; other ranks do not take part."""
-        auto, keeper = self._auto, self._keeper
+        auto, artifacts = self._auto, self._artifacts
         if auto is not None and not torch.is_grad_enabled():
             auto.evaluated()
-        if keeper is None or not torch.is_grad_enabled():
+        if artifacts is None or not torch.is_grad_enabled():
             return
         if auto is None or auto.settled:
-            keeper.before_forward(self)
-            if keeper.done:
-                self._keeper = None
+            artifacts.before_forward(self)
+            if artifacts.done:
+                self._artifacts = None
 
     def _step_reduced(self) -> None:
         """Measure, plan and apply, until tuning is done."""
@@ -267,8 +267,8 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         super()._begin_captured()
 
     def _settled(self, settled: TuningResult) -> None:
-        if self._keeper is not None:
-            self._keeper.settled(settled)
+        if self._artifacts is not None:
+            self._artifacts.settled(settled)
         if self._on_settled is not None:
             self._on_settled(settled)
 
@@ -315,7 +315,7 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         return {
             **attributes,
             "_auto": None,
-            "_keeper": None,
+            "_artifacts": None,
             "_counts_steps": False,
             "_begins_late": False,
         }

@@ -540,17 +540,17 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             self._planned.overlap.end_forward()
 
     def _begin_overlap(self, overlap: ForwardOverlap, *, compiled: bool) -> None:
-        """Settle what this forward can't wait for until it is read."""
+        """Finish what this forward can't wait for until it is read."""
         if compiled or self._join_config.enable:
             overlap.armed = False
-            overlap.settle_all()
+            overlap.finish_all()
             overlap.warn(
                 "the whole model is compiled, so its reads of parameters don't show"
                 if compiled
                 else "ranks may join"
             )
         if not self.training:
-            overlap.settle_all()
+            overlap.finish_all()
         overlap.begin_forward()
 
     @without_dynamo
@@ -675,7 +675,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             self._numerics.warn_unchecked("a communication hook has taken over")
         if self._planned is None:
             return
-        self._settle_forward()
+        self._finish_forward()
         self._planned.hand_over()
         if self._comm_ready and self._ranks.rank == 0:
             _log.warning(
@@ -690,7 +690,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
     # Copies and pickles.
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle_forward()
+        self._finish_forward()
         observer = self._observer
         self._observe(None)
         parent: Any = super()

@@ -260,12 +260,12 @@ class ReplaceableReducerDDP(RankedDDP):
         if end is not None:
             end()
 
-    def _settle_forward(self) -> None:
+    def _finish_forward(self) -> None:
         """Finish what is under way between a backward and the next forward."""
         if self._reads is not None:
-            self._reads.settle_all()
+            self._reads.finish_all()
         if self._planned is not None and self._planned.overlap is not None:
-            self._planned.overlap.settle_all()
+            self._planned.overlap.finish_all()
 
     def _build_group(
         self, module: nn.Module, group: dist.ProcessGroup, plan: Plan
@@ -342,7 +342,7 @@ class ReplaceableReducerDDP(RankedDDP):
         ``agree`` gets this rank's error, if any. It returns on every rank or raises on
         every rank; if it raises, every rank is unchanged.
         """
-        self._settle_forward()
+        self._finish_forward()
         before = (self._planned, self._plan, self._watched, self.reducer, self.logger)
         trouble: Exception | None = None
         planned = None
@@ -500,7 +500,7 @@ class ReplaceableReducerDDP(RankedDDP):
         """
         if self._plan is None:
             return
-        self._settle_forward()
+        self._finish_forward()
         reducer, logger = self.reducer, self.logger
         self._waiting_plan = None
         self._rebuild_reducer(None, None)

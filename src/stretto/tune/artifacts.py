@@ -83,7 +83,7 @@ class RunArtifacts:
 
     @classmethod
     def of_environment(cls, rank: int, *, title: str) -> RunArtifacts | None:
-        """Return the keeper that the environment requests, if any.
+        """Return the artifacts that the environment requests, if any.
 
         Rank 0 writes alone what it alone knows; timelines include all ranks.
         """

@@ -114,13 +114,13 @@ def test_the_threads_of_torch_s_compiler_are_no_reason(
 
 
 class _Pending:
-    settled = 0
+    finished = 0
 
-    def settle_for_thread(self) -> None:
-        self.settled += 1
+    def finish_for_thread(self) -> None:
+        self.finished += 1
 
 
-def test_a_thread_s_start_settles_until_nothing_is_attached() -> None:
+def test_a_thread_s_start_finishes_until_nothing_is_attached() -> None:
     start, one, two = threading.Thread.start, _Pending(), _Pending()
     other_threads.attach(one)
     other_threads.attach(two)
@@ -133,7 +133,7 @@ def test_a_thread_s_start_settles_until_nothing_is_attached() -> None:
     thread.start()
     thread.join()
     other_threads.detach(two)
-    assert (one.settled, two.settled) == (1, 2)
+    assert (one.finished, two.finished) == (1, 2)
     assert threading.Thread.start is start
 
 

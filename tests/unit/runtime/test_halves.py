@@ -157,10 +157,10 @@ def test_squares_of_a_large_float32_tensor_are_exact_where_torch_s_norm_is_not()
 
 
 class Owner:
-    """Knows the norms of its gradients, and multiplies them when they are settled."""
+    """Knows the norms of its gradients, and multiplies them when they are finished."""
 
     def __init__(self, gradients: list[torch.Tensor]) -> None:
-        self.settled = 0
+        self.finished = 0
         self.real = gradients
         self.parameters = [nn.Parameter(torch.zeros_like(g)) for g in gradients]
         overlap: Any = self
@@ -169,26 +169,26 @@ class Owner:
             for i, p in enumerate(self.parameters)
         ]
         for member, gradient in zip(self.members, gradients, strict=True):
-            member.lazy = wrap(gradient, self.settle, member, None, by_parts=True)
+            member.lazy = wrap(gradient, self.finish, member, None, by_parts=True)
             member.parameter.grad = member.lazy
 
-    def settle(self) -> None:
-        self.settled += 1
+    def finish(self) -> None:
+        self.finished += 1
         for member in self.members:
             lazy = member.lazy
-            if lazy is not None and lazy.settle is not None:
-                lazy.settle = None
+            if lazy is not None and lazy.finish is not None:
+                lazy.finish = None
                 for multiply, factor in member.factors:
                     multiply(lazy.target, factor)
 
     def norm_of(self, member: BucketMember) -> torch.Tensor | None:
-        return None if self.settled else self.real[member.place].norm()
+        return None if self.finished else self.real[member.place].norm()
 
     def scale(self, member: BucketMember, multiply: Any, factor: Any) -> None:
         member.factors.append((multiply, factor))
 
     def show_gradients(self) -> None:
-        self.settle()
+        self.finish()
 
 
 def gradients() -> list[torch.Tensor]:
@@ -206,23 +206,23 @@ def plain() -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
-def test_clipping_settles_nothing(foreach: bool | None, max_norm: float) -> None:
+def test_clipping_finishes_nothing(foreach: bool | None, max_norm: float) -> None:
     owner, others = Owner(gradients()), plain()
     norm = nn.utils.clip_grad_norm_(owner.parameters, max_norm, foreach=foreach)
     wanted = nn.utils.clip_grad_norm_(others, max_norm, foreach=foreach)
-    assert not owner.settled
+    assert not owner.finished
     assert norm == wanted
-    owner.settle()
+    owner.finish()
     for real, other in zip(owner.real, others, strict=True):
         assert other.grad is not None
         assert torch.equal(real, other.grad)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, float("inf"), 3.0])
-def test_other_norms_settle_and_are_exact(norm_type: float) -> None:
+def test_other_norms_finish_and_are_exact(norm_type: float) -> None:
     owner, others = Owner(gradients()), plain()
     norm = nn.utils.clip_grad_norm_(owner.parameters, 0.5, norm_type)
-    assert owner.settled
+    assert owner.finished
     assert norm == nn.utils.clip_grad_norm_(others, 0.5, norm_type)
 
 
@@ -237,7 +237,7 @@ def test_a_gradient_beside_wrappers_is_clipped_too() -> None:
     owner.parameters[0].grad = owner.real[0]
     nn.utils.clip_grad_norm_(owner.parameters, 0.5, foreach=True)
     nn.utils.clip_grad_norm_(others, 0.5, foreach=True)
-    owner.settle()
+    owner.finish()
     for real, other in zip(owner.real, others, strict=True):
         assert other.grad is not None
         assert torch.equal(real, other.grad)

@@ -1,7 +1,7 @@
-"""Ways to read a pending parameter: each settles it first, or finds no value.
+"""Ways to read a pending parameter: each finishes it first, or finds no value.
 
-One process: an owner that "settles" by filling the parameter with ones stands in for
-the overlap of a model, so a read that settles nothing finds NaN.
+One process: an owner that "finishes" by filling the parameter with ones stands in for
+the overlap of a model, so a read that finishes nothing finds NaN.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ EYE = torch.eye(4)
 
 
 class Owner:
-    """Settles one parameter."""
+    """Finishes one parameter."""
 
     def __init__(self) -> None:
         self.parameter = nn.Parameter(torch.full((4, 4), float("nan")))
         overlap: Any = self
         self.member = BucketMember(overlap, "weight", self.parameter, 0, 0, 0)
-        self.settled = False
+        self.finished = False
         assert guard(self.member, [])
         raw_access.watch(self)
 
     def touch(self, _member: BucketMember) -> None:
         unguard(self.member)
-        if not self.settled:
-            self.settled = True
+        if not self.finished:
+            self.finished = True
             with undisturbed():
                 self.parameter.fill_(1.0)
 
-    def settle_all(self, *, keep_hooks: bool = False) -> None:
+    def finish_all(self, *, keep_hooks: bool = False) -> None:
         self.touch(self.member)
 
-    def settle_to_compile(self) -> None:
+    def finish_to_compile(self) -> None:
         self.touch(self.member)
 
     def close(self) -> None:
@@ -261,7 +261,7 @@ def assert_equal(found: Any, expected: Any) -> None:
 def test_a_read_finds_the_updated_value(owner: Owner, name: str) -> None:
     expected = READS[name](nn.Parameter(torch.ones(4, 4)))
     assert_equal(READS[name](owner.parameter), expected)
-    assert owner.settled
+    assert owner.finished
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
@@ -271,7 +271,7 @@ def test_a_collective_sends_the_updated_value(
     with torch.no_grad():
         expected = COLLECTIVES[name](nn.Parameter(torch.ones(4, 4)))
         assert_equal(COLLECTIVES[name](owner.parameter), expected)
-    assert owner.settled
+    assert owner.finished
 
 
 @pytest.mark.parametrize("use", [SCRIPTED, _disabled, Double.apply])
@@ -283,7 +283,7 @@ def test_gradients_of_an_unasked_read_are_the_parameter_s(
     assert torch.equal(owner.parameter.grad, torch.full((4, 4), 2.0))
 
 
-def test_metadata_and_the_gradient_s_place_settle_nothing(owner: Owner) -> None:
+def test_metadata_and_the_gradient_s_place_finish_nothing(owner: Owner) -> None:
     p = owner.parameter
     p.grad = torch.ones(4, 4)
     p.grad = None
@@ -296,11 +296,11 @@ def test_metadata_and_the_gradient_s_place_settle_nothing(owner: Owner) -> None:
     )
     assert p.grad is None
     assert isinstance(p, nn.Parameter)
-    assert not owner.settled
+    assert not owner.finished
     assert torch.Tensor.size in METADATA
 
 
-def test_a_settled_parameter_is_as_before(owner: Owner) -> None:
+def test_a_finished_parameter_is_as_before(owner: Owner) -> None:
     owner.touch(owner.member)
     assert type(owner.parameter) is nn.Parameter
     assert owner.parameter.data_ptr() != 0

@@ -2,7 +2,7 @@
 
 # Note [A wrapper in place of the gradient]
 After a backward, ``p.grad`` of an unfinished bucket is a `LazyGradient`: a tensor
-without memory. Whatever reads or writes it first settles all buckets, which puts the
+without memory. Whatever reads or writes it first finishes all buckets, which puts the
 real gradients back, and then runs on the real one. Python's operations arrive in
 ``__torch_function__``, and those of C++ (the engine's accumulation) in
 ``__torch_dispatch__``. ``p.grad is None`` and ``p.grad = None`` touch nothing.
@@ -46,16 +46,16 @@ class LazyGradient(torch.Tensor):
     """A gradient under way. See Note [A wrapper in place of the gradient]."""
 
     target: torch.Tensor | None
-    """The gradient itself, which is complete once all buckets are settled."""
+    """The gradient itself, which is complete once all buckets are finished."""
 
-    settle: Callable[[], None] | None
-    """Settles all buckets; ``None`` once they are."""
+    finish: Callable[[], None] | None
+    """Finishes all buckets; ``None`` once they are."""
 
     member: Any
-    """The parameter in its bucket; ``None`` once its bucket is settled."""
+    """The parameter in its bucket; ``None`` once its bucket is finished."""
 
     part: Any
-    """The same if norms are known before gradients, also after it is settled."""
+    """The same if norms are known before gradients, also after it is finished."""
 
     @classmethod
     def __torch_function__(
@@ -65,7 +65,7 @@ class LazyGradient(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Settle, then call ``func`` with the real gradients."""
+        """Finish, then call ``func`` with the real gradients."""
         if func in _BY_PARTS and args and _NAMED.issuperset(kwargs or ()):
             found = _BY_PARTS[func](func, *args, **(kwargs or {}))
             if found is not None:
@@ -84,7 +84,7 @@ class LazyGradient(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Settle, then run an operator on the real gradients."""
+        """Finish, then run an operator on the real gradients."""
         _show_gradients(args)
         named = {k: _real(v, wait=True) for k, v in (kwargs or {}).items()}
         return func(*(_real(value, wait=True) for value in args), **named)
@@ -93,8 +93,8 @@ class LazyGradient(torch.Tensor):
 def _real(value: Any, *, wait: bool) -> Any:
     """Return a value with the real gradient in place of each wrapper."""
     if isinstance(value, LazyGradient):
-        if wait and value.settle is not None:
-            value.settle()
+        if wait and value.finish is not None:
+            value.finish()
         return value.target
     if type(value) in (list, tuple):
         return type(value)(_real(v, wait=wait) for v in value)
@@ -225,8 +225,8 @@ def _forget_norms(value: Any) -> None:
     if isinstance(value, LazyGradient):
         part = getattr(value, "part", None)
         if part is not None:
-            if value.settle is not None:
-                value.settle()
+            if value.finish is not None:
+                value.finish()
             part.version = None
     elif isinstance(value, list | tuple):
         for item in value:
@@ -245,7 +245,7 @@ def _show_gradients(values: Any) -> None:
 
 def wrap(
     real: torch.Tensor,
-    settle: Callable[[], None],
+    finish: Callable[[], None],
     member: Any,
     used: LazyGradient | None,
     *,
@@ -268,7 +268,7 @@ def wrap(
             layout=real.layout,
         )
     assert lazy is not None  # noqa: S101
-    lazy.target, lazy.settle, lazy.member = real, settle, member
+    lazy.target, lazy.finish, lazy.member = real, finish, member
     lazy.part = member if by_parts else None
     return lazy
 

@@ -29,25 +29,25 @@ class Overlap(Protocol):
         """Say once why a step does not overlap with forward."""
 
     def refuse(self, why: str) -> None:
-        """Settle all for an optimizer's step that can't be deferred; say why, if known.
+        """Finish all for an optimizer's step that can't be deferred; say why, if known.
 
         An empty reason is one of which the program needs no warning.
         """
 
-    def settle_finished(self) -> None:
-        """Settle the buckets whose communication has ended."""
+    def finish_ended(self) -> None:
+        """Finish the buckets whose communication has ended."""
 
     def defer(self, update: DeferredUpdate, members: Iterable[BucketMember]) -> None:
-        """Execute an optimizer's step on these members when they are settled."""
+        """Execute an optimizer's step on these members when they are finished."""
 
     def touch(self, member: BucketMember) -> None:
-        """Settle a member's bucket, because something reads the member."""
+        """Finish a member's bucket, because something reads the member."""
 
     def enter(self) -> None:
-        """Settle buckets that no read has settled, as the model's forward starts."""
+        """Finish buckets that no read has finished, as the model's forward starts."""
 
-    def settle_all(self, *, keep_hooks: bool = False) -> None:
-        """Settle all buckets."""
+    def finish_all(self, *, keep_hooks: bool = False) -> None:
+        """Finish all buckets."""
 
     def norm_of(self, member: BucketMember) -> torch.Tensor | None:
         """Return the 2-norm of a member's gradient if it is known before that."""
@@ -55,10 +55,10 @@ class Overlap(Protocol):
     def scale(
         self, member: BucketMember, multiply: Callable[..., Any], factor: Any
     ) -> None:
-        """Multiply a member's gradient in place, at the latest as it is settled."""
+        """Multiply a member's gradient in place, at the latest as it is finished."""
 
     def show_gradients(self) -> None:
-        """Settle all, and put gradients in place of the wrappers that remain."""
+        """Finish all, and put gradients in place of the wrappers that remain."""
 
 
 @final
@@ -106,7 +106,7 @@ class BucketMember:
 
         self.lazy: LazyGradient | None = None
         self.gradient: torch.Tensor | None = None
-        """The gradient of an unfinished bucket; complete once that is settled."""
+        """The gradient of an unfinished bucket; complete once that is finished."""
 
         self.update: DeferredUpdate | None = None
         """The optimizer's step that is to be executed on this parameter."""
@@ -115,7 +115,7 @@ class BucketMember:
         """Functions and factors that multiply the gradient once it is complete."""
 
         self.version: int | None = None
-        """Of a settled gradient whose norm is known: as long as nothing writes it."""
+        """Of a finished gradient whose norm is known: as long as nothing writes it."""
 
         self.group = 0
         """Index of the optimizer's parameter group, while there is an update."""
@@ -159,7 +159,7 @@ class BucketMember:
         lazy = self.lazy
         if lazy is None:
             return
-        lazy.settle = lazy.member = lazy.part = None
+        lazy.finish = lazy.member = lazy.part = None
         # Refers to it: the member, this variable and the call's argument.
         if sys.getrefcount(lazy) > _OWN_REFERENCES:
             self.lazy = None

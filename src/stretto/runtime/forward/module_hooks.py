@@ -1,4 +1,4 @@
-"""Settle a module's parameters when the module is called.
+"""Finish a module's parameters when the module is called.
 
 # Note [Hooks only while something is pending]
 Every module of the model has a pre-hook from an optimizer's step to the end of the next
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from stretto.runtime.forward.member import BucketMember, Overlap
 
-_KEY = "stretto-settle"
+_KEY = "stretto-finish"
 """Of the hook among a module's; handles of other hooks have numbers."""
 
 _INERT = contextlib.nullcontext().__exit__
@@ -28,7 +28,7 @@ _INERT = contextlib.nullcontext().__exit__
 
 
 @final
-class _SettlingHook:
+class _FinishingHook:
     """The pre-hook of one module."""
 
     __slots__ = ("_below", "_is_root", "_overlap", "_own")
@@ -48,7 +48,7 @@ class _SettlingHook:
 
     def __call__(self, module: nn.Module, _args: Any) -> None:
         if not torch.is_grad_enabled():
-            self._overlap.settle_all()
+            self._overlap.finish_all()
             return
         if self._is_root:
             self._overlap.enter()
@@ -58,11 +58,11 @@ class _SettlingHook:
                 self._overlap.touch(member)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._overlap.settle_all(keep_hooks=True)
+        self._overlap.finish_all(keep_hooks=True)
         return _INERT
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._overlap.settle_all(keep_hooks=True)
+        self._overlap.finish_all(keep_hooks=True)
         return _INERT.__reduce_ex__(protocol)
 
 
@@ -75,7 +75,7 @@ class ModuleHooks:
         self._root = root
         self._installed = False
         self._compiled: tuple[nn.Module, ...] = ()
-        self._rows: list[tuple[nn.Module, _SettlingHook]] = []
+        self._rows: list[tuple[nn.Module, _FinishingHook]] = []
         self.at_entry: tuple[BucketMember, ...] = ()
         """Members inside compiled modules, whose hooks would be compiled, too."""
 
@@ -95,7 +95,7 @@ class ModuleHooks:
         self._rows = [
             (
                 module,
-                _SettlingHook(
+                _FinishingHook(
                     self._overlap,
                     _members(module.parameters(recurse=False), of),
                     _members(module.parameters(), of),

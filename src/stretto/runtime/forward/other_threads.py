@@ -1,11 +1,11 @@
 """Threads that may read parameters while another one trains.
 
 # Note [Nothing is pending beside another thread]
-A pending parameter changes its implementation in C++ when it is settled, and gradients
+A pending parameter changes its implementation in C++ when it is finished, and gradients
 are exchanged. A thread that is inside an operator on one of them does not hold the
 interpreter's lock, and would use what is no longer there. So nothing is pending
 while a thread of the program runs beside the training, and a thread that is started
-settles everything first. Threads of this package and of libraries that only move data
+finishes everything first. Threads of this package and of libraries that only move data
 or wait are no reason.
 """
 
@@ -53,8 +53,8 @@ _NAMES = "stretto-"
 class _User(Protocol):
     """Something that may be pending."""
 
-    def settle_for_thread(self) -> None:
-        """Settle it, and leave parameters and gradients as they are without it."""
+    def finish_for_thread(self) -> None:
+        """Finish it, and leave parameters and gradients as they are without it."""
 
 
 _users: weakref.WeakSet[_User] = weakref.WeakSet()
@@ -110,13 +110,13 @@ def _compiling() -> set[threading.Thread]:
 
 
 def attach(user: _User) -> None:
-    """Settle something before each start of a thread."""
+    """Finish something before each start of a thread."""
     global _start
     _users.add(user)
     if _start is None:
         place: Any = threading.Thread
         _start = place.start
-        place.start = _settling(_start)
+        place.start = _finishing(_start)
 
 
 def detach(user: _User) -> None:
@@ -129,12 +129,12 @@ def detach(user: _User) -> None:
         place.start, _start = _start, None
 
 
-def _settling(start: Any) -> Any:
+def _finishing(start: Any) -> Any:
     @functools.wraps(start)
-    def settle(self: threading.Thread) -> None:
+    def finish(self: threading.Thread) -> None:
         if _users and not _is_harmless(self):
             for user in list(_users):
-                user.settle_for_thread()
+                user.finish_for_thread()
         start(self)
 
-    return settle
+    return finish

@@ -6,19 +6,19 @@
    buckets are `LazyGradient`s.
 2. ``optimizer.step()``: the step is deferred for parameters with such gradients
    (`steps.py`), which become `PendingParameter`s (`pending.py`).
-3. The next forward: each module's call settles the buckets of its own parameters, and
-   so does any other read. To settle a bucket is to wait for its works, to put its
+3. The next forward: each module's call finishes the buckets of its own parameters, and
+   so does any other read. To finish a bucket is to wait for its works, to put its
    gradients back, and to execute the optimizer's step on its parameters.
-4. The end of forward settles the rest.
+4. The end of forward finishes the rest.
 
 Ranks only wait here, each for itself: all collectives were launched before backward
-returned. So ranks may settle at different places.
+returned. So ranks may finish at different places.
 
 # Note [Reads that nothing shows]
 Code that gets a parameter's address without asking, outside of its module's call, would
 read a value before its update. So a parameter counts as *seen* only after a read of it
-has settled something; until then its bucket is settled as forward begins, and its class
-only watches. In a model whose reads all show, that is one step.
+has finished something; until then its bucket is finished as forward begins, and its
+class only watches. In a model whose reads all show, that is one step.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 POISON_VARIABLE = "STRETTO_POISON"
-"""``1``: what is pending is NaN until it is settled, so a read that settles nothing
+"""``1``: what is pending is NaN until it is finished, so a read that finishes nothing
 can't go unnoticed. For tests."""
 
 COMPILATIONS = 4
@@ -117,7 +117,7 @@ class ForwardOverlap:
         self._lock = threading.RLock()
         self._poisons = is_poisoned()
         self._unfinished: dict[int, torch.Tensor] = {}
-        """The reduced data of buckets that are not settled, in launch order."""
+        """The reduced data of buckets that are not finished, in launch order."""
 
         self._poisoned: dict[int, torch.Tensor] = {}
         """In poison mode, the Reducer's own buckets."""
@@ -147,7 +147,7 @@ class ForwardOverlap:
 
         self._halves: Halves | None = None
         self._wrapped: dict[BucketMember, None] = {}
-        """Members whose settled gradients are still wrapped, until the step."""
+        """Members whose finished gradients are still wrapped, until the step."""
 
         self.waits = False
         """Whether this backward's communication is waited for as it ends."""
@@ -206,9 +206,9 @@ class ForwardOverlap:
         return why is None
 
     def begin_backward(self, *, waits: bool) -> None:
-        """Settle what is left; forward has done it unless it was another backward."""
+        """Finish what is left; forward has done it unless it was another backward."""
         self.waits = waits
-        self.settle_all()
+        self.finish_all()
         self._put_back()
         if self._halves is not None:
             self._halves.begin()
@@ -271,7 +271,7 @@ class ForwardOverlap:
         if why is not None:
             self.warn(why)
         if why is not None or self.waits:
-            self.settle_all()
+            self.finish_all()
 
     def _replace_gradient(self, member: BucketMember) -> str | None:
         """Set a wrapper as gradient; return why it must be complete at once, if so."""
@@ -284,7 +284,7 @@ class ForwardOverlap:
         member.gradient = gradient
         member.lazy = wrap(
             gradient,
-            self.settle_all,
+            self.finish_all,
             member,
             member.lazy,
             by_parts=self._halves is not None,
@@ -306,20 +306,20 @@ class ForwardOverlap:
     # Between backward and forward.
 
     def refuse(self, why: str) -> None:
-        """Settle all for an optimizer's step that can't be deferred; say why."""
+        """Finish all for an optimizer's step that can't be deferred; say why."""
         self.show_gradients()
         if why:
             self.warn(why)
 
-    def settle_finished(self) -> None:
-        """Settle the buckets whose communication has ended."""
+    def finish_ended(self) -> None:
+        """Finish the buckets whose communication has ended."""
         if not self._poisons:
             with self._lock:
                 for index in self._arrived():
-                    self._settle((index,))
+                    self._finish((index,))
 
     def defer(self, update: DeferredUpdate, members: Iterable[BucketMember]) -> None:
-        """Execute an optimizer's step on these members when they are settled."""
+        """Execute an optimizer's step on these members when they are finished."""
         with self._lock:
             found = [member for member in members if member.gradient is not None]
             # As after a step: a backward of an older graph must fail.
@@ -348,13 +348,13 @@ class ForwardOverlap:
     # Norms before gradients. See Note [Clipping by parts] in `halves`.
 
     def norm_of(self, member: BucketMember) -> torch.Tensor | None:
-        """Return the 2-norm of a gradient that nothing has written; settle nothing."""
+        """Return the 2-norm of a gradient that nothing has written; finish nothing."""
         lazy = member.lazy
         if self._halves is None or lazy is None or lazy.target is None:
             return None
         gradient = lazy.target
         with self._lock, undisturbed():
-            if lazy.settle is not None:
+            if lazy.finish is not None:
                 if member.factors:
                     return None
             elif member.version != gradient._version:  # noqa: SLF001
@@ -371,7 +371,7 @@ class ForwardOverlap:
         lazy = member.lazy
         assert lazy is not None  # noqa: S101
         with self._lock, undisturbed():
-            if lazy.settle is not None:
+            if lazy.finish is not None:
                 if isinstance(factor, torch.Tensor):
                     factor = factor.detach().clone()
                 member.factors.append((multiply, factor))
@@ -392,12 +392,12 @@ class ForwardOverlap:
                     other.version = gradient._version  # noqa: SLF001
 
     def show_gradients(self) -> None:
-        """Settle all, and put gradients in place of the wrappers that remain."""
-        self.settle_all()
+        """Finish all, and put gradients in place of the wrappers that remain."""
+        self.finish_all()
         self._put_back()
 
     def _put_back(self) -> None:
-        """Put settled gradients in place of their wrappers."""
+        """Put finished gradients in place of their wrappers."""
         if not self._wrapped:
             return
         with self._lock, undisturbed():
@@ -409,41 +409,41 @@ class ForwardOverlap:
                     member.release_lazy()
             self._wrapped.clear()
 
-    # Settle.
+    # Finish.
 
     def touch(self, member: BucketMember) -> None:
-        """Settle a member's bucket, because something reads the member."""
+        """Finish a member's bucket, because something reads the member."""
         with self._lock:
             if self._in_forward:
                 self._seen.add(member.name)
             self._unwatch(member)
             if member.update is not None:
-                self._settle((member.bucket,))
+                self._finish((member.bucket,))
 
-    def settle_all(self, *, keep_hooks: bool = False) -> None:
-        """Settle all buckets."""
+    def finish_all(self, *, keep_hooks: bool = False) -> None:
+        """Finish all buckets."""
         steps.show_hidden()
         with self._lock:
             if self._unfinished or self._pending:
                 left = {m.bucket: None for m in self._pending}
-                self._settle(tuple({**self._unfinished, **left}))
+                self._finish(tuple({**self._unfinished, **left}))
             if not keep_hooks and not self._watched:
                 self._module_hooks.remove()
 
-    def settle_for_thread(self) -> None:
-        """Settle all, because a thread starts; it finds the usual parameters."""
+    def finish_for_thread(self) -> None:
+        """Finish all, because a thread starts; it finds the usual parameters."""
         with self._lock:
-            self.settle_all(keep_hooks=True)
+            self.finish_all(keep_hooks=True)
             for member in list(self._watched):
                 self._unwatch(member)
 
-    def settle_to_compile(self) -> None:
-        """Settle all, so that code is compiled for the parameters' usual class.
+    def finish_to_compile(self) -> None:
+        """Finish all, so that code is compiled for the parameters' usual class.
 
         Where that happens in many steps, compiled code outside of the model reads
         parameters: it would be compiled again in each step.
         """
-        self.settle_all(keep_hooks=True)
+        self.finish_all(keep_hooks=True)
         self._compilations.add(self._step)
         if self.armed and len(self._compilations) > COMPILATIONS:
             self.armed = False
@@ -451,7 +451,7 @@ class ForwardOverlap:
                 "compiled functions read parameters outside of the model's forward"
             )
 
-    def _settle(self, indices: Sequence[int]) -> None:
+    def _finish(self, indices: Sequence[int]) -> None:
         """Wait for buckets and execute the steps on their members."""
         with undisturbed():
             try:
@@ -519,7 +519,7 @@ class ForwardOverlap:
                 member.factors = []
 
     def _stay_wrapped(self, member: BucketMember) -> None:
-        """Keep the wrapper of a settled gradient, which answers for its norm.
+        """Keep the wrapper of a finished gradient, which answers for its norm.
 
         Otherwise a rank on which something reads a gradient would compute the norm
         itself, and clip by another factor than the others.
@@ -527,7 +527,7 @@ class ForwardOverlap:
         lazy = member.lazy
         member.gradient = None
         if lazy is not None:
-            lazy.settle = lazy.member = None
+            lazy.finish = lazy.member = None
             self._wrapped[member] = None
 
     def _views_of(self, index: int, sent: torch.Tensor) -> list[torch.Tensor]:
@@ -586,7 +586,7 @@ class ForwardOverlap:
                     if member.lazy is not None:
                         if member.parameter.grad is member.lazy:
                             member.parameter.grad = member.gradient
-                        member.lazy.settle = member.lazy.member = None
+                        member.lazy.finish = member.lazy.member = None
                         member.lazy.part = None
                         member.lazy = None
                     member.factors = []
@@ -602,20 +602,20 @@ class ForwardOverlap:
     # Forward.
 
     def begin_forward(self) -> None:
-        """Settle what this forward could read unseen."""
+        """Finish what this forward could read unseen."""
         steps.show_hidden()
         self._put_back()
         self._in_forward = torch.is_grad_enabled()
         if not (self._unfinished or self._pending or self._watched):
             return
         if not torch.is_grad_enabled():
-            self.settle_all()
+            self.finish_all()
             return
         self._module_hooks.install()
         self.enter()
 
     def enter(self) -> None:
-        """Settle what no read has shown yet, as the model's forward begins."""
+        """Finish what no read has shown yet, as the model's forward begins."""
         if not self._pending:
             return
         with self._lock:
@@ -625,18 +625,18 @@ class ForwardOverlap:
                 if member.update is not None:
                     buckets[member.bucket] = None
             if buckets:
-                self._settle(tuple(buckets))
+                self._finish(tuple(buckets))
                 at_entry = set(self._module_hooks.at_entry)
                 self._watch([member for member in unseen if member not in at_entry])
 
     def end_forward(self) -> None:
-        """Settle the rest; watch what was read by nothing."""
+        """Finish the rest; watch what was read by nothing."""
         self._in_forward = False
         if not (self._unfinished or self._pending or self._watched):
             return
         with self._lock:
             left = list(self._pending)
-            self.settle_all()
+            self.finish_all()
             self._seen.difference_update(member.name for member in left)
             self._watch(left)
             self._module_hooks.remove()
@@ -662,12 +662,12 @@ class ForwardOverlap:
                 self._halves.wait_at_exit()
 
     def release(self) -> None:
-        """End this; whatever is pending is settled first."""
+        """End this; whatever is pending is finished first."""
         if not self._members:
             return
         self.armed = False
         try:
-            self.settle_all()
+            self.finish_all()
         except Exception:  # noqa: BLE001 - often called as a model is freed
             _log.exception("an optimizer's step on a released model was not executed")
         self._put_back()
@@ -695,10 +695,10 @@ def wait_at_exit() -> None:
 
 
 def _before_fork() -> None:
-    """Settle everything: a child process has none of the threads that communicate."""
+    """Finish everything: a child process has none of the threads that communicate."""
     for overlap in list(_live):
         try:
-            overlap.settle_all()
+            overlap.finish_all()
         except Exception:  # noqa: BLE001 - the next forward raises it again
             _log.debug("a process forks after a failure", exc_info=True)
 

@@ -4,8 +4,8 @@
 From ``optimizer.step()`` until its update, a parameter has the class
 `PendingParameter`, and tensors of its optimizer state have `PendingState`. The argument
 parser of most operations asks a class's ``__torch_function__``, as Python's own
-functions do, so whatever reads or writes such a tensor settles its bucket first and
-then runs on the plain tensor. Metadata and ``grad`` settle nothing. PyTorch itself
+functions do, so whatever reads or writes such a tensor finishes its bucket first and
+then runs on the plain tensor. Metadata and ``grad`` finish nothing. PyTorch itself
 changes the class of an `UninitializedParameter` in this way.
 
 # Note [A twin for what does not ask]
@@ -13,7 +13,7 @@ Scripted functions, transforms of ``torch.func``, ``torch.tensor``, process grou
 tensor classes that switch ``__torch_function__`` off, and others take a tensor without
 asking its class. Therefore a pending parameter also exchanges its implementation in C++
 with a `Twin`: a tensor without memory, whose operators arrive in
-``__torch_dispatch__``. They settle the bucket, which exchanges the implementations
+``__torch_dispatch__``. They finish the bucket, which exchanges the implementations
 again, and then run on the parameter. In autograd a twin is an operation's result on its
 parameter, so gradients of what was computed with it go where they belong. What remains
 is code that reads an address; it finds none. `fallback.py` says what may hold a
@@ -40,7 +40,7 @@ _guarded: dict[int, BucketMember] = {}
 _held: set[int] = set()
 """Ids of parameters whose twin's implementation something in C++ refers to weakly.
 
-They keep it, settled or not, until that ends; operators run on their own all the same.
+They keep it, finished or not, until that ends; operators run on their own all the same.
 """
 
 _slot: Any = torch._C.TensorBase.grad  # noqa: SLF001
@@ -65,11 +65,11 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
 
 
 def _real(value: Any) -> Any:
-    """Return a value with settled parameters in place of pending ones and twins."""
+    """Return a value with finished parameters in place of pending ones and twins."""
     if isinstance(value, Twin):
         return _real(value.parameter)
     if isinstance(value, _Guard):
-        settle(value)
+        finish(value)
         return plain(value)
     if type(value) in (list, tuple):
         return type(value)(map(_real, value))
@@ -87,13 +87,13 @@ class _Guard:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Settle the tensors that an operation reads, then call it."""
+        """Finish the tensors that an operation reads, then call it."""
         if func in METADATA:
             with plainly():
                 return func(plain(args[0]), *args[1:], **(kwargs or {}))
-        found = settle_all_in(args)
+        found = finish_all_in(args)
         if kwargs:
-            found = settle_all_in(kwargs.values()) or found
+            found = finish_all_in(kwargs.values()) or found
         if not found:  # in a container that the search does not know
             for member in list(_guarded.values()):
                 member.owner.touch(member)
@@ -103,11 +103,11 @@ class _Guard:
         return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        settle(self)
+        finish(self)
         return copy.deepcopy(plain(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        settle(self)
+        finish(self)
         return plain(self).__reduce_ex__(protocol)
 
 
@@ -159,12 +159,12 @@ class PendingParameter(_Guard, nn.Parameter):
     grad = property(_grad, _assign_grad, _delete_grad)
 
     def _use_count(self) -> int:
-        settle(self)
+        finish(self)
         return references_to(plain(self))
 
     def detach(self) -> torch.Tensor:
-        """Settle, then return the parameter's detached tensor."""
-        settle(self)
+        """Finish, then return the parameter's detached tensor."""
+        finish(self)
         with plainly():
             found = torch.Tensor.detach(plain(self))
         if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:  # noqa: SLF001
@@ -180,7 +180,7 @@ class PendingParameter(_Guard, nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Settle, then run an operator on the parameter."""
+        """Finish, then run an operator on the parameter."""
         return _dispatch(func, args, kwargs)
 
 
@@ -227,16 +227,16 @@ class PendingState(_Guard, torch.Tensor):
     """A tensor of an optimizer's state before its update."""
 
 
-def settle(tensor: Any) -> None:
-    """Settle the bucket of one guarded tensor."""
+def finish(tensor: Any) -> None:
+    """Finish the bucket of one guarded tensor."""
     member = _guarded.get(id(tensor))
     if member is None:  # its guard has ended in another thread
         return
     member.owner.touch(member)
 
 
-def settle_all_in(values: Any) -> bool:
-    """Settle the guarded tensors among values and their containers.
+def finish_all_in(values: Any) -> bool:
+    """Finish the guarded tensors among values and their containers.
 
     Returns:
         Whether there was one.
@@ -244,12 +244,12 @@ def settle_all_in(values: Any) -> bool:
     found = False
     for value in values:
         if isinstance(value, _Guard):
-            settle(value)
+            finish(value)
             found = True
         elif isinstance(value, list | tuple | set | frozenset):
-            found = settle_all_in(value) or found
+            found = finish_all_in(value) or found
         elif isinstance(value, dict):
-            found = settle_all_in(value.values()) or found
+            found = finish_all_in(value.values()) or found
     return found
 
 

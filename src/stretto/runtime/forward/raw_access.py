@@ -3,7 +3,7 @@
 # Note [Guards only while something is pending]
 These functions read addresses, or keep a tensor's implementation, where neither
 ``__torch_function__`` nor ``__torch_dispatch__`` is asked. From a backward until all of
-its buckets are settled, each is replaced by one that first settles what is among its
+its buckets are finished, each is replaced by one that first finishes what is among its
 arguments. At other times PyTorch is unchanged. ``tests/unit/runtime/forward`` has the
 table of what else was tried.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from stretto.runtime.forward.lazy import real_gradients
-from stretto.runtime.forward.pending import settle_all_in
+from stretto.runtime.forward.pending import finish_all_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,15 +61,15 @@ _before: list[tuple[Any, str, Any]] = []
 class User(Protocol):
     """Something that is pending."""
 
-    def settle_all(self, *, keep_hooks: bool = False) -> None:
-        """Settle it."""
+    def finish_all(self, *, keep_hooks: bool = False) -> None:
+        """Finish it."""
 
-    def settle_to_compile(self) -> None:
-        """Settle it, because TorchDynamo begins to compile."""
+    def finish_to_compile(self) -> None:
+        """Finish it, because TorchDynamo begins to compile."""
 
 
 def watch(user: User) -> None:
-    """Let these functions settle what they get, until no user is left."""
+    """Let these functions finish what they get, until no user is left."""
     with _lock:
         _users[id(user)] = user
         _watch_compiler()
@@ -101,7 +101,7 @@ def _watch_compiler() -> None:
 
 def _compilation_started(*_: Any) -> None:
     for user in list(_users.values()):
-        user.settle_to_compile()
+        user.finish_to_compile()
 
 
 def _replace() -> None:
@@ -114,7 +114,7 @@ def _replace() -> None:
         place = sys.modules.get(module)
         function = getattr(place, name, None)
         if function is not None:
-            _set(place, name, _settling(function))
+            _set(place, name, _finishing(function))
     base: Any = torch._C.TensorBase  # noqa: SLF001
     _set(torch.Tensor, "data", property(base.data.__get__, _assign_data))
     make: Any = _asking(base._make_subclass)  # noqa: SLF001
@@ -129,24 +129,24 @@ def _set(place: Any, name: str, value: Any) -> None:
 def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def ask(*args: Any, **kwargs: Any) -> Any:
-        settle_all_in(args)
-        settle_all_in(kwargs.values())
+        finish_all_in(args)
+        finish_all_in(kwargs.values())
         return function(*real_gradients(args), **real_gradients(kwargs))
 
     return ask
 
 
-def _settling(function: Callable[..., Any]) -> Callable[..., Any]:
+def _finishing(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def settle(*args: Any, **kwargs: Any) -> Any:
+    def finish(*args: Any, **kwargs: Any) -> Any:
         for user in list(_users.values()):
-            user.settle_all(keep_hooks=True)
+            user.finish_all(keep_hooks=True)
         return function(*args, **kwargs)
 
-    return settle
+    return finish
 
 
 def _assign_data(self: torch.Tensor, value: Any) -> None:
-    settle_all_in((value,))
+    finish_all_in((value,))
     base: Any = torch._C.TensorBase  # noqa: SLF001
     base.data.__set__(self, real_gradients(value))

@@ -218,7 +218,7 @@ class ReadWatch:
         if why:
             self._refused = why
 
-    def settle_finished(self) -> None:
+    def finish_ended(self) -> None:
         """Do nothing: a wrapper shows who reads its gradient."""
 
     def defer(self, update: DeferredUpdate, members: Iterable[BucketMember]) -> None:
@@ -284,7 +284,7 @@ class ReadWatch:
             for member in list(self._guarded):
                 self._unwatch(member)
 
-    def settle_all(self, *, keep_hooks: bool = False) -> None:
+    def finish_all(self, *, keep_hooks: bool = False) -> None:
         """Note that something reads everything; a forward without gradients does."""
         steps.show_hidden()
         with self._lock:
@@ -318,15 +318,15 @@ class ReadWatch:
         """Note that something reads gradients."""
         self._read_gradients()
 
-    def settle_for_thread(self) -> None:
+    def finish_for_thread(self) -> None:
         """Stop watching, because a thread starts; it finds the usual parameters."""
         with self._lock:
             self._restore()
             self._unwatch_all()
 
-    def settle_to_compile(self) -> None:
+    def finish_to_compile(self) -> None:
         """Stop watching, so that code is compiled for the usual classes."""
-        self.settle_all(keep_hooks=True)
+        self.finish_all(keep_hooks=True)
 
     # Forward.
 
@@ -338,7 +338,7 @@ class ReadWatch:
             self._in_forward = True
             self.enter()
         else:
-            self.settle_all()
+            self.finish_all()
 
     def enter(self) -> None:
         """Stop watching the parameters of compiled modules."""

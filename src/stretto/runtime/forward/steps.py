@@ -2,7 +2,7 @@
 
 # Note [Hooks of every optimizer]
 Global hooks of ``torch.optim`` find an optimizer without the user's help. The hook
-before a step either settles all gradients, or hides the optimizer's parameters from
+before a step either finishes all gradients, or hides the optimizer's parameters from
 this one call by empty lists; the hook after it puts the lists back and takes the step
 in parts: now where gradients are complete, later where they are under way. Each part
 calls the class's own ``step`` with the groups' options as they were at the user's call.
@@ -209,7 +209,7 @@ def detach(overlap: Overlap) -> None:
 
 @reads_nothing
 def _before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # A compiled step has settled all, and is compiled as if there were no hook.
+    # A compiled step has finished all, and is compiled as if there were no hook.
     if torch.compiler.is_compiling():
         return None
     return _before_step(optimizer, args, kwargs)
@@ -255,13 +255,13 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _decide(optimizer: Any) -> None:
-    """Settle the optimizer's gradients, or hide their parameters from its step."""
-    _settle_earlier(optimizer)
+    """Finish the optimizer's gradients, or hide their parameters from its step."""
+    _finish_earlier(optimizer)
     owners, members, others = _sorted_out(optimizer)
     if not members and not owners:
         return
     for owner in owners:
-        owner.settle_finished()
+        owner.finish_ended()
     if any(member.gradient is None for member in members):
         owners, members, others = _sorted_out(optimizer)
     why = _why_not(optimizer, members)
@@ -286,7 +286,7 @@ def _in_use(optimizer: Any) -> list[Any]:
     ]
 
 
-def _settle_earlier(optimizer: Any) -> None:
+def _finish_earlier(optimizer: Any) -> None:
     """Execute earlier steps on these parameters."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -300,7 +300,7 @@ def _sorted_out(
 ) -> tuple[list[Overlap], list[BucketMember], list[tuple[int, list[torch.Tensor]]]]:
     """Return the models with unfinished gradients, their members, and the others.
 
-    If a program has moved a gradient under way to another parameter, it is settled.
+    If a program has moved a gradient under way to another parameter, it is finished.
     """
     owners: dict[int, Overlap] = {}
     members: list[BucketMember] = []
@@ -313,10 +313,10 @@ def _sorted_out(
                 member = None
                 if type(gradient) is LazyGradient:
                     member = gradient.member
-                    if gradient.settle is None:
+                    if gradient.finish is None:
                         parameter.grad = gradient.target
                     elif member is None or member.parameter is not parameter:
-                        gradient.settle()
+                        gradient.finish()
                         parameter.grad = gradient.target
                         member = None
                 if member is None:
