@@ -35,12 +35,15 @@ A recording:
 - `output_memory`: outputs that are views of other ones or of inputs.
 - `caches`: find and undo what forward keeps outside of the call (for `recordings`,
   `classify`, `layers` and `proof`).
+- `plain_state`: changes of plain values that forward makes (for `recordings` and
+  `call_history`).
 - `cached_values`: compare what is cached later with what layers compute.
 
 Two recordings:
 
 - `operations`: `trace`, the way from a module to its operations (for `burst.graph`).
 - `recordings`: both recordings, with forward's changes undone.
+- `call_history`: require that a call does the same whatever calls came before.
 - `aligning`: pair their operations, without calls that only change a memory layout
   (for `comparing` and `recordings`).
 - `comparing`: sizes that follow the batch.

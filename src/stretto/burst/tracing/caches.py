@@ -10,7 +10,8 @@ call or to one state of the parameters, and is refused.
 
 Caches are searched for in the attributes of modules, of their tensors and of what
 these hold, in their classes and the files of these classes, and in all files of the
-user's own. A context variable gets its earlier value. Where a capture fails because of
+user's own. A context variable gets its earlier value, and plain values in these places
+do too, under names that forward's code contains. Where a capture fails because of
 a tensor that was kept in another place, `forget` removes it from there.
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import contextvars
 import functools
 import gc
 import operator
@@ -41,6 +43,7 @@ from stretto.burst.tracing.freezing import (
     entries_of,
     is_users,
     may_read_users,
+    variable_content,
 )
 
 if TYPE_CHECKING:
@@ -49,8 +52,8 @@ if TYPE_CHECKING:
 _MISSING = object()
 _SEQUENCES = (list, deque)
 _CONTAINERS = (collections.OrderedDict, dict, set, *_SEQUENCES)
-_LruCache: Any = type(functools.lru_cache(lambda: None))
-_HOLDERS = (dict, set, *_SEQUENCES, _LruCache)
+LruCache: Any = type(functools.lru_cache(lambda: None))
+_HOLDERS = (dict, set, *_SEQUENCES, LruCache)
 _STANDARD = (
     types.SimpleNamespace,
     argparse.Namespace,
@@ -107,12 +110,12 @@ class Holder:
     @property
     def is_by_arguments(self) -> bool:
         """Whether it holds a value for each set of arguments, not under names."""
-        return isinstance(self.of, _LruCache)
+        return isinstance(self.of, LruCache)
 
     @staticmethod
     def now(of: Any, name: str = "", *, is_space: bool = False) -> Holder:
         """Return a holder with its present entries."""
-        return Holder(of, name, _entries(of), is_space)
+        return Holder(of, name, entries_in(of), is_space)
 
     def name_of(self, key: Any) -> str:
         """Return the name of an entry."""
@@ -122,25 +125,25 @@ class Holder:
 
     def kept(self) -> dict[Any, list[Tensor]]:
         """Return the entries that got tensors without values, and these tensors."""
-        if isinstance(self.of, _LruCache):
-            found = _tensors_in(gc.get_referents(self.of), FakeTensor)
+        if isinstance(self.of, LruCache):
+            found = tensors_in(gc.get_referents(self.of), FakeTensor)
             return {"": found} if found else {}
         kept: dict[Any, list[Tensor]] = {}
-        now = _entries(self.of)
+        now = entries_in(self.of)
         if len(now) == len(self.before) and all(
             map(operator.is_, now.values(), self.before.values())
         ):
             return kept
         for key, value in now.items():
             if value is not self.before.get(key, _MISSING):
-                found = _tensors_in(value, FakeTensor)
+                found = tensors_in(value, FakeTensor)
                 if found:
                     kept[key] = found
         return kept
 
     def restore(self, keys: Iterable[Any]) -> None:
         """Give entries their earlier values; in a container it is all entries."""
-        if isinstance(self.of, _LruCache):
+        if isinstance(self.of, LruCache):
             self.of.cache_clear()
         elif isinstance(self.of, _SEQUENCES):
             self.of.clear()
@@ -154,7 +157,7 @@ class Holder:
 
     def changed_beside(self) -> list[Any]:
         """Return changed entries such as the length for which a table was made."""
-        now = _entries(self.of)
+        now = entries_in(self.of)
         return [
             key
             for key in {**now, **self.before}
@@ -164,7 +167,8 @@ class Holder:
         ]
 
 
-def _entries(of: Any) -> dict[Any, Any]:
+def entries_in(of: Any) -> dict[Any, Any]:
+    """Return the entries of a holder, by key."""
     if isinstance(of, dict):  # a subclass may compute values when they are read
         return dict(dict.items(of))
     if isinstance(of, set):
@@ -177,7 +181,7 @@ def _entries(of: Any) -> dict[Any, Any]:
         with contextlib.suppress(ValueError):  # not set yet
             return {"": of.cell_contents}
         return {}
-    return {} if isinstance(of, _LruCache) else dict(attributes_in_slots(of))
+    return {} if isinstance(of, LruCache) else dict(attributes_in_slots(of))
 
 
 def _put(of: Any, key: Any, value: Any) -> None:
@@ -198,7 +202,7 @@ def _put(of: Any, key: Any, value: Any) -> None:
         delattr(of, key)
 
 
-def _tensors_in(value: Any, kind: type[Tensor]) -> list[Tensor]:
+def tensors_in(value: Any, kind: type[Tensor]) -> list[Tensor]:
     """Return the tensors of a class in a value: in containers and in objects."""
     found: list[Tensor] = []
     seen: dict[int, Any] = {}
@@ -309,7 +313,7 @@ class Holders:
         self._seen[id(value)] = value
         if isinstance(value, _HOLDERS):
             self._add(value, name)
-            if isinstance(value, _LruCache):
+            if isinstance(value, LruCache):
                 self._queue.append((value.__wrapped__, name))
         elif isinstance(value, type):
             if may_read_users(value.__module__):
@@ -360,6 +364,8 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
         return (value.func,)
     if isinstance(value, functools.partial):
         return value.func, value.args, value.keywords
+    if isinstance(value, contextvars.ContextVar):
+        return variable_content(value)
     return None
 
 
@@ -414,12 +420,12 @@ class Cache:
     def filled(self) -> dict[Any, list[Tensor]] | None:
         """Return the entries that were filled; None if there are other changes."""
         found = {}
-        now = _entries(self.holder.of)
+        now = entries_in(self.holder.of)
         for key in self.keys_now():
             value = now.get(key, _MISSING)
             if value is self.holder.before.get(key, _MISSING):
                 continue
-            found[key] = _tensors_in(value, Tensor)
+            found[key] = tensors_in(value, Tensor)
             if not found[key] and self.recorded.get(key, _MISSING) != value:
                 return None
         return found
@@ -428,7 +434,7 @@ class Cache:
         """Return the keys of all entries that belong to the cache."""
         if self.holder.is_space:
             return list(self.keys)
-        return list({**_entries(self.holder.of), **self.holder.before})
+        return list({**entries_in(self.holder.of), **self.holder.before})
 
 
 def caches_of(kept: Iterable[Kept]) -> list[Cache]:
@@ -438,7 +444,7 @@ def caches_of(kept: Iterable[Kept]) -> list[Cache]:
         keys.setdefault(one.holder, {})[one.key] = None
     found = []
     for holder, some in keys.items():
-        now, beside = _entries(holder.of), holder.changed_beside()
+        now, beside = entries_in(holder.of), holder.changed_beside()
         plain = {key: now[key] for key in beside if key in now}
         found.append(Cache(holder, (*some, *beside), plain))
     return found
@@ -530,7 +536,7 @@ def forget(mode: Any) -> None:
                     del holder[key]
             elif type(holder).__name__ == "_lru_list_elem":
                 for cache in gc.get_referrers(holder):
-                    if isinstance(cache, _LruCache):
+                    if isinstance(cache, LruCache):
                         cache.cache_clear()
 
 
@@ -559,5 +565,5 @@ def restored(caches: Iterable[Cache], *, emptied: bool = False) -> Iterator[None
 
 def _without_tensors(holder: Holder) -> Holder:
     entries = holder.before.items()
-    kept = {key: value for key, value in entries if not _tensors_in(value, Tensor)}
+    kept = {key: value for key, value in entries if not tensors_in(value, Tensor)}
     return Holder(holder.of, holder.name, kept)

@@ -299,6 +299,14 @@ class _Freeze:
         return tuple(self.of(part) for part in parts[1:3])
 
 
+def variable_content(variable: contextvars.ContextVar[Any]) -> tuple[Any, ...]:
+    """Return the value of a context variable, or its default, in a tuple."""
+    try:  # get(None) would leave out the default
+        return (variable.get(),)
+    except LookupError:
+        return ()
+
+
 def _content_of(tensor: Tensor) -> Any:
     """Return the values of a small tensor, and of any how often it was written."""
     version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
@@ -444,7 +452,7 @@ def _state_of(value: Any) -> Any:
     if isinstance(value, types.MethodType):
         return value.__func__, value.__self__
     if isinstance(value, contextvars.ContextVar):
-        return (value.get(None),)
+        return variable_content(value)
     if isinstance(value, _COUNTS):
         return repr(value)
     if isinstance(value, types.GeneratorType):

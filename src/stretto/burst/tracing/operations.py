@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from stretto.burst.memory import bytes_of
+from stretto.burst.tracing import call_history
 from stretto.burst.tracing.build import Build, graph_of
 from stretto.burst.tracing.cached_values import CachedValues
 from stretto.burst.tracing.classify import Traced, classify, packed_shape
@@ -88,6 +89,8 @@ def trace(
     counts = Counts(first, other, ways)
     results = found[BATCHES[1]]
     _refuse_counts(module, found[BATCHES[0]], results)
+    if recorded.changes_state:
+        call_history.require_none(module, run, shape, arguments, reads)
     given = compare(first, other, BATCHES)
     order = Order(first, given)
     build = graph_of(module, first, other, given, order, norms.tables(module))

@@ -240,6 +240,13 @@ class Reads:
         """
         return _names(self._helpers + self._cached)
 
+    def names_in_code(self) -> set[str] | None:
+        """Return `names` and those of functions, and of variables they close over."""
+        if (names := self.names()) is None:
+            return None
+        codes = [code for code, _ in self._helpers + self._cached]
+        return names.union(*((code.co_name, *code.co_freevars) for code in codes))
+
     def watch(self, *, is_between: bool = True, trained: bool = False) -> Watch:
         """Return all values as they are now.
 

@@ -37,6 +37,7 @@ from stretto.burst.tracing.caches import (
 from stretto.burst.tracing.comparing import BATCHES, compare
 from stretto.burst.tracing.copied_norms import is_copied
 from stretto.burst.tracing.fakes import Fakes, without_log
+from stretto.burst.tracing.plain_state import PlainState
 from stretto.burst.tracing.recorder import UnseenTensor, record
 from stretto.burst.tracing.records import Fixed, Recording, Ref
 from stretto.burst.tracing.settings import ModuleSettings
@@ -122,6 +123,9 @@ class _Recorded:
     entries: dict[Entry, list[Ref | Fixed | None]]
     """The names in the first recording of tensors that it kept."""
 
+    changes_state: bool
+    """Whether forward changes plain state, see `call_history`."""
+
 
 def record_both(
     module: nn.Module,
@@ -144,23 +148,30 @@ def record_both(
         batches = None if batch == BATCHES[0] else BATCHES
         check = known and Alignment(known.records, batches).add
         with norms.noted(batch):
-            found = _once(
+            found = record_once(
                 module, run, (batch, *shape), arguments, fakes, reads, check, kept
             )
         _refuse_new_hooks(module, hooks)
         return found
 
-    with contextlib.suppress(SpecError), _untouched(module, fakes) as holders:
+    changes_state = False
+    names = reads.names_in_code
+    with (
+        contextlib.suppress(SpecError),
+        untouched(module, fakes, names) as (holders, state),
+    ):
         first = once(BATCHES[0])
         if not _constants_kept(first, module, holders):
             watch = reads.watch(is_between=False)
+            changes_state = first.sets_variables or bool(state.changed())
             other = once(BATCHES[1], first)
             _constants_kept(other, module, holders)
+            changes_state |= watch.changed() is not None
             _refuse_counted(module, watch, str)
             first, other = aligned(first, other, BATCHES)
             compare(first, other, BATCHES)
-            return _Recorded(first, other, [], {})
-    with _untouched(module, fakes) as holders:
+            return _Recorded(first, other, [], {}, changes_state)
+    with untouched(module, fakes, names) as (holders, _):
         first = once(BATCHES[0])
         kept = _constants_kept(first, module, holders)
         watch = reads.watch(is_between=False)
@@ -172,7 +183,7 @@ def record_both(
             module, watch, partial(_line_changing, module, run, shape, arguments, reads)
         )
         caches = caches_of(kept)
-    with _untouched(module, fakes) as holders:
+    with untouched(module, fakes, names) as (holders, _):
         other = once(BATCHES[1], first)
         caches += caches_of(_constants_kept(other, module, holders))
     first, other = aligned(first, other, BATCHES)
@@ -180,21 +191,28 @@ def record_both(
     for one in kept:
         ref = first.refs.get(id(one.tensor))
         entries.setdefault((id(one.holder.of), one.key), []).append(ref)
-    return _Recorded(first, other, caches, entries)
+    return _Recorded(first, other, caches, entries, changes_state or bool(kept))
 
 
 @contextmanager
-def _untouched(module: nn.Module, fakes: Fakes) -> Iterator[list[Holder]]:
-    """Undo what a recording changes; yield what it may keep tensors in."""
+def untouched(
+    module: nn.Module, fakes: Fakes, names: Callable[[], set[str] | None]
+) -> Iterator[tuple[list[Holder], PlainState]]:
+    """Undo what a recording changes; yield what it may keep tensors in.
+
+    ``names`` are those in forward's code, whose plain state is restored.
+    """
     holders = list(Holders(module, fakes.of))
+    state = PlainState(holders, names)
     with keep_attributes(module), given_momenta(module):
         try:
-            yield holders
+            yield holders, state
         except UnseenTensor:
             forget(fakes.mode)
             raise
         finally:
             undo(holders)
+            state.restore()
 
 
 def _constants_kept(
@@ -241,13 +259,16 @@ def record_again(
 ) -> Recording:
     """Record a call with some number of samples, with caches as at capture."""
     fakes = Fakes(module)
-    with restored(caches, emptied=emptied), _untouched(module, fakes) as holders:
-        found = _once(module, run, (batch, *shape), arguments, fakes, None)
+    with (
+        restored(caches, emptied=emptied),
+        untouched(module, fakes, set) as (holders, _),
+    ):
+        found = record_once(module, run, (batch, *shape), arguments, fakes, None)
         _constants_kept(found, module, holders)
         return found
 
 
-def _once(
+def record_once(
     module: nn.Module,
     run: Any,
     shape: tuple[int, ...],
@@ -256,13 +277,19 @@ def _once(
     reads: Reads | None,
     check: Any = None,
     kept: Any = (),
+    context: contextvars.Context | None = None,
 ) -> Recording:
+    """Record a call, and refuse what no layer may do.
+
+    ``context`` keeps the context variables that it sets; None: nothing does.
+    """
     dtype, device = arguments.packing.dtype, arguments.device
     distributions: Any = torch.distributions.Distribution
     before, checked = _generators(), distributions._validate_args  # noqa: SLF001
     settings = ModuleSettings(module)
     # A context variable that forward sets is a cache, too.
-    context = contextvars.copy_context()
+    is_one_of_many = context is not None
+    context = context or contextvars.copy_context()
 
     def again() -> None:
         record(module, run, (shape, dtype, device), Fakes(module))
@@ -274,7 +301,10 @@ def _once(
             found = context.run(
                 record, module, run, (shape, dtype, device), fakes, reads, check, kept
             )
-            _require_set_once(context, again, type(module).__name__)
+            if not is_one_of_many:
+                found.sets_variables = _require_set_once(
+                    context, again, type(module).__name__
+                )
     except SpecError:
         raise
     except Exception as error:
@@ -303,15 +333,18 @@ def _once(
 
 def _require_set_once(
     context: contextvars.Context, again: Callable[[], object], name: str
-) -> None:
-    """Reject a context variable that forward sets to another number in each call."""
+) -> bool:
+    """Reject a context variable that forward sets to another number in each call.
+
+    Return whether it sets one to a number.
+    """
 
     def values() -> dict[Any, Any]:
         return {v: x for v, x in context.items() if isinstance(x, _PLAIN)}
 
     once = {v: x for v, x in values().items() if v.get(context) is not x}
     if not once:
-        return
+        return False
     context.run(again)
     twice = values()
     for variable, value in once.items():
@@ -328,6 +361,7 @@ def _require_set_once(
             "call and not this code, so it would no longer change: do it in the "
             "training loop, between steps"
         )
+    return True
 
 
 def is_of_types(error: BaseException | None) -> bool:

@@ -115,6 +115,9 @@ class Recording:
         self.reads_offset = ""
         """The line that reads where in its storage a tensor begins."""
 
+        self.sets_variables = False
+        """Whether forward sets a context variable to a number."""
+
         self.source: Tensor | None = None
         """The forward's input, without values."""
 
