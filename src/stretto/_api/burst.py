@@ -49,7 +49,7 @@ def problem(
         batch: Samples of an iteration over all GPUs.
         amplification_limit: Limit of each layer's GPU time relative to that on one GPU.
         widths: The numbers of GPUs a layer may get: ``powers``, ``divisors``, ``all``,
-            or numbers that divide ``gpus``.
+            or numbers up to ``gpus``.
         cluster: The network; by default DeepPool's published constants.
 
     Raises:

@@ -136,6 +136,7 @@ def _rows(rows: Sequence[ScaledGpus]) -> list[dict[str, Any]]:
     return [
         {
             "gpus": row.gpus,
+            "batches": list(row.batches),
             "ways": {
                 name: None
                 if point is None
@@ -170,4 +171,8 @@ def _text(rows: Sequence[ScaledGpus]) -> str:
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         for line in lines
     )
-    return f"{text}\nspeed-up (samples of a step, time of a step)"
+    tried = sorted({batch for row in rows for batch in row.batches})
+    return (
+        f"{text}\nspeed-up (samples of a step, time of a step); batches tried: "
+        f"{', '.join(map(str, tried)) or 'none'}"
+    )

@@ -136,6 +136,11 @@ def plan_command(
     from stretto.schema.burst import LayerProfile
 
     _check_options(front=front, background=background_file, page=page, output=output)
+    _check_cores(
+        cores,
+        gpus,
+        is_simulated=cluster_file is not None and (background_file or not front),
+    )
     profile = LayerProfile.load(profile_file)
     cluster = None if cluster_file is None else Cluster.load(cluster_file)
     pairs: tuple[CollocatedPair, ...] = ()
@@ -167,6 +172,17 @@ def _check_options(
         )
     if page is not None and not (front and background is not None):
         raise click.UsageError("--report needs --front and --background")
+
+
+def _check_cores(cores: float | None, gpus: int, *, is_simulated: Any) -> None:
+    """Reject --cores where no step is simulated, which would ignore it."""
+    from stretto._api import burst
+
+    if cores is not None and not (is_simulated and gpus <= burst.MAX_SIMULATED):
+        raise click.UsageError(
+            "--cores applies to simulated steps only: it needs --cluster, at most "
+            f"{burst.MAX_SIMULATED} GPUs, and with --front also --background"
+        )
 
 
 def _show(

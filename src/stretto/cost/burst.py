@@ -215,7 +215,7 @@ def widths_of(kind: str | Sequence[int], gpus: int, batch: int) -> tuple[int, ..
 
     ``kind`` is ``powers`` (powers of two, and ``gpus`` itself), ``divisors`` (of the
     batch) or ``all``; counts above the number of samples are dropped. Or it lists the
-    counts, each of which must divide ``gpus`` and leave every GPU a sample.
+    counts, each at most ``gpus`` and with a sample for every GPU.
 
     Raises:
         SpecError: the word is unknown, there is no GPU or sample, or a number breaks
@@ -245,10 +245,10 @@ def _given_widths(given: Sequence[int], gpus: int, batch: int) -> tuple[int, ...
     if not widths:
         raise SpecError("widths must name a number of GPUs", place=".widths")
     for width in widths:
-        if width < 1 or gpus % width:
+        if not 1 <= width <= gpus:
             raise SpecError(
-                f"widths must divide the {gpus} GPUs, got {width}: choose among "
-                f"{', '.join(str(g) for g in range(1, gpus + 1) if gpus % g == 0)}",
+                f"a width must be from 1 to {gpus}, the number of GPUs, got {width}: "
+                "leave it out or plan for more GPUs",
                 place=".widths",
             )
         if width > batch:

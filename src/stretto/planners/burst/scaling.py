@@ -50,6 +50,9 @@ class ScaledGpus:
     methods: dict[str, ScalingPoint | None]
     """``None`` outside the range of the profile or the curve."""
 
+    batches: tuple[int, ...] = ()
+    """The batches that were tried."""
+
 
 def scaling(
     profile: LayerProfile,
@@ -62,7 +65,8 @@ def scaling(
 ) -> tuple[ScaledGpus, ...]:
     """Return the scaling methods over numbers of GPUs.
 
-    Batches tried are ``batch`` times powers of two and the curve's own. Times and
+    Batches tried are the curve's own, and ``batch`` and that of weak scaling times
+    powers of two: so each GPU of any number may get as many samples. Times and
     numbers of samples are never extrapolated: a batch counts only if the profile has
     the samples that a GPU gets, and the curve has the batch.
 
@@ -113,6 +117,11 @@ class _Scaling:
         weak = self._batch * gpus
         return ScaledGpus(
             gpus=gpus,
+            batches=tuple(
+                batch
+                for batch, *points in zip(every, plain, burst, strict=True)
+                if any(point is not None for point in points)
+            ),
             methods={
                 "weak": self._point(weak, self._data_parallel_s(weak, gpus)),
                 "strong": self._point(
@@ -126,14 +135,15 @@ class _Scaling:
     def _batches(self, gpus: int) -> list[int]:
         found = {point.batch for point in self._efficiency.points}
         largest = gpus * self._max_samples
-        size = self._batch
-        while size >= 1:
-            found.add(size)
-            size //= 2
-        size = self._batch
-        while size <= largest:
-            found.add(size)
-            size *= 2
+        for start in (self._batch, self._batch * gpus):
+            size = start
+            while size >= 1:
+                found.add(size)
+                size //= 2
+            size = start
+            while size <= largest:
+                found.add(size)
+                size *= 2
         return sorted(size for size in found if size <= largest)
 
     def _point(self, batch: int, iteration_s: float | None) -> ScalingPoint | None:

@@ -187,3 +187,33 @@ def test_a_curve_that_is_none_is_refused(vgg, tmp_path, given, message):
     )
     assert isinstance(done.exception, SpecError)
     assert message in str(done.exception)
+
+
+def test_the_batch_of_weak_scaling_is_tried_for_three_gpus(vgg):
+    (row,) = burst.scale(vgg, CRITICAL, batch=64, gpus=(3,))
+    assert {24, 48, 96, 192} <= set(row.batches)
+
+
+def test_batch_optimal_is_not_behind_weak_scaling_on_three_gpus(vgg):
+    (row,) = burst.scale(vgg, CRITICAL, batch=64, gpus=(3,))
+    best, weak = row.methods["batch-optimal"], row.methods["weak"]
+    assert best.speedup >= weak.speedup
+
+
+def test_the_command_says_which_batches_were_tried(vgg, tmp_path):
+    vgg.save(tmp_path / "layers.json")
+    result = CliRunner().invoke(
+        command,
+        f"scale {tmp_path}/layers.json --efficiency critical:1024 --batch 2 --gpus 3",
+    )
+    assert "batches tried: 1, 2, 3, 4, 6, 8" in result.output
+
+
+@pytest.mark.parametrize("more", ["", "--front"])
+def test_cores_without_a_simulated_step_are_refused(vgg, tmp_path, more):
+    vgg.save(tmp_path / "layers.json")
+    result = CliRunner().invoke(
+        command,
+        f"plan {tmp_path}/layers.json --gpus 4 --batch 8 --cores 2 {more}",
+    )
+    assert "--cores applies to simulated steps only" in result.output

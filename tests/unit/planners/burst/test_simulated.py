@@ -353,10 +353,11 @@ def test_a_limit_below_one_is_refused(limit):
         burst.problem(profile(layer("a")), gpus=2, batch=2, amplification_limit=limit)
 
 
-def test_widths_as_numbers_divide_the_gpus_and_find_samples():
+def test_widths_as_numbers_are_at_most_the_gpus_and_find_samples():
     assert widths_of((4, 1), 8, 4) == (1, 4)
-    with pytest.raises(SpecError, match="divide the 8 GPUs, got 3: choose among 1, 2"):
-        widths_of((1, 3), 8, 8)
+    assert widths_of((1, 2), 3, 8) == (1, 2)
+    with pytest.raises(SpecError, match="from 1 to 8, the number of GPUs, got 9"):
+        widths_of((1, 9), 8, 16)
     with pytest.raises(SpecError, match="<= 4, the batch, got 8"):
         widths_of((8,), 8, 4)
     with pytest.raises(SpecError, match="must name"):
