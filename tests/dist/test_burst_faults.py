@@ -313,6 +313,44 @@ def test_a_plan_file_that_one_rank_can_not_read_is_an_error_on_all(
         assert one[case][0] == "SpecError", (case, one[case])
 
 
+def rank_with_a_bad_argument(rank: int, size: int, name: str) -> list[tuple[str, str]]:
+    """Rank 1 can't build a model; then all build one."""
+    model = net()
+    plan = plan_of(model, EXAMPLE, lambda _: (0, size), size)
+    bad: dict[str, Any] = {"process_group": "x", "timeout_s": -1}
+    more = {name: bad[name]} if rank == 1 else {}
+    example = (EXAMPLE,)
+    failed = raised(lambda: BurstParallel(model, plan, example_inputs=example, **more))
+    burst = BurstParallel(net(), plan, example_inputs=example)
+    return [failed, raised(lambda: burst(torch.randn(3, 4)).sum().backward())]
+
+
+@pytest.mark.parametrize("name", ["process_group", "timeout_s"])
+def test_a_model_can_be_built_after_one_ranks_argument_was_invalid(
+    ranks: Any, name: str
+) -> None:
+    (other, after), (_, _) = ranks(rank_with_a_bad_argument, 2, name, group_s=20)
+    assert f"rank 1 cannot continue: {name} must be" in other[1]
+    assert after == ("", "")
+
+
+def rank_that_misses_a_model(rank: int, size: int) -> tuple[str, str]:
+    """Rank 1's program fails before it builds a model; later all build one."""
+    model = net()
+    plan = plan_of(model, EXAMPLE, lambda _: (0, size), size)
+    example = (EXAMPLE,)
+    if rank == 0:
+        raised(lambda: BurstParallel(model, plan, example_inputs=example, timeout_s=1))
+    torch.distributed.barrier()
+    burst = BurstParallel(net(), plan, example_inputs=example)
+    return raised(lambda: burst(torch.randn(3, 4)).sum().backward())
+
+
+def test_a_model_can_be_built_after_one_rank_missed_another(ranks: Any) -> None:
+    found = ranks(rank_that_misses_a_model, 2, group_s=20)
+    assert found == [("", ""), ("", "")]
+
+
 def two_ranks(size: int, **more: Any) -> BurstParallel:
     """Its last layer runs on rank 0 alone, so that rank 1 has no current values."""
     model = net()

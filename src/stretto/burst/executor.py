@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from stretto.burst.schedule import ExecutionPlan
     from stretto.burst.tracing.layers import LayerGraph
     from stretto.burst.tracing.packing import PackedResults
+    from stretto.runtime.agreement import Ranks
     from stretto.schema.burst import BurstPlan, LayerTiming
 
 BUCKET_BYTES = 4 * 2**20
@@ -132,9 +133,7 @@ class BurstParallel(nn.Module):
         self._is_called = False
         """Whether `forward` is called with hooks of all modules."""
         open_named()
-        require_group(process_group)
-        group = process_group or dist.distributed_c10d._get_default_group()  # noqa: SLF001
-        ranks = ranks_of(group, timeout_s=timeout_s)
+        group, ranks, trouble = _ranks_to_meet(process_group, timeout_s)
         agreement = Agreement(ranks)
         meeting = RankMeeting(agreement, ranks)
         settings = BurstSettings(
@@ -149,7 +148,7 @@ class BurstParallel(nn.Module):
         checked = meeting.succeed_together(
             "begin to build a burst-parallel model",
             lambda: checked_plan(
-                module, plan, (example_inputs, example_kwargs), settings
+                module, plan, (example_inputs, example_kwargs), settings, trouble
             ),
             {"some ranks passed example inputs, others none": given},
         )
@@ -629,3 +628,23 @@ def _is_taken_apart(results: PackedResults, output: Tensor) -> bool:
             for part in packing.parts
         )
     )
+
+
+def _ranks_to_meet(
+    given: Any, timeout_s: float | None
+) -> tuple[dist.ProcessGroup, Ranks, SpecError | None]:
+    """Return the group and its ranks, and the error of an invalid argument.
+
+    The other ranks must learn of it, and count this model as this rank does, so it
+    meets them by the defaults.
+    """
+    default = dist.distributed_c10d._get_default_group()  # noqa: SLF001
+    try:
+        require_group(given)
+        group = given or default
+        return group, ranks_of(group, timeout_s=timeout_s), None
+    except SpecError as exc:
+        if given is dist.GroupMember.NON_GROUP_MEMBER:
+            raise
+        group = given if isinstance(given, dist.ProcessGroup) else default
+        return group, ranks_of(group, timeout_s=None), exc

@@ -89,6 +89,7 @@ def checked_plan(
     plan: BurstPlan | str | Path,
     examples: tuple[Any, Any],
     settings: BurstSettings,
+    trouble: SpecError | None,
 ) -> BurstPlan:
     """Return the plan, if the model's arguments are valid.
 
@@ -97,10 +98,13 @@ def checked_plan(
         plan: for it, or its file.
         examples: the example's arguments, positional and named.
         settings: the other arguments.
+        trouble: the error of an argument that was found invalid before.
 
     Raises:
         SpecError: an argument is invalid.
     """
+    if trouble is not None:
+        raise trouble
     require_module(module, *examples)
     if settings.batch_norm not in KINDS:
         raise SpecError(

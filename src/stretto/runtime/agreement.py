@@ -7,6 +7,7 @@ had modules of their own (`ranks`, `store`).
 from __future__ import annotations
 
 import json
+import time
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from stretto.schema import Plan
 
 _log = get_logger(__name__)
+
+
+_CATCH_UP_S, _CATCH_UP_POLL_S = 5.0, 0.05
+"""How long a rank that came too late waits for the others to begin a later model."""
 
 
 @final
@@ -177,16 +182,49 @@ class Agreement:
     # write the meeting's decision; the store keeps the first one, and every rank
     # follows it.
 
-    def _exchange_in_store(self, purpose: str, mine: str) -> list[str]:
+    # Note [A model that a rank did not build]
+    # A rank whose program failed before it built a model has built one model less than
+    # the others, which waited for it and stopped. Its next model would meet at the
+    # place of the one that it missed, and so would all later ones. So a rank that finds
+    # its first meeting over takes the number at which all others have arrived since.
+
+    def _catches_up(self) -> bool:
+        """Take the number of the others' present model, if all have begun a later one.
+
+        Wait a little for them: they may be on their way there.
+        """
+        ranks, end_s = self._ranks, time.perf_counter() + _CATCH_UP_S
+        end_s = min(end_s, time.perf_counter() + ranks.timeout_s)
+        while True:
+            others = [
+                ranks.store.add(f"serial/{rank}", 0)
+                for rank in range(ranks.size)
+                if rank != ranks.rank
+            ]
+            behind = min(others, default=0) - self.serial
+            if behind > 0:
+                break
+            if time.perf_counter() > end_s or self.is_over():
+                return False
+            time.sleep(_CATCH_UP_POLL_S)
+        self.__dict__.pop("_store")
+        self.__dict__["serial"] = ranks.store.add(f"serial/{ranks.rank}", behind)
+        self._meeting = 0
+        return True
+
+    def _exchange_in_store(self, purpose: str, text: str) -> list[str]:
         ranks, store = self._ranks, self._store
         meeting, self._meeting = self._meeting, self._meeting + 1
         keys = [f"{meeting}/{rank}" for rank in range(ranks.size)]
-        store.set(keys[ranks.rank], mine)
+        store.set(keys[ranks.rank], text)
         missing = missing_after(ranks, store, keys, self.is_over)
         mine = "go" if missing is None else f"stop{missing.gone or ''}"
         decision = store.compare_set(f"{meeting}/end", "", mine).decode()
         if decision != "go":
             gone = decision.removeprefix("stop")
+            is_late = missing is None and not gone and meeting == 0
+            if is_late and self._catches_up():
+                return self._exchange_in_store(purpose, text)
             raise CommTimeout(self._not_come(purpose, missing, gone))
         if ranks.presence is not None:
             ranks.presence.learn(ranks.names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -180,3 +181,23 @@ def test_a_value_that_may_differ_is_reported_and_refuses_no_rank() -> None:
             ),
         )
         assert found == [same, same]
+
+
+def test_a_rank_that_missed_a_model_meets_the_others_at_their_next() -> None:
+    ranks = make_ranks(2, timeout_s=0.3)
+    with pytest.raises(CommTimeout):
+        Agreement(ranks[0]).require_same("meet", {})
+    ranks = [dataclasses.replace(each, timeout_s=20.0) for each in ranks]
+    agreements = [Agreement(each) for each in ranks]
+    found = everywhere(2, lambda rank: agreements[rank].require_same("go", {}))
+    assert found == [True, True]
+
+
+def test_a_rank_that_missed_a_model_counts_as_the_others_from_then_on() -> None:
+    ranks = make_ranks(2, timeout_s=0.3)
+    with pytest.raises(CommTimeout):
+        Agreement(ranks[0]).require_same("meet", {})
+    ranks = [dataclasses.replace(each, timeout_s=20.0) for each in ranks]
+    first = [Agreement(each) for each in ranks]
+    everywhere(2, lambda rank: first[rank].require_same("go", {}))
+    assert Agreement(ranks[0]).serial == Agreement(ranks[1]).serial
