@@ -351,6 +351,22 @@ def test_a_model_can_be_built_after_one_rank_missed_another(ranks: Any) -> None:
     assert found == [("", ""), ("", "")]
 
 
+def rank_with_its_own_scale(rank: int, size: int) -> tuple[str, str]:
+    model = net()
+    plan = plan_of(model, EXAMPLE, lambda i: (i % size, 1), size)
+    burst = BurstParallel(model, plan, example_inputs=(EXAMPLE,))
+    optimizer = torch.optim.SGD(burst.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0 * (1 + rank))
+    scaler.scale(burst(torch.randn(3, 4)).sum()).backward()
+    return raised(lambda: scaler.step(optimizer))
+
+
+def test_scalers_with_different_scales_are_an_error_on_all_ranks(ranks: Any) -> None:
+    for kind, text in ranks(rank_with_its_own_scale, 2):
+        assert kind == "RankDisagreement"
+        assert "different factors (4, 8, by rank)" in text
+
+
 def two_ranks(size: int, **more: Any) -> BurstParallel:
     """Its last layer runs on rank 0 alone, so that rank 1 has no current values."""
     model = net()

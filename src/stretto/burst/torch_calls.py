@@ -250,6 +250,10 @@ def _joined_unscale(unscale: Any) -> Any:
         given = [p for group in optimizer.param_groups for p in group["params"]]
         for model in models:
             model.look_at_gradients()
+        inverse = args[0] if args else kwargs["inv_scale"]
+        for model in models:
+            call = call_for(SCALER, model.module, model.ownership, given)
+            model.require_same_scale(inverse, call)
         found: dict[torch.device, Tensor] = unscale(self, optimizer, *args, **kwargs)
         for model in models:
             model.gradients_were_scaled()

@@ -15,7 +15,7 @@ from stretto.burst.checks.joined_calls import (
 from stretto.burst.checks.separable import why_together
 from stretto.burst.gathered_outputs import gathered_unevenly
 from stretto.burst.held_activations import kept_module_of
-from stretto.errors import StrettoError
+from stretto.errors import RankDisagreement, StrettoError
 
 if TYPE_CHECKING:
     import weakref
@@ -119,9 +119,23 @@ class TorchSeam:
             RankDisagreement: other ranks made another call.
             CommTimeout: a rank was lost.
         """
+        if self._rank_groups.ranks.size == 1:
+            return value
+        result = combined(self.values_of_ranks(value, call, place), is_max=is_max)
+        return torch.full_like(value, result)
+
+    def values_of_ranks(
+        self, value: Tensor, call: JoinedCall, place: str
+    ) -> list[float]:
+        """Return the ranks' values of one element, by rank. Collective.
+
+        Raises:
+            RankDisagreement: other ranks made another call.
+            CommTimeout: a rank was lost.
+        """
         ranks = self._rank_groups.ranks
         if ranks.size == 1:
-            return value
+            return [float(value)]
         rows = torch.zeros(
             (ranks.size, NUM_VALUES), dtype=torch.float64, device=value.device
         )
@@ -130,8 +144,22 @@ class TorchSeam:
             self._rank_groups.reduce_number(rows, dist.ReduceOp.SUM)
         found: list[list[float]] = rows.tolist()
         require_same_call(found, ranks, self.module)
-        result = combined([row[0] for row in found], is_max=is_max)
-        return torch.full_like(value, result)
+        return [row[0] for row in found]
+
+    def require_same_scale(self, scale: Tensor, call: JoinedCall) -> None:
+        """Require that all ranks unscale gradients by the same factor. Collective.
+
+        Raises:
+            RankDisagreement: they don't.
+        """
+        scales = self.values_of_ranks(scale, call, "comparing the scaler's scales")
+        if len(set(scales)) > 1:
+            shown = ", ".join(f"{1 / scale:g}" for scale in scales)
+            raise RankDisagreement(
+                f"ranks scale their losses by different factors ({shown}, by rank), so "
+                "their gradients can't be added: give GradScaler the same init_scale "
+                "on all ranks, and load the same state into it"
+            )
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -217,7 +217,7 @@ def _show(
         search_s = time.perf_counter() - begin_s
     if output is not None:
         plans[0].save(output)
-    rows = [_row_of(plan) for plan in plans]
+    rows = [_row_of(plan) | {"widest": _widest(problem)} for plan in plans]
     if as_json:
         about = {"profile": profile.name, "gpus": gpus, "batch": problem.batch}
         timed = {"search_s": search_s}
@@ -268,10 +268,19 @@ def _row_of(plan: BurstPlan) -> dict[str, Any]:
     }
 
 
+def _widest(problem: BurstProblem) -> str:
+    """Return the most GPUs that the widths give a layer: ``all``, or the number."""
+    from stretto.cost.burst import samples_on
+
+    batch, widest = problem.batch, problem.widths[-1]
+    every = samples_on(batch, min(problem.gpus, batch))
+    return "all" if samples_on(batch, widest) == every else str(widest)
+
+
 def _summary(row: dict[str, Any]) -> str:
     return (
         f"step {format_s(row['iteration_s'])} "
-        f"(every layer on all GPUs: {format_s(row['data_parallel_s'])}), "
+        f"(every layer on {row['widest']} GPUs: {format_s(row['data_parallel_s'])}), "
         f"GPU time {format_s(row['gpu_s'])}, "
         f"{row['amplification']:.2f} times one GPU's"
     )
@@ -283,6 +292,7 @@ def _against(row: dict[str, Any]) -> str:
     best = row["single_width_s"] / step_s if step_s > 0 else 1.0
     return (
         f"idle GPU time {format_s(row['idle_gpu_s'])}; {faster:.2f} times as "
-        f"fast as data parallelism, {best:.2f} times as the best single width, "
+        f"fast as data parallelism on {row['widest']} GPUs, "
+        f"{best:.2f} times as the best single width, "
         f"{row['single_width']} GPUs ({format_s(row['single_width_s'])})"
     )

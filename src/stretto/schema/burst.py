@@ -106,7 +106,7 @@ class Layer:
         if not times[0].samples <= samples <= times[-1].samples:
             raise SpecError(
                 f"layer {self.name!r} was profiled for {times[0].samples} to "
-                f"{times[-1].samples} samples on a GPU, but {samples:g} are needed: "
+                f"{times[-1].samples} samples on a GPU, but {samples} are needed: "
                 "profile it for that too, or choose another batch or number of GPUs",
                 place=".times",
             )

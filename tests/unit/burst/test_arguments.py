@@ -169,3 +169,25 @@ def test_samples_that_are_mixed_are_found_with_whole_rows_too():
 def test_whole_rows_must_be_different():
     with pytest.raises(SpecError, match="give an example of several different rows"):
         capture(Spans(), (spans(4)[[1, 1, 1]],))
+
+
+@pytest.mark.parametrize(("given", "kind"), [([], "list"), ({}, "dict")])
+def test_an_empty_container_in_place_of_a_tensor_is_named(given, kind):
+    arguments = Arguments((A, B), {}, forward)
+    with pytest.raises(SpecError, match=f"'a' is an empty {kind}, and was a tensor"):
+        arguments.pack((given, B), {})
+
+
+def reduced(a, reduction="none"):
+    return a, reduction
+
+
+def test_an_equal_text_that_is_another_object_is_accepted():
+    arguments = Arguments((A,), {"reduction": "mean"}, reduced)
+    arguments.pack((A,), {"reduction": "".join(["me", "an"])})
+
+
+def test_another_text_is_named_with_both_values():
+    arguments = Arguments((A,), {"reduction": "mean"}, reduced)
+    with pytest.raises(SpecError, match="'reduction' is 'sum', and was 'mean'"):
+        arguments.pack((A,), {"reduction": "sum"})

@@ -259,7 +259,12 @@ class Arguments:
         }
         given = {**values, **named, **more, **kwargs}
         leaves: list[Any] = pytree.tree_flatten_with_path(given)[0]
-        return {
+        empty = {
+            name: f"an empty {type(value).__name__}"
+            for name, value in given.items()
+            if not pytree.tree_leaves(value)
+        }
+        return empty | {
             f"{path[0].key}{pytree.keystr(path[1:])}": (
                 "a tensor" if isinstance(leaf, Tensor) else repr(leaf)[:80]
             )

@@ -217,3 +217,14 @@ def test_cores_without_a_simulated_step_are_refused(vgg, tmp_path, more):
         f"plan {tmp_path}/layers.json --gpus 4 --batch 8 --cores 2 {more}",
     )
     assert "--cores applies to simulated steps only" in result.output
+
+
+def test_a_plan_without_the_widest_layers_is_compared_with_its_own_widest(
+    vgg, tmp_path
+):
+    vgg.save(tmp_path / "layers.json")
+    result = CliRunner().invoke(
+        command,
+        f"plan {tmp_path}/layers.json --gpus 4 --batch 4 --widths 1,2",
+    )
+    assert "every layer on 2 GPUs" in result.output
