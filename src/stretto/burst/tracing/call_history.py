@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from stretto.burst.tracing.aligning import aligned
-from stretto.burst.tracing.caches import tensors_in
+from stretto.burst.tracing.caches import kept_in, tensors_in, undo
 from stretto.burst.tracing.comparing import BATCHES, compare
 from stretto.burst.tracing.fakes import Fakes
 from stretto.burst.tracing.plain_state import PlainState, is_plain
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from stretto.burst.tracing.caches import Holder
     from stretto.burst.tracing.packing import Arguments
     from stretto.burst.tracing.reads import Reads
     from stretto.burst.tracing.records import Recording
@@ -115,8 +116,9 @@ def require_none(
         SpecError: it does not; the message names the line that changes state.
     """
     fakes = Fakes(module)
-    with untouched(module, fakes, reads.names_in_code) as (_, state):
-        _Orders(module, run, shape, arguments, fakes, state).require(reads)
+    with untouched(module, fakes, reads.names_in_code) as (holders, state):
+        orders = _Orders(module, run, shape, arguments, fakes, (holders, state))
+        orders.require(reads)
 
 
 @final
@@ -130,10 +132,11 @@ class _Orders:
         shape: tuple[int, ...],
         arguments: Arguments,
         fakes: Fakes,
-        state: PlainState,
+        kept: tuple[list[Holder], PlainState],
     ) -> None:
         self._module, self._run, self._shape = module, run, shape
-        self._arguments, self._fakes, self._state = arguments, fakes, state
+        self._arguments, self._fakes = arguments, fakes
+        self._holders, self._state = kept
         self._context = contextvars.copy_context()
         self._kept: dict[int, Tensor] = {}
         self._firsts: dict[int, Recording] = {}
@@ -207,12 +210,15 @@ class _Orders:
                 kept=list(self._kept.values()),
                 context=self._context,
             )
-        for _, _, value in self._state.changed():
+        for one in kept_in(self._holders):
+            self._kept[id(one.tensor)] = one.tensor
+        for value in self._context.values():
             self._kept |= {id(tensor): tensor for tensor in tensors_in(value, Tensor)}
         return found
 
     def _forget(self) -> None:
         """Return to the state before the first call."""
+        undo(self._holders)
         self._state.restore()
         self._kept = {}
         self._context = contextvars.copy_context()

@@ -11,7 +11,7 @@ from stretto.burst.tracing.caches import LruCache, entries_in
 from stretto.burst.tracing.freezing import ATOMS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Set
 
     from stretto.burst.tracing.caches import Holder
 
@@ -30,7 +30,7 @@ class PlainState:
     """
 
     def __init__(
-        self, holders: Iterable[Holder], names: Callable[[], Collection[str] | None]
+        self, holders: Iterable[Holder], names: Callable[[], Set[str] | None]
     ) -> None:
         self._holders = list(holders)
         self._names = names
@@ -59,7 +59,9 @@ class PlainState:
                 one, two = now.get(key, MISSING), before.get(key, MISSING)
                 if one is two or (type(one) is type(two) and _is_equal(one, two)):
                     continue
-                if holder.is_space and (key == "training" or not _is_in(names, key)):
+                if holder.is_space and (
+                    key == "training" or not _is_in(names, str(key))
+                ):
                     continue
                 found.append((holder, key, one))
         return found
@@ -93,8 +95,8 @@ class PlainState:
         return next(h.name_of(path[0]) for h in self._holders if id(h.of) == number)
 
 
-def _is_in(names: Collection[str] | None, name: str) -> bool:
-    return names is None or name.rpartition(".")[2] in names
+def _is_in(names: Set[str] | None, name: str) -> bool:
+    return names is None or not names.isdisjoint(name.split("."))
 
 
 def _misses(cache: Any) -> int:
