@@ -344,3 +344,76 @@ def test_a_change_ends_a_capture(name, monkeypatch):
     assert graph.outdated() is None
     change(model, monkeypatch)
     assert graph.outdated() is not None
+
+
+def reading_closed_over():
+    """Return reads of what a function closes over, and what changes each."""
+
+    class Rates:
+        rate = 1.0
+
+        @staticmethod
+        def static():
+            return Rates.rate
+
+    class Inherits(Rates):
+        pass
+
+    class Meta(type):
+        rate = 1.0
+
+    class HasMeta(metaclass=Meta):
+        pass
+
+    held, function, kind = types.ModuleType("test_reads_held"), torch.tanh, Rates
+    held.rate = 1.0
+    sys.modules[held.__name__] = held
+
+    def helper(h):
+        return h * Rates.rate
+
+    def new_function(_patch):
+        nonlocal function
+        function = torch.relu
+
+    def new_class(_patch):
+        nonlocal kind
+        kind = type("Other", (), {"rate": 2.0})
+
+    def change_class(patch):
+        patch.setattr(Rates, "rate", 2.0)
+
+    return {
+        "an attribute of a class": (lambda h: h * Rates.rate, change_class),
+        "an inherited attribute": (lambda h: h * Inherits.rate, change_class),
+        "an attribute of a class, in a helper": (lambda h: helper(h), change_class),
+        "an attribute of a class, in its method": (
+            lambda h: h * Rates.static(),
+            change_class,
+        ),
+        "an attribute by a computed name": (
+            lambda h: h * getattr(Rates, "ra" + "te"),
+            change_class,
+        ),
+        "an attribute of a metaclass": (
+            lambda h: h * HasMeta.rate,
+            lambda patch: patch.setattr(Meta, "rate", 2.0),
+        ),
+        "an attribute of a module": (
+            lambda h: h * held.rate,
+            lambda patch: patch.setattr(held, "rate", 2.0),
+        ),
+        "a function": (lambda h: function(h), new_function),
+        "a class": (lambda h: h * kind.rate, new_class),
+    }
+
+
+@pytest.mark.parametrize("name", reading_closed_over())
+def test_a_change_of_what_a_function_closes_over_ends_a_capture(name, monkeypatch):
+    read, change = reading_closed_over()[name]
+    model = Net(lambda _model, h: read(h))
+    graph = capture(model, (torch.randn(2, 3),), verify=False)
+    model(torch.randn(2, 3))
+    assert graph.outdated() is None
+    change(monkeypatch)
+    assert graph.outdated() is not None

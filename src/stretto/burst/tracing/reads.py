@@ -616,7 +616,10 @@ def _add_function(rows: WatchedRows, function: types.FunctionType) -> None:
     cells = function.__closure__ or ()
     for key, cell in zip(function.__code__.co_freevars, cells, strict=True):
         found = Cell(cell)
-        if _is_state(found.get("", MISSING)):
+        value = found.get("", MISSING)
+        if isinstance(value, SPACES):
+            rows.follow(value)
+        if isinstance(value, _CODE) or _is_state(value):
             rows.add(found, key, f"{key!r} in {function.__qualname__}")
 
 

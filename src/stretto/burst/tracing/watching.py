@@ -308,6 +308,7 @@ class WatchedRows:
                 if self._is_read(key, value):
                     self.add(vars(space), key, f"{space.__name__}.{key}")
             return
+        self.follow(type(space))  # a metaclass has attributes for its classes
         for base in space.__mro__:
             if is_users(base):
                 for key, value in list(vars(base).items()):
