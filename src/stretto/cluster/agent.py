@@ -30,16 +30,20 @@ from stretto.cluster.loop import Loop, now_s
 from stretto.cluster.part_spec import (
     ATTEMPT_VARIABLE,
     LOCK_FILE,
+    PART_FILE,
     SOCKET_FILE,
     PartSpec,
 )
 from stretto.cluster.part_start import part_spec_of, profile_path
 from stretto.cluster.roles import StoppedHolders, continue_stopped
 from stretto.cluster.wire import command_of
+from stretto.logs import get_logger
 from stretto.process_identity import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_log = get_logger(__name__)
 
 _RETRY_S = 0.05
 _MAX_DIGITS = 32
@@ -58,8 +62,12 @@ class _Part:
     """An attempt on this host."""
 
     folder: Path
-    spec: PartSpec
+    spec: PartSpec | None
+    """``None`` until its supervisor says it, if its file cannot be read."""
+
     indices: tuple[int, ...]
+    """All devices of the host while ``spec`` is not known."""
+
     channel: Channel | None = None
     stop_grace_s: float | None = None
     """Of the stop that the supervisor knows of."""
@@ -142,7 +150,9 @@ class Agent:
         return {
             _name(fence): [part.spec.master_address, part.spec.master_port]
             for fence, part in self._parts.items()
-            if part.spec.world_size > len(part.indices) and not part.spec.first_rank
+            if part.spec is not None
+            and part.spec.world_size > len(part.indices)
+            and not part.spec.first_rank
         }
 
     # commands
@@ -232,22 +242,54 @@ class Agent:
     # supervisors
 
     def _adopt_all(self) -> None:
+        """Adopt the attempts that have a folder.
+
+        # Note [What an unreadable file says]
+        A file may be cut off by a host that lost power, or be of another release. It
+        says nothing of what runs: the supervisor's lock does, and the processes with
+        the mark of the attempt. So an attempt whose file cannot be read is adopted by
+        its folder's name, and its supervisor says the rest. It has ended once its lock
+        is free and none of its processes is left.
+        """
         for folder in sorted(self._folders.attempts(self._host).iterdir()):
-            try:
-                spec = PartSpec.load(folder)
-            except (OSError, ValueError):
-                # Its start was cut short before the supervisor's.
+            spec, fence = _read_part(folder), _fence_of(folder)
+            if spec is None and self._was_never_started(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
-            indices = tuple(
-                self._devices.index(name)
-                for name in spec.devices
-                if name in self._devices
-            )
-            self._parts[spec.fence] = _Part(folder, spec, indices)
-            latest = max(spec.attempt, self._latest.get(spec.job, 0))
-            self._latest[spec.job] = latest
-            self._attach(spec.fence)
+            if fence is None:
+                _log.warning("%s is no attempt's folder: leaves it", folder)
+                continue
+            job, attempt = fence
+            self._parts[fence] = _Part(folder, spec, self._indices_of(spec))
+            self._latest[job] = max(attempt, self._latest.get(job, 0))
+            if spec is None:
+                _log.warning(
+                    "%s cannot be read: asks the attempt's supervisor instead",
+                    folder / PART_FILE,
+                )
+            self._attach(fence)
+
+    @staticmethod
+    def _was_never_started(folder: Path) -> bool:
+        """Return whether a start was cut short before the supervisor's."""
+        return not (folder / LOCK_FILE).exists() and processes.kill_marked(
+            ATTEMPT_VARIABLE, str(folder)
+        )
+
+    def _indices_of(self, spec: PartSpec | None) -> tuple[int, ...]:
+        """Return the numbers of a part's devices; all, if they are not known."""
+        names = self._devices if spec is None else spec.devices
+        return tuple(self._devices.index(n) for n in names if n in self._devices)
+
+    def _learn(self, part: _Part, message: dict[str, Any]) -> None:
+        """Take a part whose file cannot be read from its supervisor's answer."""
+        try:
+            spec = PartSpec.of_plain(message.get("part"), str(part.folder))
+        except ValueError:  # a supervisor of an earlier release does not say it
+            return
+        part.spec, part.indices = spec, self._indices_of(spec)
+        with contextlib.suppress(OSError):
+            spec.save(part.folder)
 
     def _attach(self, fence: Fence) -> None:
         """Connect to a supervisor, or find out that it has ended."""
@@ -283,13 +325,15 @@ class Agent:
             # Not ended while a process lives, such as one in a lost file system.
             self._loop.call_in(1.0, lambda: self._on_supervisor_dead(fence, part))
             return
-        found = supervisor_start.read_end(part.folder) or _end_of_killed(part.spec)
+        found = supervisor_start.read_end(part.folder) or _end_of_killed(part)
         self._ended(fence, part, found)
 
     def _on_report(
         self, fence: Fence, channel: Channel, message: dict[str, Any]
     ) -> None:
         event, part = message.get("event"), self._parts.get(fence)
+        if part is not None and part.spec is None and "attached" in message:
+            self._learn(part, message)
         if event is None or part is None:
             return
         kind, data = event["kind"], event["data"]
@@ -329,7 +373,7 @@ class Agent:
         if part.end is not None:
             return
         part.end = end
-        profile = part.spec.profile
+        profile = "" if part.spec is None else part.spec.profile
         if profile and end["code"] == 0 and Path(profile).exists():
             self._link.report(events.PROFILED, fence, {"profile": profile})
 
@@ -382,9 +426,29 @@ def _name(fence: Fence) -> str:
     return f"{job}.{attempt}"
 
 
-def _end_of_killed(part: PartSpec) -> dict[str, Any]:
+def _fence_of(folder: Path) -> Fence | None:
+    """Return what `_name` has made a folder's name of, or ``None``."""
+    job, _, number = folder.name.rpartition(".")
+    is_one = job and number.isascii() and number.isdigit()
+    return (job, int(number)) if is_one else None
+
+
+def _read_part(folder: Path) -> PartSpec | None:
+    """Return what a folder's file says, or ``None`` if it cannot be read."""
+    try:
+        return PartSpec.load(folder)
+    except (OSError, ValueError):
+        return None
+
+
+def _end_of_killed(part: _Part) -> dict[str, Any]:
     """Return how an attempt ended whose supervisor could not say so."""
-    if part.boot and part.boot != boot_id():
+    spec = part.spec
+    if spec is None:
+        # The host may have been started again: that counts as no failure of the job.
+        why = f"no process of it is left, and {part.folder / PART_FILE} is unreadable"
+        return {"code": None, "why": why, "signaled": True}
+    if spec.boot and spec.boot != boot_id():
         # As a lost host, which counts as no failure of the job.
         why = "its host was started again while it ran"
         return {"code": None, "why": why, "signaled": True}

@@ -6,7 +6,7 @@ import json
 import os
 import pwd
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -117,17 +117,34 @@ class PartSpec:
             OSError: its file is missing.
             ValueError: the file is damaged.
         """
-        found = json.loads((folder / PART_FILE).read_bytes())
+        return cls.of_plain(
+            json.loads((folder / PART_FILE).read_bytes()), str(folder / PART_FILE)
+        )
+
+    @classmethod
+    def of_plain(cls, plain: Any, source: str) -> PartSpec:
+        """Return the part that `dataclasses.asdict` made plain.
+
+        Fields that only a later release knows are left out.
+
+        Args:
+            plain: its fields.
+            source: where they come from, for messages.
+
+        Raises:
+            ValueError: a field is missing or invalid.
+        """
         try:
+            found = {f.name: plain[f.name] for f in fields(cls) if f.name in plain}
             found["command"] = tuple(found["command"])
             found["devices"] = tuple(found["devices"])
             if (replan := found.pop("replan", None)) is not None:
-                found["replan"] = ReplanSpec(**replan)
+                found["replan"] = ReplanSpec(
+                    **{f.name: replan[f.name] for f in fields(ReplanSpec)}
+                )
             return cls(**found)
         except (TypeError, KeyError) as exc:
-            raise ValueError(
-                f"{folder / PART_FILE}: not a part of an attempt: {exc}"
-            ) from exc
+            raise ValueError(f"{source}: not a part of an attempt: {exc}") from exc
 
     @property
     def fence(self) -> tuple[str, int]:

@@ -146,11 +146,17 @@ def note_owner(descriptor: int) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a living process holds a file's lock."""
+    """Return whether a living process holds a file's lock, or may hold it.
+
+    What holds a lock that cannot be looked at, because descriptors are scarce or the
+    file is another user's, is not known to have ended.
+    """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError:
+        return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -455,7 +455,8 @@ class Supervisor:
     def _attach(self, channel: Channel, message: dict[str, Any]) -> None:
         self._agent = channel
         self._reset(channel, message)
-        channel.send({"attached": list(self._part.fence)})
+        part = dataclasses.asdict(self._part)  # its file may be unreadable
+        channel.send({"attached": list(self._part.fence), "part": part})
         for event in self._events:
             channel.send({"event": event})
 

@@ -112,7 +112,7 @@ def read_end(folder: Path) -> dict[str, Any] | None:
         found = json.loads((folder / END_FILE).read_bytes())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and "code" in found else None
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ What fails, and the test of it, here (on both engines) unless a file is named:
 - the coordinator: test_a_killed_coordinator_answers_again_and_disturbs_no_job,
   test_a_job_that_ends_without_coordinator_is_done_once_it_is_back
 - an agent: test_a_killed_agents_jobs_are_adopted,
-  test_a_job_that_ends_without_agent_is_done_once_it_is_back
+  test_a_job_that_ends_without_agent_is_done_once_it_is_back; with the file of an
+  attempt: test_an_attempt_whose_file_cannot_be_read_is_adopted and its neighbors
 - a supervisor: test_a_killed_supervisors_job_starts_again_and_leaves_nothing
 - a supervisor without an agent for its watchdog's time: test_supervisor.py,
   test_without_a_reset_watchdog_the_supervisor_ends_the_attempt
@@ -60,7 +61,7 @@ import pytest
 from stretto import zoo
 from stretto.cluster import engine_local, processes, server
 from stretto.cluster.folders import Folders, Settings
-from stretto.cluster.part_spec import ATTEMPT_VARIABLE, PartSpec
+from stretto.cluster.part_spec import ATTEMPT_VARIABLE, PART_FILE, PartSpec
 from stretto.cluster.processes import marked_processes
 from stretto.errors import ClusterError, Infeasible, SpecError, StrettoError
 from stretto.schema.burst import BurstPlan
@@ -316,6 +317,57 @@ def test_a_job_that_ends_without_agent_is_done_once_it_is_back(
     await_file(tmp_path / "end")
     engine_local.start_keeper(shared.folders)
     is_once(shared, name)
+
+
+def part_file(cluster: Cluster, name: str) -> Path:
+    """Return the file of the first attempt of a job that runs."""
+    ((host, _),) = cluster.await_state(name, "running")["devices"]
+    return cluster.node(host).attempts(host) / f"{name}.1" / PART_FILE
+
+
+@pytest.mark.parametrize("text", ["", '{"job": "of an earlier release"}'])
+def test_an_attempt_whose_file_cannot_be_read_is_adopted(
+    shared: Cluster, tmp_path: Path, text: str
+) -> None:
+    name = shared.submit(job(tmp_path, f"echo $$ >>ready; {WAITS}"))
+    await_file(tmp_path / "ready")
+    file = part_file(shared, name)
+    before = PartSpec.load(file.parent)
+    file.write_text(text)
+    shared.kill(file.parents[2].name)
+    await_that(lambda: file.read_text() != text, lambda: "its supervisor says nothing")
+    assert PartSpec.load(file.parent) == before
+    (tmp_path / "go").touch()
+    is_once(shared, name)
+    assert len((tmp_path / "ready").read_text().split()) == 1
+
+
+def test_a_job_that_ends_without_agent_is_done_also_if_its_file_cannot_be_read(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    name = shared.submit(job(tmp_path, f"touch ready; {WAITS}; touch end"))
+    await_file(tmp_path / "ready")
+    file = part_file(shared, name)
+    shared.kill("keeper")  # so that the agent stays dead for a while
+    shared.kill(file.parents[2].name)
+    file.write_text("")
+    (tmp_path / "go").touch()
+    await_file(tmp_path / "end")
+    engine_local.start_keeper(shared.folders)
+    is_once(shared, name)
+
+
+def test_an_attempt_of_which_nothing_is_left_and_known_uses_up_no_restart(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    name = shared.submit(job(tmp_path, WAITS, attempts=0))
+    supervisor, file = shared.supervisor(name), part_file(shared, name)
+    file.write_text("")
+    shared.kill(file.parents[2].name)
+    os.kill(supervisor, signal.SIGKILL)
+    (tmp_path / "go").touch()
+    found = shared.await_state(name, "done")
+    assert (found["attempt"], found["failures"]) == (2, 0)
 
 
 def test_a_killed_supervisors_job_starts_again_and_leaves_nothing(

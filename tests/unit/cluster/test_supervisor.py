@@ -22,6 +22,7 @@ from stretto.cluster.part_spec import (
     ATTEMPT_VARIABLE,
     END_FILE,
     LOCK_FILE,
+    PART_FILE,
     SOCKET_FILE,
     PartSpec,
 )
@@ -563,6 +564,19 @@ def test_memory_that_processes_share_counts_once() -> None:
             os.killpg(process.pid, signal.SIGKILL)
     assert 80 << 20 < used < 160 << 20
     assert counted > 4 * (80 << 20)
+
+
+def test_a_lock_that_cannot_be_looked_at_may_be_held(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert processes.is_locked(tmp_path / "loop")
+    assert not processes.is_locked(tmp_path / "absent")
+
+
+def test_a_part_of_a_later_release_can_be_read(tmp_path: Path) -> None:
+    part = part_spec_of(tmp_path, "true")
+    plain = dataclasses.asdict(part) | {"later": 1}
+    (tmp_path / PART_FILE).write_text(json.dumps(plain))
+    assert PartSpec.load(tmp_path) == part
 
 
 def test_a_process_that_one_look_has_missed_is_killed(monkeypatch) -> None:
