@@ -88,6 +88,9 @@ def _attach(decision: Attach, record: JobRecord, state: State, now_s: float) -> 
         raise SpecError("only a background's devices change while it runs")
     if len(view.devices) + len(decision.devices) > view.maximum:
         raise SpecError(f"it can use at most {counted(view.maximum, 'device')}")
+    hosts = {device.host for device in (*view.devices, *decision.devices)}
+    if view.is_one_group and len(hosts) > 1:
+        raise SpecError("a process group gets more devices on its own host only")
     for host in by_host(decision.devices):
         part = attempt.parts.get(host)
         if part is not None and part.is_released and not part.has_ended:
@@ -111,6 +114,8 @@ def _detach(decision: Detach, record: JobRecord, now_s: float) -> Event:
         raise SpecError("it does not have all these devices")
     if len(left) < view.minimum:
         raise SpecError(f"it needs {counted(view.minimum, 'device')}: stop it")
+    if view.is_one_group and view.num_hosts > 1:
+        raise SpecError("it is a process group on several hosts: stop it")
     return Event(
         ev.DETACHING,
         now_s,

@@ -158,6 +158,14 @@ class DeviceMap:
             need -= free
         return tuple(found)
 
+    def free_on(self, host: str, memory_bytes: int = 0) -> tuple[Device, ...]:
+        """Return the devices of a host that no job has, but none that is too small."""
+        at = self.numbers[host]
+        free = self._free(at, EMPTY) & ~small_devices(
+            self.memory_bytes[at], memory_bytes
+        )
+        return tuple(device for device in self.devices[at] if free >> device.number & 1)
+
     def _free(self, host: int, among: int) -> int:
         taken = self.foreground[host]
         if among == EMPTY:

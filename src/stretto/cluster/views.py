@@ -9,7 +9,7 @@ from heapq import merge
 from typing import TYPE_CHECKING, final
 
 from stretto.cluster.devices import Device, DeviceMap
-from stretto.schema.job import BACKGROUND, FOREGROUND, Job
+from stretto.schema.job import BACKGROUND, FOREGROUND, INDEPENDENT, Job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Reversible
@@ -123,6 +123,17 @@ class JobView:
     def allows_background(self) -> bool:
         """Whether a background may run beside it: never beside a measurement."""
         return self.spec.background.allow and not self.is_profiling
+
+    @property
+    def is_one_group(self) -> bool:
+        """Whether its ranks are one process group, which a change restarts whole."""
+        gang = self.spec.gang
+        return gang is None or gang.kind != INDEPENDENT
+
+    @property
+    def num_hosts(self) -> int:
+        """On how many hosts the live attempt has devices."""
+        return len({device.host for device in self.devices})
 
     @property
     def memory_bytes(self) -> int:

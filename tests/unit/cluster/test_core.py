@@ -10,10 +10,14 @@ import pytest
 
 from stretto.cluster import events as ev
 from stretto.cluster.commands import StopPart
+from stretto.cluster.decisions import event_of
+from stretto.cluster.devices import Device
 from stretto.cluster.policies import registry
+from stretto.cluster.policies.base import Attach, Detach
 from stretto.cluster.queries import job_details
 from stretto.cluster.server import Server
 from stretto.errors import Infeasible, SpecError, StoreUnavailable
+from stretto.schema.job import GangOptions
 from support.cluster_world import LIMITS, World
 
 
@@ -401,6 +405,57 @@ def test_a_host_that_will_not_return_counts_no_more(world):
         world.submit(minimum=3)
 
 
+def deeppool_with_gang(kind, minimum=2, maximum=4):
+    world = World(registry.get("deeppool"), (2, 2))
+    gang = GangOptions(kind=kind)
+    job = world.submit("background", minimum, maximum, gang=gang, attempts=0)
+    world.advance(4.0, 4)
+    return world, job
+
+
+@pytest.mark.parametrize(
+    ("kind", "minimum", "number"),
+    [("claims", 1, 2), ("local-sgd", 2, 2), ("claims", 3, 3), ("none", 2, 4)],
+)
+def test_a_process_group_gets_more_devices_on_its_own_host_only(kind, minimum, number):
+    world, job = deeppool_with_gang(kind, minimum)
+    assert len(world.ledger.job(job).devices) == number
+    assert world.ledger.job(job).attempt == 1
+    world.check()
+
+
+def grown_across_hosts():
+    """Return a world in which an earlier release let a process group grow."""
+    world, job = deeppool_with_gang("claims")
+    used = world.ledger.job(job).devices[0].host
+    other = "h1" if used == "h0" else "h0"
+    data = {"devices": [[other, 0], [other, 1]]}
+    world.ledger.apply(ev.Event(ev.ATTACHING, world.now_s, job, 1, data=data))
+    world.advance(4.0, 4)
+    assert len(world.ledger.job(job).devices) == 4
+    return world, job
+
+
+def test_a_process_group_across_hosts_is_stopped_whole_and_for_free():
+    world, job = grown_across_hosts()
+    world.submit(minimum=2, allow=False)
+    world.advance(6.0, 6)
+    found = world.ledger.job(job)
+    assert (found.state, found.attempt, found.failures) == ("running", 2, 0)
+    assert len(found.devices) == 2
+
+
+def test_no_policy_changes_a_process_group_on_one_of_its_hosts():
+    world, job = grown_across_hosts()
+    devices = world.ledger.job(job).devices
+    with pytest.raises(SpecError, match="process group on several hosts: stop it"):
+        event_of(Detach(job, devices[:1]), world.ledger.state, world.now_s)
+    world, job = deeppool_with_gang("claims", maximum=3)
+    other = {"h0": "h1", "h1": "h0"}[world.ledger.job(job).devices[0].host]
+    with pytest.raises(SpecError, match="on its own host only"):
+        event_of(Attach(job, (Device(other, 0),)), world.ledger.state, world.now_s)
+
+
 def test_devices_that_a_background_leaves_are_free_when_it_has_left():
     world = World(registry.get("deeppool"), (3,))
     gang = world.submit("background", 1, 3)
@@ -450,7 +505,8 @@ def test_a_background_on_a_lost_host_gets_no_more_devices_elsewhere():
     world = World(registry.get("deeppool"), (1, 2))
     foreground = world.submit(allow=False)
     world.advance(2.0, 2)
-    background = world.submit("background", 1, 3)
+    gang = GangOptions(kind="none")
+    background = world.submit("background", 1, 3, gang=gang)
     world.advance(2.0, 2)
     assert [d.host for d in world.ledger.job(background).devices] == ["h1", "h1"]
     world.hosts[1].fail("cut", world.now_s + 8)

@@ -47,7 +47,11 @@ class Resize:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Give a live background job more devices."""
+    """Give a live background job more devices.
+
+    A process group (`JobView.is_one_group`) gets them on its own host only: its ranks
+    start again there, and no other host has to know.
+    """
 
     job: str
     devices: tuple[Device, ...]
@@ -55,7 +59,10 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """Take devices from a live background job, which keeps the others."""
+    """Take devices from a live background job, which keeps the others.
+
+    Stop a process group on several hosts instead: all of its ranks must start again.
+    """
 
     job: str
     devices: tuple[Device, ...]

@@ -52,6 +52,12 @@ class DeepPoolPolicy(AbstractPolicy):
     It starts at once. The background stays if the new foreground's rank offers enough,
     else it leaves, or is stopped if it cannot do with fewer devices. If the foreground
     permits no background, it starts when they have left.
+
+    # Note [Process groups stay on their hosts]
+    When the devices of a process group change, all of its ranks start again with the
+    new number. A host can do so for its own ranks alone. So a group on one host gets
+    more devices there only; one on several hosts gets none, and is stopped as a whole
+    when a foreground needs any of its devices, to start anew where it fits.
     """
 
     name: ClassVar[str] = "deeppool"
@@ -180,9 +186,14 @@ class DeepPoolPolicy(AbstractPolicy):
         out: list[Decision] = []
         places: _Places | None = None
         for job in jobs.growable(BACKGROUND):
+            host = None
+            if job.is_one_group:  # see the note of `DeepPoolPolicy`
+                if job.num_hosts != 1:
+                    continue
+                host = job.devices[0].host
             if places is None:
                 places = _Places(self._offers, free.copy(), cluster, jobs)
-            devices = places.some(job, job.maximum - len(job.devices))
+            devices = places.some(job, job.maximum - len(job.devices), host)
             if devices:
                 out.append(Attach(job.id, devices))
         return out
@@ -249,28 +260,37 @@ class _Places:
             self._max = need - 1
         return None
 
-    def some(self, job: JobView, maximum: int) -> tuple[Device, ...]:
-        """Return up to ``maximum`` devices, the best first."""
+    def some(
+        self, job: JobView, maximum: int, host: str | None = None
+    ) -> tuple[Device, ...]:
+        """Return up to ``maximum`` devices, the best first; of a host if it is given."""
         found: list[Device] = []
-        for device in self._each(job):
+        for device in self._each(job, host):
             found.append(device)
             self._take((device,))
             if len(found) == maximum:
                 break
         return tuple(found)
 
-    def _each(self, job: JobView) -> Iterator[Device]:
+    def _each(self, job: JobView, host: str | None) -> Iterator[Device]:
         for offer in self._never_used:
-            if self._suits(job, offer.device):
+            if self._suits(job, offer.device, host):
                 yield offer.device
-        while (some := self._free.pick(1, EMPTY, job.memory_bytes)) is not None:
-            yield some[0]
+        if host is not None:
+            yield from self._free.free_on(host, job.memory_bytes)
+        else:
+            while (some := self._free.pick(1, EMPTY, job.memory_bytes)) is not None:
+                yield some[0]
         for offer in self._others:
-            if self._suits(job, offer.device):
+            if self._suits(job, offer.device, host):
                 yield offer.device
 
-    def _suits(self, job: JobView, device: Device) -> bool:
-        return device not in self._taken and self._cluster.may_join(job, device)
+    def _suits(self, job: JobView, device: Device, host: str | None) -> bool:
+        return (
+            device not in self._taken
+            and host in (None, device.host)
+            and self._cluster.may_join(job, device)
+        )
 
     def _take(self, devices: tuple[Device, ...]) -> None:
         for device in devices:
@@ -299,7 +319,8 @@ def _leave(leaving: dict[str, set[Device]], jobs: JobsView) -> Iterator[Decision
         named = tuple(device for device in job.devices if device in devices)
         if not named:  # it leaves them already
             continue
-        if len(job.devices) - len(named) >= job.minimum:
+        is_across = job.is_one_group and job.num_hosts > 1
+        if not is_across and len(job.devices) - len(named) >= job.minimum:
             yield Detach(job.id, named)
         else:
             yield Stop(job.id, "a foreground needs its devices")
