@@ -100,6 +100,12 @@ class DeviceMap:
         host = self.numbers.get(device.host)
         return host is not None and bool(self.usable[host] >> device.number & 1)
 
+    def may_get_foreground(self, device: Device) -> bool:
+        """Return whether a device may be given to jobs and no foreground has it."""
+        if not self.is_usable(device):
+            return False
+        return not self.foreground[self.numbers[device.host]] >> device.number & 1
+
     def devices_of(self, host: str) -> tuple[Device, ...]:
         """Return a host's devices."""
         return self.devices[self.numbers[host]]

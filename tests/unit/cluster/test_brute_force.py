@@ -81,25 +81,50 @@ class Plain:
                 passed.add(row.minimum)
 
     def decide(self):
-        self.starts(FOREGROUND)
+        if self.ratio is not None:
+            self.starts(FOREGROUND)
+            self.starts(BACKGROUND)
+            return
+        while self.stops():
+            pass
         first = min(
             (r for r in self.waiting if r.role == FOREGROUND), key=_key, default=0
         )
-        if self.ratio is None and first:
-            backgrounds = [row for row in self.live if row.role == BACKGROUND]
-            most = self.room(FOREGROUND) + sum(row.devices for row in backgrounds)
-            if most >= first.minimum:
-                while self.room(FOREGROUND) < first.minimum:
-                    row = backgrounds.pop()
-                    row.devices, row.ready_s = 0, self.now_s
-                    row.preemptions += 1
-                    self.live.remove(row)
-                    self.waiting.append(row)
-                self.decide()
-                return
-            if self.keeps(first):
-                return
-        self.starts(BACKGROUND)
+        if not first or not self.keeps(first):
+            self.starts(BACKGROUND)
+
+    def stops(self):
+        """Start foregrounds that fit, and stop backgrounds for the others in turn.
+
+        Returns whether any stopped.
+        """
+        backgrounds = [row for row in self.live if row.role == BACKGROUND]
+        empty, passed, stopped = self.room(FOREGROUND), set(), False
+        lent = sum(row.devices for row in backgrounds)
+        gained = 0
+        for row in sorted((r for r in self.waiting if r.role == FOREGROUND), key=_key):
+            if row.minimum <= empty:
+                row.devices = min(row.maximum, empty)
+                empty -= row.devices
+                self.waiting.remove(row)
+                self.live.append(row)
+                row.first_s = self.now_s if row.first_s is None else row.first_s
+            elif row.minimum <= empty + lent:
+                missing, empty, stopped = row.minimum - empty, 0, True
+                lent -= missing
+                while gained < missing:
+                    one = backgrounds.pop()
+                    gained += one.devices
+                    one.devices, one.ready_s = 0, self.now_s
+                    one.preemptions += 1
+                    self.live.remove(one)
+                    self.waiting.append(one)
+                gained -= missing
+            elif row.minimum not in passed and self.keeps(row):
+                break
+            else:
+                passed.add(row.minimum)
+        return stopped
 
     def run(self, rows):
         coming = list(rows)
@@ -144,6 +169,25 @@ def job_of(row):
         priority=row.priority,
     )
     return SimulatedJob(spec=spec, submit_s=row.submit_s, work_s=row.left_s)
+
+
+@pytest.mark.parametrize("policy", ["fifo", "strong", "weak", "batch-optimal"])
+def test_backgrounds_change_no_foregrounds_times_where_stopping_takes_none(policy):
+    for seed in range(60):
+        draw = random.Random(seed)
+        gpus, patience_s = draw.randint(2, 8), draw.choice((0.0, 5.0, 20.0, 3600.0))
+        rows = drawn(draw, gpus) + drawn(draw, gpus)
+        for number, row in enumerate(rows):
+            row.number, row.maximum = number, row.minimum
+        rows.sort(key=lambda row: row.submit_s)
+        alone = [row for row in rows if row.role == FOREGROUND]
+        times = []
+        for some in (rows, alone):
+            jobs = [job_of(row) for row in some]
+            one = registry.get(policy, patience_s=patience_s)
+            found = simulate(jobs, one, gpus=gpus, gpus_per_host=4).jobs
+            times.append([job.end_s for job in found if job.role == FOREGROUND])
+        assert times[0] == pytest.approx(times[1], abs=1e-4), seed
 
 
 @pytest.mark.parametrize("ratio", [None, 0.3, 0.5])

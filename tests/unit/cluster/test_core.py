@@ -405,6 +405,42 @@ def test_a_host_that_will_not_return_counts_no_more(world):
         world.submit(minimum=3)
 
 
+@pytest.mark.parametrize("name", ["fifo", "strong", "weak", "batch-optimal"])
+def test_a_foreground_waits_behind_no_background_because_the_first_cannot_fit(name):
+    world = World(registry.get(name), (4,))
+    world.submit(minimum=2)
+    world.advance(2.0, 2)
+    world.submit("background", minimum=2)
+    world.advance(2.0, 2)
+    first = world.submit(minimum=4)
+    later = world.submit(minimum=2)
+    world.advance(6.0, 6)
+    assert (state(world, first), state(world, later)) == ("waiting", "running")
+    world.check()
+
+
+def test_a_foreground_that_has_waited_long_is_passed_by_none_also_for_a_background():
+    world = World(registry.get("fifo", patience_s=10.0), (4,))
+    world.submit(minimum=2)
+    world.advance(2.0, 2)
+    background = world.submit("background", minimum=2)
+    world.submit(minimum=4)
+    world.advance(20.0, 20)
+    later = world.submit(minimum=2)
+    world.advance(6.0, 6)
+    assert (state(world, later), state(world, background)) == ("waiting", "running")
+
+
+def test_two_foregrounds_take_two_backgrounds_devices_at_once():
+    world = World(registry.get("fifo"), (2, 2))
+    backgrounds = [world.submit("background", minimum=2) for _ in range(2)]
+    world.advance(2.0, 2)
+    for _ in range(2):
+        world.submit(minimum=2)
+    world.coordinator.tick()
+    assert [state(world, job) for job in backgrounds] == ["stopping", "stopping"]
+
+
 def deeppool_with_gang(kind, minimum=2, maximum=4):
     world = World(registry.get("deeppool"), (2, 2))
     gang = GangOptions(kind=kind)

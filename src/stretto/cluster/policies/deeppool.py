@@ -263,7 +263,7 @@ class _Places:
     def some(
         self, job: JobView, maximum: int, host: str | None = None
     ) -> tuple[Device, ...]:
-        """Return up to ``maximum`` devices, the best first; of a host if it is given."""
+        """Return up to ``maximum`` devices, of one host if given, the best first."""
         found: list[Device] = []
         for device in self._each(job, host):
             found.append(device)

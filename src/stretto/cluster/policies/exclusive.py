@@ -35,7 +35,10 @@ class ExclusivePolicy(AbstractPolicy):
     # Note [Backgrounds give way]
     A background has a device alone while no foreground needs it. If a foreground does
     not fit, the backgrounds that started last are stopped, as many as needed, unless
-    even all of them would not suffice.
+    even all of them would not suffice. This holds for each waiting foreground in its
+    turn, so foregrounds start in the order in which they would start if there were no
+    backgrounds. The devices that one gets so are kept for it until it starts. One that
+    fits without them takes no background's devices.
     """
 
     def __init__(self, *, patience_s: float = PATIENCE_S) -> None:
@@ -62,15 +65,13 @@ class ExclusivePolicy(AbstractPolicy):
         out: list[Decision] = []
         minimum = jobs.smallest_waiting(FOREGROUND)
         if minimum is not None:
-            if free.num_free() >= minimum:
+            waits = False
+            if free.num_free(NO_FOREGROUND) >= minimum:
                 free = free.copy()
-                out += self.starts(FOREGROUND, now_s, free, jobs)
+                out, waits = self._foregrounds(now_s, free, cluster, jobs)
             first = first_besides(FOREGROUND, jobs, out)
-            if first is not None:
-                can_start, stops = giving_way(first, cluster, free, jobs)
-                out += stops
-                if can_start or self.keeps(first, now_s, free):
-                    return out
+            if waits or (first is not None and self.keeps(first, now_s, free)):
+                return out
         minimum = jobs.smallest_waiting(BACKGROUND)
         if minimum is not None and free.num_free() >= minimum:
             free = free.copy() if free is cluster.free else free
@@ -81,6 +82,37 @@ class ExclusivePolicy(AbstractPolicy):
         """Return whether free devices are kept for a job that waits."""
         limit = free.num_usable_with(first.memory_bytes)
         return keeps_devices(first, now_s, self.patience_s, limit)
+
+    def _foregrounds(
+        self, now_s: float, free: DeviceMap, cluster: ClusterView, jobs: JobsView
+    ) -> tuple[list[Decision], bool]:
+        """Return which foregrounds start, and which backgrounds stop for others.
+
+        Also returns whether a foreground waits for backgrounds that stop. The devices
+        of both are taken from ``free``.
+        """
+        starts: list[Decision] = []
+        stops: dict[str, Decision] = {}
+        waits = False
+        for job in in_turn(
+            FOREGROUND,
+            jobs,
+            lambda job: free.num_free(NO_FOREGROUND, job.memory_bytes),
+            lambda job: self.keeps(job, now_s, free),
+        ):
+            room = free.num_free(memory_bytes=job.memory_bytes)
+            if room < job.minimum:
+                waits = True
+                for background in _giving_way(job, free, cluster, jobs):
+                    stop = Stop(background.id, f"{job.id} needs its devices")
+                    stops.setdefault(background.id, stop)
+                continue
+            gpus, method, batch = self.size(job, room)
+            devices = free.pick(gpus, memory_bytes=job.memory_bytes)
+            if devices is not None:
+                free.take(devices, foreground=True)
+                starts.append(Start(job.id, devices, method, batch))
+        return starts + list(stops.values()), waits
 
     def starts(
         self, role: str, now_s: float, free: DeviceMap, jobs: JobsView
@@ -166,41 +198,34 @@ def first_besides(
     return next((job for job in jobs.waiting(role) if job.id not in names), None)
 
 
-def giving_way(
-    first: JobView, cluster: ClusterView, free: DeviceMap, jobs: JobsView
-) -> tuple[bool, list[Decision]]:
-    """Return whether a foreground can start if backgrounds stop, and which do now.
+def _giving_way(
+    job: JobView, free: DeviceMap, cluster: ClusterView, jobs: JobsView
+) -> Iterator[JobView]:
+    """Yield the live backgrounds that stop so that a foreground can start.
 
-    Only backgrounds that are alone on their devices help; the last ones stop first.
+    Those that stop already help first, then those that started last. The devices that
+    the foreground gets are taken from ``free``.
     """
-    size = first.memory_bytes
-    num_empty = free.num_free(memory_bytes=size)
-    if free.num_free(NO_FOREGROUND, size) < first.minimum or num_empty >= first.minimum:
-        return num_empty >= first.minimum, []
-    missing = first.minimum - num_empty
-    missing -= sum(_num_alone(job, size, cluster) for job in jobs.stopping(BACKGROUND))
-    stops: list[Decision] = []
-    for job in reversed(jobs.live(BACKGROUND)):
-        if missing <= 0:
-            break
-        gained = _num_alone(job, size, cluster)
-        if gained:
-            missing -= gained
-            stops.append(Stop(job.id, f"{first.id} needs its devices"))
-    return True, stops
-
-
-def _num_alone(job: JobView, memory_bytes: int, cluster: ClusterView) -> int:
-    """Return the number of usable devices on which a background runs alone.
-
-    Those known to have less memory do not count.
-    """
-    return sum(
-        device not in cluster.foreground
-        and cluster.free.is_usable(device)
-        and not 0 < cluster.memory_of(device) < memory_bytes
-        for device in job.devices
-    )
+    size = job.memory_bytes
+    empty = min(job.minimum, free.num_free(memory_bytes=size))
+    free.take(free.pick(empty, memory_bytes=size) or (), foreground=True)
+    missing = job.minimum - empty
+    stopping = list(jobs.stopping(BACKGROUND))
+    for background in (*stopping, *reversed(jobs.live(BACKGROUND))):
+        if not missing:
+            return
+        given = [
+            device
+            for device in background.devices
+            if cluster.background.get(device) is background
+            and free.may_get_foreground(device)
+            and not 0 < cluster.memory_of(device) < size
+        ][:missing]
+        if given:
+            free.take(given, foreground=True)
+            missing -= len(given)
+            if background not in stopping:
+                yield background
 
 
 def at_least_zero(name: str, value: float) -> float:
