@@ -264,6 +264,8 @@ def _echo_status(found: dict[str, Any]) -> None:
         if row["drained"]:
             state += ", drained"
             state += " until `stretto cluster down` has ended" if row["ending"] else ""
+        if why := row.get("why"):  # missing in answers of an earlier release
+            state += f"; {why}"
         click.echo(f"{row['host']}: {state}")
         for device in row["devices"]:
             jobs = [device[role] for role in ("foreground", "background")]

@@ -274,15 +274,23 @@ def stop_command(jobs: tuple[str, ...], folders: Folders, is_json: bool) -> None
     # All names are checked before the first job is stopped.
     named = [engine_local.ask(folders, {"do": "show", "job": job}) for job in jobs]
     found: list[str] = []
+    ended: dict[str, str] = {}
     try:
         for job in dict.fromkeys(row["job"] for row in named):
             message = {"do": "stop", "job": job, "user": _user()}
-            found.append(engine_local.ask(folders, message)["job"])
+            # A coordinator of an earlier release does not say it.
+            if state := engine_local.ask(folders, message).get("ended"):
+                ended[job] = state
+            else:
+                found.append(job)
     finally:  # the cluster may refuse one after others were stopped
-        if is_json and found:
-            put({"stopping": found})
-        elif found:
-            click.echo(f"stopping {', '.join(found)}")
+        if is_json and (found or ended):
+            put({"stopping": found, "ended": list(ended)})
+        elif not is_json:
+            if found:
+                click.echo(f"stopping {', '.join(found)}")
+            for job, state in ended.items():
+                click.echo(f"{job} has ended already: {state}")
 
 
 @click.command(name="drain")

@@ -19,6 +19,7 @@ from stretto.cluster.records import (
     JobRecord,
     Part,
 )
+from stretto.units import counted
 
 if TYPE_CHECKING:
     from stretto.cluster.state import State
@@ -45,7 +46,10 @@ def follows(record: JobRecord, state: State, now_s: float) -> Event | None:
         # Its host was silent until others might have started it; none has.
         return Event(ev.DONE, now_s, view.id, last.number)
     if record.stop_requested:
-        why = f"{record.stop_requested} stopped it before it started"
+        when = (
+            "while it waited to start again" if record.num_runs else "before it started"
+        )
+        why = f"{record.stop_requested} stopped it {when}"
         return Event(ev.STOPPED, now_s, view.id, data={"why": why})
     for name in sorted(record.blocked_by):
         end = state.records[name].view.state
@@ -120,8 +124,9 @@ def _end_of(record: JobRecord, attempt: Attempt, now_s: float) -> Event:
         found = _requeue(record, attempt, _failure(part), now_s + wait_s)
         more = {"failures": view.failures + 1}
         return replace(found, at_s=now_s, data={**found.data, **more})
-    after = f", after {view.failures} restarts" if view.failures else ""
-    data = {"why": f"{_failure(part)}{after}", "code": part.code}
+    # First: the failure ends with the lines that the job has written.
+    after = f"after {counted(view.failures, 'restart')}, " if view.failures else ""
+    data = {"why": f"{after}{_failure(part)}", "code": part.code}
     return Event(ev.FAILED, now_s, name, number, data=data)
 
 

@@ -329,7 +329,30 @@ def ask(
             time.sleep(0.05)
     if "error" in found:
         raise _refusal(str(found["error"]), int(found.get("exit", 1)))
-    return found
+    answer: dict[str, Any] = _answer(found, str(message["do"]))
+    return answer
+
+
+class _Answer(dict[str, Any]):
+    """A part of an answer, which says so if a field is missing."""
+
+    def __init__(self, fields: dict[str, Any], request: str) -> None:
+        super().__init__(fields)
+        self._request = request
+
+    def __missing__(self, key: str) -> Any:
+        raise ClusterError(
+            f"the coordinator's answer to {self._request!r} has no {key!r}: it is of "
+            "an earlier release than this command. Start the cluster again: `stretto "
+            "cluster down`, then `stretto cluster start`"
+        )
+
+
+def _answer(value: Any, request: str) -> Any:
+    if isinstance(value, dict):
+        found = {key: _answer(each, request) for key, each in value.items()}
+        return _Answer(found, request)
+    return [_answer(e, request) for e in value] if isinstance(value, list) else value
 
 
 def _refusal(text: str, exit_code: int) -> StrettoError:

@@ -442,8 +442,25 @@ class Ledger:
             return f"starts again in {left_s:.0f} s, because {record.why}"
         usable = self.cluster.free.num_usable_with(view.memory_bytes)
         if usable < view.minimum:
-            return f"needs {devices_text(view)}, the open hosts have {usable}"
+            return (
+                f"needs {devices_text(view)}, the open hosts have {usable}"
+                f"{self._closed_text()}"
+            )
         return self._policy.why_waiting(view, now_s, self.cluster, self.state.jobs)
+
+    def _closed_text(self) -> str:
+        """Return which hosts get no jobs, and why."""
+        hosts = [h for h in self.cluster.hosts.values() if h.name not in self.gone]
+        silent = [host.name for host in hosts if not host.is_up]
+        drained = [host.name for host in hosts if host.is_up and host.is_drained]
+        text = ""
+        if silent:
+            text += (
+                f"; not heard from: {', '.join(silent)}, see `stretto cluster status`"
+            )
+        if drained:
+            text += f"; drained: {', '.join(drained)}"
+        return text
 
     def job(self, job: str) -> JobView:
         """Return a job by its id, or the last one of a name.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from stretto.cluster import events as ev
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from stretto.cluster.ledger import Ledger
     from stretto.cluster.records import JobRecord
@@ -85,8 +85,18 @@ def status(
     all_hosts: Mapping[str, Sequence[str]],
     connected: Collection[str],
     trouble: str,
+    why_silent: Callable[[str], str],
 ) -> dict[str, Any]:
-    """Return hosts, devices and who has them, and the number of jobs by state."""
+    """Return hosts, devices and who has them, and the number of jobs by state.
+
+    Args:
+        ledger: of the cluster.
+        policy: its name.
+        all_hosts: names of each host's devices.
+        connected: the hosts whose agents are connected.
+        trouble: why the store is unavailable, or empty.
+        why_silent: returns what to do about a host that is not heard from.
+    """
     users: dict[tuple[str, int], dict[str, str]] = {}
     attempts = []
     for record in ledger.state.records.values():
@@ -100,11 +110,12 @@ def status(
     hosts = []
     for name, devices in all_hosts.items():
         host = ledger.cluster.hosts.get(name)
-        is_up = host is not None and host.is_up
+        joined = host is not None and host.is_up and name in connected
         hosts.append(
             {
                 "host": name,
-                "joined": is_up and name in connected,
+                "joined": joined,
+                "why": "" if joined else why_silent(name),
                 "drained": host is not None and host.is_drained,
                 "ending": host is not None and host.is_ending,
                 "devices": [

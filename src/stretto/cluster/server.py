@@ -29,7 +29,8 @@ from stretto.cluster.ledger import Ledger, Limits
 from stretto.cluster.loop import Loop, Timer, now_s
 from stretto.cluster.part_spec import write_json
 from stretto.cluster.policies import registry
-from stretto.cluster.roles import StoppedHolders
+from stretto.cluster.records import ENDS
+from stretto.cluster.roles import StoppedHolders, stopped_holders
 from stretto.cluster.store import Store, read_only, read_page
 from stretto.cluster.wire import event_of, plain_command
 from stretto.errors import SpecError, StoreUnavailable, StrettoError
@@ -361,9 +362,11 @@ class Server:
         return {"job": self.coordinator.submit(spec, user=user, request=request)}
 
     def _stop(self, message: dict[str, Any]) -> dict[str, Any]:
-        job = self.ledger.job(str(message["job"])).id
-        self.coordinator.stop(job, user=_text(message.get("user", "")))
-        return {"job": job}
+        view = self.ledger.job(str(message["job"]))
+        if view.state in ENDS:
+            return {"job": view.id, "ended": view.state}
+        self.coordinator.stop(view.id, user=_text(message.get("user", "")))
+        return {"job": view.id, "ended": ""}
 
     def _drain(self, message: dict[str, Any]) -> dict[str, Any]:
         host, user = self._known(message), _text(message.get("user", ""))
@@ -398,7 +401,27 @@ class Server:
             self.folders.hosts(self.settings),
             set(self._agents),
             trouble,
+            self._why_silent,
         )
+
+    def _why_silent(self, host: str) -> str:
+        """Return what to do about a host that is not heard from.
+
+        Only of this machine's own agents more is known than that.
+        """
+        if host not in self.settings.hosts:
+            return "see whether its machine and Ray run there"
+        if self.settings.ray is not None:
+            folders = self.folders.of_node(host)
+        else:
+            folders = self.folders
+        lock = folders.agent_lock(host)
+        for pid in stopped_holders([lock]):
+            return (
+                f"its agent is stopped by a signal: `kill -CONT {pid}` continues it, "
+                f"`kill -KILL {pid}` lets another one start"
+            )
+        return f"see {lock.with_name('agent.log')}"
 
     def _events(self, message: dict[str, Any]) -> dict[str, Any]:
         since, job = int(message["since"]), message.get("job")

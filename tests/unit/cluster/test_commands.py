@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from stretto.cli._cluster_jobs import _Log
 from stretto.cluster import engine_local, processes
 from stretto.cluster.folders import Folders
 from stretto.cluster.job_files import read_job
+from stretto.cluster.roles import holder_of
 from stretto.errors import ClusterError, SpecError
 from support.clusters import WAITS, await_file, await_that
 
@@ -110,6 +112,41 @@ def test_output_on_a_full_disk_ends_with_one_line(
         )
     why = "the output cannot be written: No space left on device"
     assert (found.returncode, found.stderr) == (1, f"stretto: error: {why}\n")
+
+
+def test_a_stop_of_a_job_that_has_ended_says_so(run: Run, tmp_path: Path) -> None:
+    job = submitted(run, job_file(tmp_path))
+    await_end(run, job)
+    assert run("stop", job) == (0, f"{job} has ended already: done\n", "")
+    found = json.loads(run("stop", job, "--json")[1])
+    assert found == {"stopping": [], "ended": [job]}
+
+
+def test_an_answer_of_an_earlier_release_is_called_so(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {"jobs": [{"job": "a-1", "state": "running"}]}
+    monkeypatch.setattr(engine_local.channel, "request", lambda *_, **__: answers)
+    code, _, err = run("list")
+    assert code == ClusterError.exit_code
+    assert "answer to 'list' has no 'name': it is of an earlier release" in err
+    assert "`stretto cluster down`, then `stretto cluster start`" in err
+
+
+def test_a_host_whose_agent_is_stopped_says_how_it_continues(
+    root: Path, run: Run
+) -> None:
+    agent = holder_of(Folders(root).agent_lock("host0"))
+    assert agent is not None
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        await_that(
+            lambda: f"`kill -CONT {agent}` continues it" in run("status")[1],
+            lambda: run("status")[1],
+        )
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    await_that(lambda: "host0: ready" in run("status")[1], lambda: run("status")[1])
 
 
 def test_a_relative_folder_begins_at_the_job_file(run: Run, tmp_path: Path) -> None:

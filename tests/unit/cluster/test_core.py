@@ -154,7 +154,32 @@ def test_a_failed_job_starts_again_after_a_backoff_until_none_is_left(world):
     world.advance(2.0, 2)
     record = world.ledger.state.records[job]
     assert (record.view.state, record.code) == ("failed", 1)
-    assert "after 1 restarts" in record.why
+    assert record.why.startswith("after 1 restart, on h")
+
+
+def test_a_job_that_ran_and_is_stopped_as_it_waits_was_not_stopped_before(world):
+    job = world.submit("background", minimum=4)
+    waits = world.submit("background", minimum=4)
+    world.advance(2.0, 2)
+    world.submit(minimum=4)
+    world.advance(4.0, 4)
+    for name in (job, waits):
+        world.coordinator.stop(name, user="ana")
+    records = world.ledger.state.records
+    assert records[job].why == "ana stopped it while it waited to start again"
+    assert records[waits].why == "ana stopped it before it started"
+
+
+def test_a_job_that_no_open_host_holds_says_which_are_closed():
+    world = World(registry.get("fifo"), (1, 1, 1))
+    world.coordinator.drain("h1")
+    for host in (world.hosts[0], world.hosts[2]):
+        host.fail("cut", 1e9)
+    world.advance(8.0, 8)
+    assert world.ledger.reason(world.submit(), world.now_s) == (
+        "needs 1 device, the open hosts have 0; not heard from: h0, h2, see `stretto "
+        "cluster status`; drained: h1"
+    )
 
 
 def test_thousands_of_failures_are_no_end_of_the_coordinator(world):
