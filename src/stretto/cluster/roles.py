@@ -162,12 +162,13 @@ def holder_of(lock: Path) -> int | None:
 def end_holders(locks: Sequence[Path], *, timeout_s: float) -> bool:
     """Ask the processes that hold locks to end; return whether all did in time.
 
-    Those that did not are killed.
+    Those that did not are killed. One whose number is not known, because there was no
+    space to write it, is only waited for.
     """
     deadline_s = now_s() + timeout_s
-    while holders := [pid for lock in locks if (pid := holder_of(lock)) is not None]:
+    while held := [lock for lock in locks if processes.is_locked(lock)]:
         is_late = now_s() > deadline_s
-        for pid in holders:
+        for pid in [pid for lock in held if (pid := holder_of(lock)) is not None]:
             _signal(pid, signal.SIGKILL if is_late else signal.SIGTERM)
             _signal(pid, signal.SIGCONT)  # a stopped one takes no other signal
         if is_late:

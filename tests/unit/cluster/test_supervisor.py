@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from stretto.cluster import memory_use, processes, supervisor_start
+from stretto.cluster import memory_use, processes, roles, supervisor_start
 from stretto.cluster.channel import connected, encoded
 from stretto.cluster.loop import now_s
 from stretto.cluster.part_spec import (
@@ -570,6 +570,14 @@ def test_a_lock_that_cannot_be_looked_at_may_be_held(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert processes.is_locked(tmp_path / "loop")
     assert not processes.is_locked(tmp_path / "absent")
+
+
+def test_a_holder_whose_number_is_not_known_has_not_ended(tmp_path: Path) -> None:
+    descriptor = processes.lock(tmp_path / "lock")
+    assert descriptor is not None
+    assert not roles.end_holders([tmp_path / "lock"], timeout_s=0.1)
+    os.close(descriptor)
+    assert roles.end_holders([tmp_path / "lock"], timeout_s=0.1)
 
 
 def test_a_part_of_a_later_release_can_be_read(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class DeepPoolPolicy(AbstractPolicy):
     When the devices of a process group change, all of its ranks start again with the
     new number. A host can do so for its own ranks alone. So a group on one host gets
     more devices there only; one on several hosts gets none, and is stopped as a whole
-    when a foreground needs any of its devices, to start anew where it fits.
+    when a foreground needs any of its devices, to start again where it fits.
     """
 
     name: ClassVar[str] = "deeppool"
