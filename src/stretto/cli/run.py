@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto.cli._elastic import MODULE, OPTIONS, run_elastic
-from stretto.cli._outputs import why_not_writable
+from stretto.cli._outputs import Program, why_not_writable
 from stretto.cli._rank_options import check_options
 from stretto.errors import SpecError, StrettoError
 from stretto.main_module import require_script
@@ -44,8 +44,12 @@ SETTINGS = {
 """Options, and the environment variables that pass them to ranks."""
 
 
-class _Command(click.Command):
+class _Command(Program):
     """Accepts stretto's options before, between and after torchrun's."""
+
+    written = frozenset(
+        {"save_plan", "profile", "cluster", "trace", "report", "tuning"}
+    )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         takes_value = {

@@ -41,16 +41,26 @@ class AiaccPlanner(AbstractPlanner):
         *,
         unit_bytes: int | None = None,
         lanes: int | None = None,
-        max_lanes: int = MAX_LANES,
+        max_lanes: int | None = None,
     ) -> None:
-        """Set unit size and lanes; ``None``: chosen, with lanes up to ``max_lanes``."""
-        lanes_in_range(self.name, "max_lanes", max_lanes)
+        """Set unit size and lanes; ``None``: chosen, with lanes up to ``max_lanes``.
+
+        Raises:
+            SpecError: an option is out of range, or there are more lanes than allowed.
+        """
+        most = MAX_LANES if max_lanes is None else max_lanes
+        lanes_in_range(self.name, "max_lanes", most)
         if unit_bytes is not None:
             positive(self.name, "unit_bytes", unit_bytes)
         if lanes is not None:
             lanes_in_range(self.name, "lanes", lanes)
+            if max_lanes is not None and lanes > max_lanes:
+                raise SpecError(
+                    f"planner {self.name}: lanes must be at most the largest number of "
+                    f"lanes, which is given as {max_lanes}, got {lanes}"
+                )
         self._units = UNIT_BYTES if unit_bytes is None else (unit_bytes,)
-        self._lanes = lane_choices(max_lanes) if lanes is None else (lanes,)
+        self._lanes = lane_choices(most) if lanes is None else (lanes,)
 
     def plan(self, workload: Workload, cluster: Cluster) -> Plan:
         """Return the grid's best plan under the simulator, the simplest of equals."""

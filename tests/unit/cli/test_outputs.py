@@ -9,8 +9,19 @@ import pytest
 from click.testing import CliRunner
 
 from stretto.cli._main import COMMANDS, group
-from stretto.cli._outputs import why_not_writable, writable
+from stretto.cli._outputs import Program, why_not_writable, writable
 from stretto.errors import SpecError
+
+
+def commands_of(name: str, command: click.Command) -> list[tuple[str, click.Command]]:
+    if not isinstance(command, click.Group):
+        return [(name, command)]
+    context = click.Context(command)
+    return [
+        row
+        for part in command.list_commands(context)
+        for row in commands_of(f"{name} {part}", command.get_command(context, part))
+    ]
 
 
 def outputs_of(name: str, command: click.Command) -> list[tuple[str, click.Option]]:
@@ -38,6 +49,19 @@ def test_every_command_checks_its_output_first() -> None:
     assert len(found) >= 10
     unchecked = {name for name, option in found if option.callback is not writable}
     assert unchecked == {"convert"}  # it writes nothing before it has read the script
+
+
+def test_every_command_keeps_its_inputs() -> None:
+    context = click.Context(group)
+    found = [
+        row
+        for name in COMMANDS
+        for row in commands_of(name, group.get_command(context, name))
+    ]
+    writing = {n for n, c in found if any(p.callback is writable for p in c.params)}
+    assert len(writing) >= 10
+    kept = {n for n, c in found if isinstance(c, Program)}
+    assert writing | {"convert", "run"} <= kept
 
 
 def test_a_folder_that_is_missing_is_reported_before_the_measurement(tmp_path) -> None:

@@ -427,3 +427,40 @@ def test_simulate_refuses_an_option_that_one_of_several_planners_lacks(files) ->
     code, _, err = call("simulate", *files, *TWO_PLANNERS, *joint)
     assert code == 2
     assert "planner ddp has no option --dims" in err
+
+
+def test_more_lanes_than_the_largest_number_are_refused(files) -> None:
+    options = ("--planner", "aiacc", "--lanes", "6", "--max-lanes", "4")
+    code, _, err = call("plan", *files, *options)
+    assert code == 2
+    assert "--lanes must be at most the largest number of lanes" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("plan", "{w}", "{c}", "-o", "{w}"),
+        ("plan", "{w}", "{c}", "-o", "{w}/../c.json"),
+        ("plan", "-o", "{c}", "{w}", "{c}"),
+        ("simulate", "{w}", "{c}", "--trace", "{w}"),
+        ("simulate", "{w}", "{c}", "--trace", "{n}", "--report", "{n}"),
+        ("compare", "{w}", "{c}", "--report", "{c}"),
+        ("report", "{w}", "-o", "{w}"),
+        ("convert", "{w}", "-o", "{w}", "--force"),
+        ("run", "--plan", "{w}", "--report", "{w}", "train.py"),
+    ],
+)
+def test_an_output_that_is_also_read_is_refused(arguments, tmp_path) -> None:
+    w, c = tmp_path / "w.json", tmp_path / "c.json"
+    a_workload().save(w)
+    A_CLUSTER.save(c)
+    before = w.read_bytes(), c.read_bytes()
+    linked = tmp_path / "x"
+    linked.mkdir()
+    names = {"w": str(w), "c": str(c), "n": str(tmp_path / "new")}
+    given = [a.replace("{w}/..", f"{linked}/..").format(**names) for a in arguments]
+    code, _, err = call(*given)
+    assert code == 2
+    assert "is the same file as" in err
+    assert (w.read_bytes(), c.read_bytes()) == before
+    assert not (tmp_path / "new").exists()
