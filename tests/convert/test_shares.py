@@ -191,3 +191,47 @@ def test_parts_of_a_mean_that_is_reduced_are_not_reduced_too(count, added):
     assert "right = (model(x)" in after
     assert "= sum_over_ranks(" not in after
     assert "total = mean_over_ranks(total)" in after
+
+
+SUM_FORMS = (
+    "total = total + {}",
+    "total = {} + total",
+    "total: float = total + {}",
+    "total = torch.add(total, {})",
+    "total = total.add({})",
+    "total = total + 0 + {}",
+)
+TERMS = (
+    "loss.detach()",
+    "(model(x).argmax(1) == y).sum()",
+)
+READS = (
+    "print(float(total / len(data)))",
+    "mean = (total / len(data)).item()\n    print(f'{mean:.4f}')",
+    "print(f'{(total / count).item():.4f}')",
+    "print(total / count)",
+)
+
+
+def summed(added, read):
+    plus = "+=" if "+=" in added else "= count +"
+    line = f"{added}\ncount {plus} 1"
+    script = SCRIPT.replace("total = 0.0", "total = 0.0\n    count = 0")
+    text = script.format(line=textwrap.indent(line, " " * 8)) + f"    {read}\n"
+    conversion = convert_source(text, name="train.py", choices=Choices())
+    lines = conversion.after.partition("        opt.step()\n")[2].splitlines()
+    return [s for s in lines if not s.startswith("        ")], open_notes(conversion)
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("form", SUM_FORMS)
+def test_every_form_of_a_sum_is_reduced_once(form, term, read):
+    want = summed(f"total += {term}", read)
+    assert summed(form.format(term), read) == want
+
+
+def test_a_sum_with_parts_of_two_kinds_is_reduced_part_by_part():
+    after = with_line("total += (x > 0).sum().item()\ntotal += 1").after
+    assert "total += sum_over_ranks((x > 0).sum().item())" in after
+    assert "total = sum_over_ranks(total)" not in after

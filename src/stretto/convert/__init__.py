@@ -15,7 +15,8 @@ imports torch. It needs LibCST, which the extra ``stretto[convert]`` installs.
   `_edit` collects edits.
 - `_job` is what takes part in training: `_trained_models` finds optimizers (with
   `_optimizers`) and their models (with `_parameter_owners` and `_modules`),
-  `_batch_loops` the loops and their loaders.
+  `_batch_loops` the loops and their loaders (with
+  `_step_calls`).
 - Stages: `_models`, `_part_names`, `_free_tensors`, `_held_models`, `_buffers`,
   `_unwrapping`, `_freezing`, `_unused`, `_prepared` and `_second_backward` (the model),
   `_loaders`, `_collate`, `_batch`, `_loader_sizes`, `_passes` and `_whole_passes` (its

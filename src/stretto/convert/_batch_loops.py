@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, final
 import libcst as cst
 
 from stretto.convert._flow import Origin
+from stretto.convert._step_calls import StepCalls
 from stretto.convert._tree import Scope, dotted, found, stored_names
 
 if TYPE_CHECKING:
@@ -74,6 +75,10 @@ class BatchLoops:
     ) -> None:
         self._tree, self._flow = tree, flow
         self._backwards, self._refuse = backwards, refuse
+        self.steps = StepCalls(tree, flow)
+        self.idle: set[cst.Call] = set()
+        """Calls of functions that contain a ``backward`` and do not run it."""
+        self._active: set[cst.Call] = set()
 
     def training(self) -> list[BatchLoop]:
         """Return the loops whose batches are trained on.
@@ -83,8 +88,8 @@ class BatchLoops:
         """
         loops: dict[int, BatchLoop] = {}
         for call in self._backwards:
-            around = self._batch_loops(call, set())
-            if not around:
+            around = self._batch_loops(call, [call], {})
+            if not around and not self.idle:
                 self._check_called(call)
                 inner = next((x for x in self._tree.loops(call)), None)
                 over = (
@@ -102,6 +107,14 @@ class BatchLoops:
                 )
             for loop in around:
                 loops.setdefault(id(loop.node), loop)
+        self.idle -= self._active
+        if not loops:
+            raise self._refuse(
+                self._backwards[0],
+                "backward() is called, but each call of the function around it passes "
+                "arguments with which it is not reached, or is in torch.no_grad(), so "
+                "nothing trains",
+            )
         return list(loops.values())
 
     def _check_called(self, call: cst.Call) -> None:
@@ -117,7 +130,19 @@ class BatchLoops:
             "its name in the loop over batches, or move backward() into that loop",
         )
 
-    def _batch_loops(self, node: cst.CSTNode, seen: set[int]) -> list[BatchLoop]:
+    def _batch_loops(
+        self,
+        node: cst.CSTNode,
+        points: list[cst.CSTNode],
+        entered: dict[cst.FunctionDef, cst.Call],
+    ) -> list[BatchLoop]:
+        """Return the loops whose batches a call trains on, also through functions.
+
+        Args:
+            node: The ``backward``, or the call through which it is reached.
+            points: The calls on the way from `node` to the ``backward``.
+            entered: Functions on the way, and the call that enters each.
+        """
         for loop in self._tree.loops(node):
             made = self.loop(loop)
             if made is not None:
@@ -126,11 +151,17 @@ class BatchLoops:
         for function in (
             a for a in self._tree.ancestors(node) if isinstance(a, cst.FunctionDef)
         ):
-            if id(function) in seen:
+            if function in entered:
                 continue
-            seen.add(id(function))
             for call in self._flow.calls_of(function):
-                out += self._batch_loops(call, seen)
+                inside = {**entered, function: call}
+                if self.steps.without_gradient(call, function) or any(
+                    self.steps.reaches(point, inside) is False for point in points
+                ):
+                    self.idle.add(call)
+                    continue
+                self._active.add(call)
+                out += self._batch_loops(call, [*points, call], inside)
         return out
 
     def loop(self, node: cst.For | cst.While) -> BatchLoop | None:

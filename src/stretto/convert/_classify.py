@@ -72,6 +72,8 @@ class Classifier:
         self._work, self._shares = work, shares
         self._tree, self._flow = work.tree, work.flow
         self.losses = Losses(work)
+        self.carried: set[cst.BaseExpression] = set()
+        """What assignments give a loop's sums, whose terms are reduced over ranks."""
         self._kinds_of: dict[str, list[tuple[cst.Call, Loss]]] = {}
         for call in work.job.backwards:
             kind = self.losses.of(call)
@@ -194,6 +196,7 @@ class Classifier:
                 o
                 for o in self._flow.assigned(path, self._tree.function(node))
                 if self._tree.within(o.statement, within)
+                and o.value not in self.carried
             ]
             if len(made) == 1 and made[0].place is None:
                 return self.of(made[0].value, within, depth - 1)

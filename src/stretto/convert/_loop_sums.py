@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
-from stretto.convert._tree import Scope, dotted, found
+from stretto.convert._tree import Scope, dotted, found, targets_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from stretto.convert._batch_loops import BatchLoop
     from stretto.convert._edit import Work
     from stretto.convert._models import Models
@@ -25,22 +27,42 @@ class Added:
 
 
 def added_in(body: cst.CSTNode) -> list[Added]:
-    """Return what is added to a name in some code: ``a += x`` and ``a = a + x``."""
+    """Return what is added to a name in some code, in each form of a sum.
+
+    These are ``a += x``, ``a = a + x``, ``a = x + a``, ``a: float = a + x``,
+    ``a = torch.add(a, x)`` and ``a = a.add(x)``. Of several terms, each is returned.
+    """
     out = []
     for line in found(body, cst.AugAssign):
         name = dotted(line.target)
         if name is not None and isinstance(line.operator, cst.AddAssign):
             out.append(Added(name=name, value=line.value, statement=line))
-    for plain in found(body, cst.Assign):
-        value, name = plain.value, dotted(plain.targets[0].target)
-        if (
-            name is not None
-            and isinstance(value, cst.BinaryOperation)
-            and isinstance(value.operator, cst.Add)
-            and dotted(value.left) == name
-        ):
-            out.append(Added(name=name, value=value.right, statement=plain))
+    plain: Iterator[cst.Assign | cst.AnnAssign]
+    plain = found(body, (cst.Assign, cst.AnnAssign))
+    for assign in plain:
+        targets = targets_of(assign)
+        name = dotted(targets[0])
+        if name is None or assign.value is None or len(targets) != 1:
+            continue
+        terms = _terms(assign.value)
+        rest = [term for term in terms if dotted(term) != name]
+        if rest and len(rest) == len(terms) - 1:
+            out += [Added(name=name, value=x, statement=assign) for x in rest]
     return out
+
+
+def _terms(node: cst.BaseExpression) -> list[cst.BaseExpression]:
+    """Return the terms of a sum."""
+    if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Add):
+        return [*_terms(node.left), *_terms(node.right)]
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        given = [a.value for a in node.args if a.keyword is None and not a.star]
+        if node.func.attr.value == "add" and len(given) == len(node.args):
+            of_torch = dotted(node.func.value) == "torch"
+            terms = given if of_torch else [node.func.value, *given]
+            if len(terms) == 2:
+                return [part for term in terms for part in _terms(term)]
+    return [node]
 
 
 _STORING = frozenset(
@@ -67,12 +89,13 @@ class LoopSums:
                 continue
             parent = self._tree.parent(name)
             reads += not (isinstance(parent, cst.AugAssign) and parent.target is name)
-        plain = sum(
-            2
+        plain = {
+            id(other.statement)
             for other in added_in(loop.node.body)
-            if other.name == added.name and isinstance(other.statement, cst.Assign)
-        )
-        if reads - plain > 0:
+            if other.name == added.name
+            and not isinstance(other.statement, cst.AugAssign)
+        }
+        if reads > 2 * len(plain):
             return False
         block = self._tree.block(loop.node)
         begun = [
@@ -111,12 +134,12 @@ class LoopSums:
             if any(n.value == index for n in found(node.body, cst.Name)):
                 return f"it uses the number `{index}` of each batch"
         after = self._read_after(node, scope)
-        for line in found(node.body, cst.Assign):
-            for target in line.targets:
-                for name in found(target.target, cst.Name):
+        for line in found(node.body, (cst.Assign, cst.AnnAssign)):
+            for target in targets_of(line):
+                for name in found(target, cst.Name):
                     if name.value in after - names:
                         return f"`{name.value}` is read after the loop"
-                if not isinstance(target.target, cst.Name | cst.Tuple):
+                if not isinstance(target, cst.Name | cst.Tuple):
                     return "it sets more than its own variables"
         for change in found(node.body, cst.AugAssign):
             path = dotted(change.target)

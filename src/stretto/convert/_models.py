@@ -695,6 +695,8 @@ class Models:
             if any(self._tree.within(loop, here) for loop in loops):
                 return True
             for call in found(here, cst.Call):
+                if call in self._work.job.batches.idle:
+                    continue
                 for function in self._work.flow.local(call):
                     if id(function) not in seen:
                         seen.add(id(function))
@@ -853,7 +855,11 @@ def reaching_training(work: Work) -> list[cst.FunctionDef]:
         for function in tree.ancestors(node):
             if isinstance(function, cst.FunctionDef) and id(function) not in out:
                 out[id(function)] = function
-                inner += work.flow.calls_of(function)
+                inner += [
+                    call
+                    for call in work.flow.calls_of(function)
+                    if call not in work.job.batches.idle
+                ]
     return list(out.values())
 
 

@@ -14,8 +14,9 @@ import libcst as cst
 
 from stretto.convert._classify import Amount, Classifier
 from stretto.convert._edit import theirs
-from stretto.convert._loop_sums import LoopSums, added_in
+from stretto.convert._loop_sums import Added, LoopSums, added_in
 from stretto.convert._losses import Loss
+from stretto.convert._passes import trains_in
 from stretto.convert._result import Evaluation
 from stretto.convert._shown import SHOWING, Shown
 from stretto.convert._tree import Scope, dotted, found
@@ -47,6 +48,7 @@ class Numbers:
         """Loaders that give each rank its share, or all ranks what rank 0 has."""
         self.reduced_after: list[tuple[cst.CSTNode, list[str]]] = []
         """Loops, and the variables that are reduced after each."""
+        self._summed: list[cst.BaseExpression] = []
 
     @property
     def graph(self) -> frozenset[str]:
@@ -91,12 +93,41 @@ class Numbers:
             scope = self._tree.function(call)
             if scope is not None:
                 self._at_source(scope.body, scope)
+        for node in self._summed:
+            self._check_once(node)
+
+    def _check_once(self, node: cst.BaseExpression) -> None:
+        """List a number that is summed over ranks and reads a loop's reduced sum."""
+        scope, line = self._tree.function(node), self._tree.line(node)
+        read = {name.value for name in found(node, cst.Name)}
+        for loop, names in self.reduced_after:
+            begins = self._tree.line(loop)
+            for name in read.intersection(names):
+                again = any(
+                    begins < self._tree.line(o.statement) < line
+                    and not self._tree.within(o.statement, loop)
+                    for o in self._work.flow.assigned(name, scope)
+                )
+                if (
+                    self._tree.function(loop) is scope
+                    and begins < line
+                    and not self._tree.within(node, loop)
+                    and not again
+                ):
+                    self._work.undecided(
+                        node,
+                        f"`{self._tree.text(node)[:60]}` is summed over ranks, and "
+                        f"`{name}` in it is reduced after its loop already, so all "
+                        "ranks' samples may count once for each rank: reduce one of "
+                        "the two",
+                    )
 
     def _calls_model(self, loop: BatchLoop) -> bool:
         """Return whether a loop that no rank trains in calls a model."""
         calls = list(found(loop.node.body, cst.Call))
         return not any(call in self._work.job.backwards for call in calls) and any(
-            self._models.is_model(call.func, self._tree.function(call))
+            call in self._work.job.batches.idle
+            or self._models.is_model(call.func, self._tree.function(call))
             for call in calls
         )
 
@@ -208,12 +239,16 @@ class Numbers:
                         "whole",
                     )
         after: dict[Amount, list[str]] = {Amount.MEAN: [], Amount.SUM: []}
-        for added in added_in(body):
-            amount = self._classify.of(added.value, body)
-            if amount is Amount.SAME or self._is_handled(added.value):
-                continue
+        sums = added_in(body)
+        amounts = [self._classify.of(added.value, body) for added in sums]
+        for added, amount in zip(sums, amounts, strict=True):
             if added.name in self._graph:
                 continue  # gradients flow through it
+            if amount is Amount.SAME:
+                self._carry(added, loop)
+                continue
+            if self._is_handled(added.value):
+                continue
             if amount is Amount.UNKNOWN:
                 if not self._numbers_in(added.value):
                     continue
@@ -223,16 +258,53 @@ class Numbers:
                     "samples: its values are averaged over ranks",
                 )
                 amount = Amount.MEAN
-            if self._sums.only_added(added, loop):
+            one_kind = self._is_one_kind(added.name, sums, amounts)
+            if one_kind and self._sums.only_added(added, loop):
                 if added.name not in after[amount]:
                     after[amount].append(added.name)
                 self._handled.add(id(added.statement))
             else:
                 self._reduce(added.value, amount)
+            self._carry(added, loop)
         for amount, names in after.items():
             self._reduce_after(loop, names, amount)
         self._at_source(body, scope)
         self._at_source(body, scope, after=loop.node)
+
+    def _carry(self, added: Added, loop: BatchLoop) -> None:
+        """Note that a loop's sum has in it only what is equal on all ranks, or reduced.
+
+        ``a = a + x`` is then read as ``a += x`` is.
+        """
+        statement = added.statement
+        if not isinstance(statement, cst.Assign | cst.AnnAssign):
+            return
+        made = [
+            o.value
+            for o in self._work.flow.assigned(added.name, loop.scope)
+            if self._tree.within(o.statement, loop.node.body)
+        ]
+        sums = {
+            id(a.statement.value)
+            for a in added_in(loop.node.body)
+            if a.name == added.name
+            and isinstance(a.statement, cst.Assign | cst.AnnAssign)
+        }
+        if statement.value is not None and all(id(value) in sums for value in made):
+            self._classify.carried.add(statement.value)
+
+    def _is_one_kind(self, name: str, sums: list[Added], amounts: list[Amount]) -> bool:
+        """Return whether all that a loop adds to a name combines in one way.
+
+        Otherwise its parts are reduced one by one: a sum over ranks of a number that
+        is the same on each would count it once for each rank.
+        """
+        kinds = {
+            Amount.MEAN if amount is Amount.UNKNOWN else amount
+            for added, amount in zip(sums, amounts, strict=True)
+            if added.name == name and not _is_zero(added.value)
+        }
+        return len(kinds) == 1 or kinds == {Amount.MEAN, Amount.SAME}
 
     def _reduce_after(self, loop: BatchLoop, names: list[str], amount: Amount) -> None:
         if not names:
@@ -250,6 +322,8 @@ class Numbers:
 
     def _reduce(self, node: cst.BaseExpression, amount: Amount) -> None:
         self._handled.add(id(node))
+        if amount is Amount.SUM:
+            self._summed.append(node)
         if self._work.is_guarded(node):
             self._work.undecided(
                 node, f"`{self._tree.text(node)}` is rank 0's only, not all ranks'"
@@ -266,7 +340,8 @@ class Numbers:
                     "a pass that does not train, each rank has the whole sum already",
                 )
         else:
-            func, test = self._work.expression(function), cst.Name(trains)
+            func = self._work.expression(function)
+            test = cst.parse_expression(trains)
             self._work.change(node, partial(_if_trains, func=func, test=test))
         how = "averaged" if amount is Amount.MEAN else "summed"
         self._work.done(node, f"`{self._tree.text(node)[:60]}` {how} over ranks")
@@ -274,6 +349,11 @@ class Numbers:
     def _condition(self, node: cst.CSTNode) -> str | None:
         """Return the name of what is true if a number is of a pass that trains."""
         before: list[cst.CSTNode] = []
+        function = self._tree.function(node)
+        if function is not None and self._also_evaluates(function):
+            trains = trains_in(self._work, function)
+            tracks = trains is not None and "is_grad_enabled()" in trains
+            return None if tracks and self._tree.without_gradient(node) else trains
         for loop, name in self._work.passes.items():
             if self._tree.within(node, loop):
                 return name
@@ -285,8 +365,29 @@ class Numbers:
                 before.append(loop)
         return self._work.passes[max(before, key=self._tree.line)] if before else None
 
+    def _also_evaluates(self, function: cst.FunctionDef) -> bool:
+        """Return whether a function that trains is also called where nothing does."""
+        idle, passes = self._work.job.batches.idle, self._work.passes
+        if not any(
+            self._tree.function(call) is function for call in self._work.job.backwards
+        ):
+            return False
+        waiting, seen = [function], {function}
+        while waiting:
+            for call in self._work.flow.calls_of(waiting.pop()):
+                if call in idle or any(self._tree.within(call, x) for x in passes):
+                    return True
+                caller = self._tree.function(call)
+                if caller is not None and caller not in seen:
+                    seen.add(caller)
+                    waiting.append(caller)
+        return False
+
     def _is_after_pass(self, node: cst.CSTNode) -> bool:
         """Return whether a function has a loop above that does not always train."""
+        function = self._tree.function(node)
+        if function is not None and self._also_evaluates(function):
+            return True
         return any(
             self._tree.function(node) is self._tree.function(loop)
             and self._tree.line(node) > self._tree.line(loop)
@@ -417,6 +518,7 @@ class Numbers:
             return False
         return any(
             self._tree.within(o.statement, body)
+            and o.value not in self._classify.carried
             for o in self._work.flow.assigned(first.value, self._tree.function(node))
         )
 
@@ -482,6 +584,7 @@ class Numbers:
                 o
                 for o in self._work.flow.assigned(name.value, self._tree.function(name))
                 if self._tree.within(o.statement, body)
+                and o.value not in self._classify.carried
             ]
             if not made or any(self._is_handled(o.value) for o in made):
                 continue
@@ -630,6 +733,10 @@ class Numbers:
             "rank 0 evaluates" if whole else "each rank evaluates its share of batches"
         )
         work.done(node, who)
+
+
+def _is_zero(node: cst.BaseExpression) -> bool:
+    return isinstance(node, cst.Integer | cst.Float) and node.evaluated_value == 0
 
 
 def _if_trains(

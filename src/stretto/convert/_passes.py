@@ -14,7 +14,8 @@ import libcst as cst
 
 from stretto.convert._edit import theirs
 from stretto.convert._models import reaching_training
-from stretto.convert._tree import dotted, found, targets_of
+from stretto.convert._step_calls import set_in
+from stretto.convert._tree import dotted, found
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,6 +71,7 @@ def _point_out(work: Work, loop: BatchLoop) -> None:
         for origin in loop.origins
         for above in work.tree.ancestors(origin.value)
     )
+    flagged = len(work.job.training) > 1 and _by_flag(work, loop)
     guarded = any(
         isinstance(above, cst.If)
         and (
@@ -79,7 +81,7 @@ def _point_out(work: Work, loop: BatchLoop) -> None:
         for call in _backwards(work, loop)
         for above in work.tree.ancestors(call)
     )
-    if several and guarded:
+    if flagged or (several and guarded):
         work.undecided(
             loop.node,
             "whether each pass of this loop trains: one that only evaluates counts a "
@@ -87,6 +89,25 @@ def _point_out(work: Work, loop: BatchLoop) -> None:
             "ranks. Decide it in this loop's body (`if train:` around the step), or "
             "evaluate in a loop of its own",
         )
+
+
+def _by_flag(work: Work, loop: BatchLoop) -> bool:
+    """Return whether a called function trains by a flag whose value is not known."""
+    points = list(_points(work, loop))
+    return bool(points) and all(
+        any(
+            work.job.batches.steps.is_flag(test)
+            and work.job.batches.steps.reaches(point, {function: call}) is None
+            for function in work.flow.local(call)
+            for test, _ in guards_of(work, function)
+            for point in _backwards_in(work, function)
+        )
+        for call in points
+    )
+
+
+def _backwards_in(work: Work, function: cst.FunctionDef) -> list[cst.Call]:
+    return [call for call in work.job.backwards if work.tree.function(call) is function]
 
 
 def _backwards(work: Work, loop: BatchLoop) -> list[cst.Call]:
@@ -155,7 +176,9 @@ def _condition(work: Work, loop: BatchLoop) -> str | None:
         return None
     common: list[str] | None = None
     for point in points:
-        texts = list(dict.fromkeys(_guards(work, point, loop)))
+        texts = list(
+            dict.fromkeys((*_guards(work, point, loop), *_within(work, point, loop)))
+        )
         common = texts if common is None else [t for t in common if t in texts]
     return " and ".join(common) if common else None
 
@@ -164,6 +187,8 @@ def _points(work: Work, loop: BatchLoop) -> Iterator[cst.Call]:
     """Yield the calls in a loop that are, or run, a ``backward``."""
     reaching = reaching_training(work)
     for call in found(loop.node.body, cst.Call):
+        if call in work.job.batches.idle:
+            continue
         local = work.flow.local(call)
         if call in work.job.backwards or any(f in reaching for f in local):
             yield call
@@ -187,6 +212,68 @@ def _guards(work: Work, point: cst.CSTNode, loop: BatchLoop) -> Iterator[str]:
         if above is loop.node.body:
             return
         below = above
+
+
+def _within(work: Work, point: cst.Call, loop: BatchLoop) -> Iterator[str]:
+    """Yield the conditions of a called function that its caller's loop decides."""
+    steps = work.job.batches.steps
+    functions = work.flow.local(point)
+    if point in work.job.backwards or len(functions) != 1:
+        return
+    for test, holds in guards_of(work, functions[0]):
+        if steps.holds(test, {functions[0]: point}) is not None:
+            continue
+        new = steps.replaced(test, functions[0], point)
+        if new is not None:
+            for part in _parts(new, holds=holds):
+                yield from _decided_before(work, *part, loop)
+
+
+def guards_of(
+    work: Work, function: cst.FunctionDef
+) -> list[tuple[cst.BaseExpression, bool]]:
+    """Return the tests that hold wherever a function trains, if it has such."""
+    reaching = reaching_training(work)
+    common: list[tuple[cst.BaseExpression, bool]] | None = None
+    for call in found(function.body, cst.Call):
+        if call in work.job.batches.idle or not (
+            call in work.job.backwards
+            or any(f in reaching for f in work.flow.local(call))
+        ):
+            continue
+        tests = list(work.job.batches.steps.guards(call))
+        if common is None:
+            common = tests
+        else:
+            kept = {(id(test), holds) for test, holds in tests}
+            common = [(t, h) for t, h in common if (id(t), h) in kept]
+    return common or []
+
+
+def trains_in(work: Work, function: cst.FunctionDef) -> str | None:
+    """Return the condition under which a function trains, to be read in it."""
+    out: list[str] = []
+    for test, holds in guards_of(work, function):
+        plain = work.tree.called(test) == "torch.is_grad_enabled" or all(
+            isinstance(part, _PLAIN) for part in found(test, cst.CSTNode)
+        )
+        if plain and work.job.batches.steps.is_flag(test):
+            out.append(_text(work, test, holds=holds))
+    return " and ".join(out) or None
+
+
+def _text(work: Work, test: cst.BaseExpression, *, holds: bool) -> str:
+    """Return a test as a part of a conjunction, or its opposite."""
+    if (
+        not holds
+        and isinstance(test, cst.UnaryOperation)
+        and isinstance(test.operator, cst.Not)
+    ):
+        return _text(work, test.expression, holds=True)
+    text = work.tree.text(test)
+    if isinstance(test, cst.BooleanOperation):
+        text = f"({text})"
+    return text if holds else f"not ({text})"
 
 
 def _skips(line: cst.If) -> bool:
@@ -220,7 +307,7 @@ def _decided_before(
         return
     if any(not isinstance(part, _PLAIN) for part in found(test, cst.CSTNode)):
         return
-    changed = _changed_in(node)
+    changed = set_in(node)
     modes = any(
         work.tree.method_called(call, "train", "eval") is not None
         for call in found(node.body, cst.Call)
@@ -237,20 +324,3 @@ def _decided_before(
     if isinstance(test, cst.BooleanOperation):
         text = f"({text})"
     yield text if holds else f"not ({text})"
-
-
-def _changed_in(node: cst.For) -> set[str]:
-    """Return the names, also of attributes, that a loop sets."""
-    targets: list[cst.BaseExpression] = [node.target]
-    for inner in found(node.body, cst.CSTNode):
-        targets += targets_of(inner)
-    targets += [inner.target for inner in found(node.body, cst.CompFor)]
-    targets += [inner.name for inner in found(node.body, cst.AsName)]
-    out: set[str] = set()
-    while targets:
-        target = targets.pop()
-        if isinstance(target, cst.Tuple | cst.List):
-            targets += [element.value for element in target.elements]
-        elif (path := dotted(target)) is not None:
-            out.add(path)
-    return out

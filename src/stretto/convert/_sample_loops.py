@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
+from stretto.convert._loop_sums import added_in
 from stretto.convert._tree import dotted, found, stored_names
 
 if TYPE_CHECKING:
@@ -90,19 +91,7 @@ def _adds_up(work: Work, loop: cst.For) -> bool:
     inside = [c for c in work.job.backwards if work.tree.within(c, loop.body)]
     if any(not _is_divided(work, call) for call in inside):
         return True
-    added: list[cst.CSTNode] = [
-        a.target
-        for a in found(loop.body, cst.AugAssign)
-        if isinstance(a.operator, cst.AddAssign)
-    ]
-    for line in found(loop.body, cst.Assign):
-        target = line.targets[0].target
-        if isinstance(line.value, cst.BinaryOperation) and (
-            isinstance(line.value.operator, cst.Add)
-            and dotted(line.value.left) == dotted(target) is not None
-        ):
-            added.append(target)
-    names = {dotted(target) for target in added} & graph
+    names = {added.name for added in added_in(loop.body)} & graph
     return any(
         names & {n.value for n in found(call, cst.Name)} and not _is_divided(work, call)
         for call in work.job.backwards

@@ -167,6 +167,7 @@ class _WholePasses:
             call in self._work.job.backwards
             or any(f in self._reaching for f in self._flow.local(call))
             for call in found(node, cst.Call)
+            if call not in self._work.job.batches.idle
         )
 
     def _is_outside(self, node: cst.CSTNode) -> bool:
