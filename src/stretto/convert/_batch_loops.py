@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _COUNTERS = ("range", "trange", "tqdm.trange", "tqdm.auto.trange", "itertools.count")
 
+_WAYS = 2000
+"""Functions after which each is followed once, whatever its callers pass."""
+
 _SEVERAL = ("zip", "itertools.zip_longest", "itertools.chain")
 """Calls that pass on the batches of all their arguments."""
 
@@ -79,6 +82,8 @@ class BatchLoops:
         self.idle: set[cst.Call] = set()
         """Calls of functions that contain a ``backward`` and do not run it."""
         self._active: set[cst.Call] = set()
+        self._ways: list[cst.FunctionDef] = []
+        """Functions in the order in which they were followed, again for each way."""
 
     def training(self) -> list[BatchLoop]:
         """Return the loops whose batches are trained on.
@@ -153,6 +158,9 @@ class BatchLoops:
         ):
             if function in entered:
                 continue
+            if len(self._ways) > _WAYS and function in self._ways:
+                continue
+            self._ways.append(function)
             for call in self._flow.calls_of(function):
                 inside = {**entered, function: call}
                 if self.steps.without_gradient(call, function) or any(
