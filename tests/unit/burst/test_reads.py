@@ -417,3 +417,59 @@ def test_a_change_of_what_a_function_closes_over_ends_a_capture(name, monkeypatc
     assert graph.outdated() is None
     change(monkeypatch)
     assert graph.outdated() is not None
+
+
+def reading_objects_of_torch():
+    """Return reads of objects of torch that a program holds, and changes of them."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    dropout, teacher = nn.Dropout(0.1), nn.Linear(3, 3).requires_grad_(False)
+    adapter = logging.LoggerAdapter(logger, {"rate": 1.0})
+    scale = functools.singledispatch(lambda h: h)
+
+    def other_scale(_patch):
+        scale.register(torch.Tensor, lambda h: h * 2)
+
+    return {
+        "a learning rate": (
+            lambda h: h * optimizer.param_groups[0]["lr"],
+            lambda p: p.setitem(optimizer.param_groups[0], "lr", 2.0),
+        ),
+        "a scheduler's epoch": (
+            lambda h: h * (1 + schedule.last_epoch),
+            lambda p: p.setattr(schedule, "last_epoch", 5),
+        ),
+        "a module's number": (
+            lambda h: h * dropout.p,
+            lambda p: p.setattr(dropout, "p", 0.2),
+        ),
+        "another model's mode": (
+            lambda h: h * (2 if dropout.training else 1),
+            lambda _: dropout.eval(),
+        ),
+        "another model's parameter": (
+            lambda h: h + teacher(h),
+            lambda p: p.setitem(
+                teacher._parameters,
+                "weight",
+                nn.Parameter(torch.ones(3, 3), requires_grad=False),
+            ),
+        ),
+        "what a logger adds": (
+            lambda h: h * adapter.extra["rate"],
+            lambda p: p.setitem(adapter.extra, "rate", 2.0),
+        ),
+        "a function by the argument's type": (lambda h: scale(h), other_scale),
+    }
+
+
+@pytest.mark.parametrize("name", reading_objects_of_torch())
+def test_a_change_of_an_object_of_torch_ends_a_capture(name, monkeypatch):
+    read, change = reading_objects_of_torch()[name]
+    model = Net(lambda _model, h: read(h))
+    graph = capture(model, (torch.randn(2, 3),), verify=False)
+    model(torch.randn(2, 3))
+    assert graph.outdated() is None
+    change(monkeypatch)
+    assert graph.outdated() is not None

@@ -265,7 +265,7 @@ class _Freeze:
             held = (value._parameters, value._buffers, value._modules)  # noqa: SLF001
             return fields, tuple(self.of(part) for part in held)
         if isinstance(value, types.FunctionType):
-            return _Same(value), fields
+            return _Same(value), fields, self.of(registry_of(value))
         if fields:
             return fields
         if hasattr(value, "__dict__") or hasattr(type(value), "__slots__"):
@@ -297,6 +297,12 @@ class _Freeze:
         if not isinstance(parts, tuple):
             return _Same(value)
         return tuple(self.of(part) for part in parts[1:3])
+
+
+def registry_of(function: Any) -> Any:
+    """Return the functions by type of a ``functools.singledispatch``, or None."""
+    registry = getattr(function, "registry", None)
+    return registry if isinstance(registry, types.MappingProxyType) else None
 
 
 def variable_content(variable: contextvars.ContextVar[Any]) -> tuple[Any, ...]:

@@ -716,9 +716,10 @@ def _is_state(value: Any) -> bool:
         return False
     if isinstance(value, (Tensor, torch.Generator)):
         return True
-    if isinstance(value, logging.Logger):
+    if isinstance(value, (logging.Logger, logging.LoggerAdapter)):
         return True
-    return not type(value).__module__.startswith(("logging", "torch.", "typing"))
+    # Of torch's own parts, such as operators, nothing is a program's state.
+    return not type(value).__module__.startswith(("logging", "torch._", "typing"))
 
 
 def _is_layer(part: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from stretto.burst.tracing.freezing import (
     DESCRIPTORS,
     Freezer,
     is_users,
+    registry_of,
 )
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ class WatchedRows:
         value = held.get(key, MISSING)
         frozen = None
         is_new = value is not MISSING and id(value) not in self._deep
-        if self._is_called(value):
+        if self._is_called(value) and registry_of(value) is None:
             pass  # see `add_function`
         elif isinstance(value, (*CODE, *DESCRIPTORS)):
             if isinstance(value, type):
