@@ -15,7 +15,7 @@ from stretto.cli import (
 )
 from stretto.cli._outputs import Programs, plan_output, writable
 from stretto.cli._values import Real, Whole
-from stretto.units import format_s
+from stretto.units import counted, format_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +71,8 @@ command.add_command(_burst_scale.scale_command)
 @click.option(
     "--front",
     is_flag=True,
-    help=("Print the Pareto front of step time against GPU time, not one plan."),
+    help="Print the Pareto front of step time against GPU time, not one plan, by the "
+    "published model's sums.",
 )
 @click.option(
     "--cluster",
@@ -126,7 +127,8 @@ def plan_command(
     A layer of PROFILE that gains little from more GPUs gets few, and the others are
     free in the meantime; --amp-limit limits the GPU time that a faster layer may cost.
     With a cluster of up to 64 ranks the step is simulated, including synchronization
-    during backward and waiting. Otherwise it is the sum of the published model.
+    during backward and waiting. Otherwise, and for --front alone, it is the sum of the
+    published model: compare steps of one kind only.
 
     With --background it shows the step beside a background job on each rank and the
     background's rate. With --front as well it shows the Pareto front of both.
@@ -269,18 +271,20 @@ def _row_of(plan: BurstPlan) -> dict[str, Any]:
 
 
 def _widest(problem: BurstProblem) -> str:
-    """Return the most GPUs that the widths give a layer: ``all``, or the number."""
+    """Return the most GPUs that a layer can get: ``all GPUs``, or their number."""
     from stretto.cost.burst import samples_on
 
     batch, widest = problem.batch, problem.widths[-1]
-    every = samples_on(batch, min(problem.gpus, batch))
-    return "all" if samples_on(batch, widest) == every else str(widest)
+    used = min(problem.gpus, batch)
+    if samples_on(batch, widest) != samples_on(batch, used):
+        return counted(widest, "GPU")
+    return "all GPUs" if used == problem.gpus else counted(used, "GPU")
 
 
 def _summary(row: dict[str, Any]) -> str:
     return (
         f"step {format_s(row['iteration_s'])} "
-        f"(every layer on {row['widest']} GPUs: {format_s(row['data_parallel_s'])}), "
+        f"(every layer on {row['widest']}: {format_s(row['data_parallel_s'])}), "
         f"GPU time {format_s(row['gpu_s'])}, "
         f"{row['amplification']:.2f} times one GPU's"
     )
@@ -292,7 +296,8 @@ def _against(row: dict[str, Any]) -> str:
     best = row["single_width_s"] / step_s if step_s > 0 else 1.0
     return (
         f"idle GPU time {format_s(row['idle_gpu_s'])}; {faster:.2f} times as "
-        f"fast as data parallelism on {row['widest']} GPUs, "
+        f"fast as data parallelism on {row['widest']}, "
         f"{best:.2f} times as the best single width, "
-        f"{row['single_width']} GPUs ({format_s(row['single_width_s'])})"
+        f"{counted(row['single_width'], 'GPU')} "
+        f"({format_s(row['single_width_s'])})"
     )

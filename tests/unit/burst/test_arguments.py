@@ -191,3 +191,15 @@ def test_another_text_is_named_with_both_values():
     arguments = Arguments((A,), {"reduction": "mean"}, reduced)
     with pytest.raises(SpecError, match="'reduction' is 'sum', and was 'mean'"):
         arguments.pack((A,), {"reduction": "sum"})
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ((A[:, :2], B), "Pad samples to the example's length"),
+        ((A, B[:1]), "one number of samples, got 1, 2"),
+    ],
+)
+def test_several_inputs_of_other_shapes_are_named(call, words):
+    with pytest.raises(SpecError, match=words):
+        Arguments((A, B), {}, forward).pack(call, {})

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ def made_by(
             f"optimizer; it returned {type(made).__name__}"
         )
     model, inputs, loss, optimizer = (*made, None, None)[:4]
-    if not isinstance(model, nn.Module) or not isinstance(inputs, (tuple, dict)):
+    if not isinstance(model, nn.Module) or not isinstance(inputs, (tuple, Mapping)):
         raise SpecError(
             f"{name} must return a torch.nn.Module and its inputs as a tuple, or as a "
             f"dictionary of keyword arguments; it returned {type(model).__name__} and "
@@ -62,7 +63,7 @@ def made_by(
                 f"{name} must return as {what} a function from {gives[what]}, or None; "
                 f"it returned {type(value).__name__}"
             )
-    given = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    given = ((), dict(inputs)) if isinstance(inputs, Mapping) else (inputs, {})
     return model, given, loss, optimizer
 
 

@@ -238,10 +238,16 @@ class Arguments:
         rows = {t.shape[0] if t.dim() else -1 for t in tensors}
         kinds = [(tuple(t.shape[1:]), t.dtype) for t in tensors]
         wanted = [(part.shape, part.dtype) for part in self.packing.parts]
-        if not self.packing.is_one and (kinds != wanted or len(rows) > 1):
+        if not self.packing.is_one and kinds != wanted:
             raise SpecError(
                 f"samples must have the example's shapes and types {wanted}, got "
-                f"{kinds}, with one number of samples"
+                f"{kinds}. Pad samples to the example's length, and mask the padding "
+                "in the loss"
+            )
+        if not self.packing.is_one and len(rows) > 1:
+            raise SpecError(
+                "all inputs must have one number of samples, got "
+                f"{', '.join(map(str, sorted(rows)))}"
             )
         return self.packing.pack(tensors)
 

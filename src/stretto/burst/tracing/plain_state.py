@@ -22,7 +22,7 @@ _MAX_DEPTH = 5
 
 @final
 class PlainState:
-    """What holders keep under names that forward's code contains.
+    """The entries of holders under names that forward's code contains.
 
     Args:
         holders: with their entries before forward.
@@ -67,7 +67,7 @@ class PlainState:
         return found
 
     def of_changed(self) -> PlainState:
-        """Return what is quick to compare: the holders that have changes now."""
+        """Return the state of the holders that have changes now."""
         held = {id(holder): holder for holder, _, _ in self.changed()}
         found = PlainState(held.values(), self._names)
         found._misses |= {key: self._misses[key] for key in found._misses}

@@ -312,6 +312,18 @@ def test_what_makes_no_model_is_refused(tmp_path, name, message):
         made_by(name.format(tmp_path / "train_me.py"))
 
 
+def test_example_inputs_may_be_any_mapping(tmp_path):
+    (tmp_path / "train_me.py").write_text(
+        "import collections, torch\n"
+        "def make():\n"
+        "    inputs = collections.UserDict(input=torch.zeros(2, 3))\n"
+        "    return torch.nn.Linear(3, 4), inputs\n"
+    )
+    _, (args, kwargs), *_ = made_by(f"{tmp_path}/train_me.py:make")
+    assert args == ()
+    assert list(kwargs) == ["input"]
+
+
 @pytest.mark.parametrize(
     ("given", "more", "message"),
     [

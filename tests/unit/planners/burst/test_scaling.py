@@ -228,3 +228,11 @@ def test_a_plan_without_the_widest_layers_is_compared_with_its_own_widest(
         f"plan {tmp_path}/layers.json --gpus 4 --batch 4 --widths 1,2",
     )
     assert "every layer on 2 GPUs" in result.output
+
+
+def test_fewer_samples_than_gpus_are_compared_with_a_gpu_for_each(vgg, tmp_path):
+    vgg.save(tmp_path / "layers.json")
+    result = CliRunner().invoke(
+        command, f"plan {tmp_path}/layers.json --gpus 8 --batch 4"
+    )
+    assert "every layer on 4 GPUs" in result.output
