@@ -190,6 +190,18 @@ def input_gradient(side: Side) -> Any:
     return rows, side.grads(model)
 
 
+def returned_gradients(side: Side) -> Any:
+    """`torch.autograd.grad` of the module's own parameters adds to no gradient."""
+    model = side.wrap(net())
+    inner = model.module if side.size else model
+    parameters = list(inner.parameters())
+    penalty = sum(p.square().sum() for p in parameters)
+    found = torch.autograd.grad(penalty, parameters)
+    x, y = side.data(0)
+    cross(model(x), y).backward()
+    return list(found), side.grads(model)
+
+
 def temperature(side: Side) -> Any:
     """A parameter of the module that only the loss uses, with every rank's data."""
     model = side.wrap(WithTemperature())
@@ -987,6 +999,7 @@ RIGHT = [
     several_backwards,
     ordinary_module_before,
     input_gradient,
+    returned_gradients,
     temperature,
     penalty_by_gradient,
     clip_by_torch,

@@ -480,7 +480,7 @@ class _DirectHook:
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         """Return the gradient that autograd must add to ``.grad``."""
         backward, parameter = self._backward(), self._parameter()
-        if grad is None or torch_calls.is_inner_grad():
+        if grad is None or torch_calls.only_returns_gradients():
             return None
         if backward is None or parameter is None:
             raise StrettoError(MODEL_GONE)

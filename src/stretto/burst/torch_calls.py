@@ -214,9 +214,8 @@ def _observed(run: Any) -> Any:
             for model in models():
                 model.before_backward(t_outputs)
         first = next(_numbers)
-        is_inner = torch._C._current_graph_task_id() != -1  # noqa: SLF001
-        before = is_inner_grad()
-        _thread.is_inner_grad = is_inner and not kwargs.get("accumulate_grad", True)
+        before = only_returns_gradients()
+        _thread.only_returns = not kwargs.get("accumulate_grad", True)
         try:
             return run(t_outputs, *args, **kwargs)
         except BaseException as exc:
@@ -226,7 +225,7 @@ def _observed(run: Any) -> Any:
                     model.report_failure(exc, has_ended=has_ended)
             raise
         finally:
-            _thread.is_inner_grad = before
+            _thread.only_returns = before
 
     return observed
 
@@ -234,13 +233,13 @@ def _observed(run: Any) -> Any:
 _thread = threading.local()
 
 
-def is_inner_grad() -> bool:
-    """Return whether this thread runs a `torch.autograd.grad` within a backward.
+def only_returns_gradients() -> bool:
+    """Return whether this thread runs a `torch.autograd.grad`, which adds to none.
 
-    A function that computes its forward again in its backward, such as a reversible
-    block, returns what it gets there as a gradient of its own inputs.
+    Its caller uses what it returns. So does a function that computes its forward again
+    in its backward, such as a reversible block, for a gradient of its own inputs.
     """
-    return getattr(_thread, "is_inner_grad", False)
+    return getattr(_thread, "only_returns", False)
 
 
 def _joined_unscale(unscale: Any) -> Any:
