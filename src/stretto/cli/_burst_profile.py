@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from stretto.cli import _planning
-from stretto.cli._outputs import Program, writable
+from stretto.cli._outputs import OutputCommand, writable
 from stretto.cli._programs import program_errors
 from stretto.cli._values import Real, Whole
 from stretto.units import format_bytes, format_s
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stretto.schema.burst import LayerProfile
 
 
-@click.command(cls=Program, name="profile")
+@click.command(cls=OutputCommand, name="profile")
 @click.argument("factory", metavar="FACTORY")
 @click.option(
     "-o",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto.cli import _planning
-from stretto.cli._outputs import Program, writable
+from stretto.cli._outputs import OutputCommand, writable
 from stretto.cli._values import Real, Whole, WholeNumbers
 from stretto.errors import SpecError
 from stretto.units import format_s
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stretto.schema.efficiency import SampleEfficiency
 
 
-@click.command(cls=Program, name="scale")
+@click.command(cls=OutputCommand, name="scale")
 @click.argument("profile_file", metavar="PROFILE", type=click.Path())
 @click.option(
     "--efficiency",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 
 from stretto.cli import _planning
-from stretto.cli._outputs import Program, writable
+from stretto.cli._outputs import OutputCommand, writable
 from stretto.cli._values import Real, Whole
 
 
-@click.command(cls=Program, name="simulate")
+@click.command(cls=OutputCommand, name="simulate")
 @click.argument("trace_file", metavar="TRACE", type=click.Path())
 @click.option(
     "--policy",

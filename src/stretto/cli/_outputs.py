@@ -45,7 +45,7 @@ def why_not_writable(path: Path) -> str | None:
     return None
 
 
-class Program(click.Command):
+class OutputCommand(click.Command):
     """A command that does not write its output over a file that it reads."""
 
     written: frozenset[str] = frozenset({"output"})
@@ -74,10 +74,10 @@ class Program(click.Command):
         return param.callback is writable or param.name in self.written
 
 
-class Programs(click.Group):
-    """A group whose commands are each a `Program`."""
+class OutputCommands(click.Group):
+    """A group whose commands are each an `OutputCommand`."""
 
-    command_class = Program
+    command_class = OutputCommand
 
 
 def _files_of(param: click.Parameter, ctx: click.Context) -> list[str | Path]:

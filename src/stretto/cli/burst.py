@@ -13,7 +13,7 @@ from stretto.cli import (
     _burst_scale,
     _planning,
 )
-from stretto.cli._outputs import Programs, plan_output, writable
+from stretto.cli._outputs import OutputCommands, plan_output, writable
 from stretto.cli._values import Real, Whole
 from stretto.units import counted, format_s
 
@@ -49,7 +49,7 @@ class Widths(click.ParamType[str | tuple[int, ...]]):
         return tuple(int(word) for word in words)
 
 
-@click.group(cls=Programs)
+@click.group(cls=OutputCommands)
 def command() -> None:
     """Plan how many GPUs each layer gets (burst parallelism)."""
 

@@ -8,7 +8,7 @@ import click
 
 from stretto import _api, planners
 from stretto.cli import _planning
-from stretto.cli._outputs import Program, writable
+from stretto.cli._outputs import OutputCommand, writable
 from stretto.cli._values import WholeNumbers
 from stretto.schema import Cluster, Plan, Workload
 
@@ -16,7 +16,7 @@ SCALED = ("ddp", "mg-wfbp", "fusion", "joint")
 """The planners that plan again for each number of ranks."""
 
 
-@click.command(cls=Program, name="compare")
+@click.command(cls=OutputCommand, name="compare")
 @click.argument("workload_file", metavar="WORKLOAD", type=click.Path())
 @click.argument("cluster_file", metavar="CLUSTER", type=click.Path())
 @click.option(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from stretto.cli._outputs import Program
+from stretto.cli._outputs import OutputCommand
 from stretto.convert import Choices, Conversion, Evaluation, Target, convert_bytes
 from stretto.errors import SpecError
 
@@ -15,7 +15,7 @@ CHANGES_FOUND = 3
 """Exit code of --check if something would change."""
 
 
-@click.command(cls=Program)
+@click.command(cls=OutputCommand)
 @click.argument("script", type=click.Path(path_type=Path))
 @click.option(
     "-o",

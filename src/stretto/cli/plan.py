@@ -8,11 +8,11 @@ import click
 
 from stretto import _api
 from stretto.cli import _planning
-from stretto.cli._outputs import Program, plan_output
+from stretto.cli._outputs import OutputCommand, plan_output
 from stretto.schema import NARROWER, Cluster, Workload
 
 
-@click.command(cls=Program, name="plan")
+@click.command(cls=OutputCommand, name="plan")
 @click.argument("workload_file", metavar="WORKLOAD", type=click.Path())
 @click.argument("cluster_file", metavar="CLUSTER", type=click.Path())
 @click.option(

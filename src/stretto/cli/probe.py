@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto import units
-from stretto.cli._outputs import Program, writable
+from stretto.cli._outputs import OutputCommand, writable
 from stretto.cli._ranks import process_group, require_ranks
 from stretto.cli._values import Real, Sizes, Whole, WholeNumbers
 from stretto.errors import SpecError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@click.command(cls=Program)
+@click.command(cls=OutputCommand)
 @click.option(
     "-o",
     "--output",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from stretto import units
-from stretto.cli._outputs import Program, writable
+from stretto.cli._outputs import OutputCommand, writable
 from stretto.cli._programs import program_errors
 from stretto.cli._values import Real, Whole
 from stretto.schema import codec
@@ -33,7 +33,7 @@ _ONE_RANK = {
 
 
 @click.command(
-    cls=Program,
+    cls=OutputCommand,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.option(

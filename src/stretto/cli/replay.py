@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stretto.cli._outputs import Program, writable
+from stretto.cli._outputs import OutputCommand, writable
 from stretto.cli._ranks import process_group, require_ranks
 from stretto.cli._values import Real, Whole
 from stretto.schema import Cluster, Plan, Workload
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stretto._api.replaying import Replay
 
 
-@click.command(cls=Program, name="replay")
+@click.command(cls=OutputCommand, name="replay")
 @click.argument("workload_file", metavar="WORKLOAD", type=click.Path())
 @click.option("--plan", "plan_file", metavar="FILE", required=True, help="The plan.")
 @click.option(

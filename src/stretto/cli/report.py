@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from stretto.cli._outputs import Program, writable
+from stretto.cli._outputs import OutputCommand, writable
 from stretto.report import gather, page
 
 
-@click.command(cls=Program, name="report")
+@click.command(cls=OutputCommand, name="report")
 @click.argument("files", nargs=-1, required=True, metavar="FILES...", type=click.Path())
 @click.option(
     "-o",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stretto.cli._outputs import Program, writable
+from stretto.cli._outputs import OutputCommand, writable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,7 @@ PAPERS = ("asc-wfbp", "libra", "aiacc", "deeppool")
 """Listed here too, so that ``--help`` imports no planner; a test compares the lists."""
 
 
-@click.command(cls=Program, name="reproduce")
+@click.command(cls=OutputCommand, name="reproduce")
 @click.argument("paper", type=click.Choice(PAPERS))
 @click.option(
     "--svg",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto.cli._elastic import MODULE, OPTIONS, run_elastic
-from stretto.cli._outputs import Program, why_not_writable
+from stretto.cli._outputs import OutputCommand, why_not_writable
 from stretto.cli._rank_options import check_options
 from stretto.errors import SpecError, StrettoError
 from stretto.main_module import require_script
@@ -44,7 +44,7 @@ SETTINGS = {
 """Options, and the environment variables that pass them to ranks."""
 
 
-class _Command(Program):
+class _Command(OutputCommand):
     """Accepts stretto's options before, between and after torchrun's."""
 
     written = frozenset(

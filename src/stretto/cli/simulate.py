@@ -9,12 +9,12 @@ import click
 
 from stretto import _api, planners
 from stretto.cli import _planning
-from stretto.cli._outputs import Program, writable
+from stretto.cli._outputs import OutputCommand, writable
 from stretto.cli._values import WholeNumbers
 from stretto.schema import Cluster, Plan, Workload
 
 
-@click.command(cls=Program, name="simulate")
+@click.command(cls=OutputCommand, name="simulate")
 @click.argument("workload_file", metavar="WORKLOAD", type=click.Path())
 @click.argument("cluster_file", metavar="CLUSTER", type=click.Path())
 @click.option("--plan", "plan_file", metavar="FILE", help="Simulate this plan.")

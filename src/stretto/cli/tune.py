@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stretto.cli._outputs import Programs, plan_output
+from stretto.cli._outputs import OutputCommands, plan_output
 from stretto.cli._values import Whole
 from stretto.errors import SpecError
 from stretto.units import counted, format_s
@@ -29,7 +29,7 @@ _NUMBER = Whole(1, 2**63 - 1)
 """SQLite's range."""
 
 
-@click.group(cls=Programs, name="tune")
+@click.group(cls=OutputCommands, name="tune")
 def command() -> None:
     """Show or delete plans that earlier runs kept: equal jobs start from them."""
 

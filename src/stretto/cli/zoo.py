@@ -8,12 +8,12 @@ from typing import Any
 import click
 
 from stretto import zoo
-from stretto.cli._outputs import Programs, writable
+from stretto.cli._outputs import OutputCommands, writable
 from stretto.cli._values import Real, Whole
 from stretto.units import counted, format_s
 
 
-@click.group(cls=Programs, name="zoo")
+@click.group(cls=OutputCommands, name="zoo")
 def command() -> None:
     """Write the papers' models and testbeds as files, without a measurement."""
 

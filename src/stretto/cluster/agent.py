@@ -26,7 +26,7 @@ from stretto.cluster.commands import PROFILE, MakePlan, StartPart, StopPart, Use
 from stretto.cluster.coordinator_link import CoordinatorLink, Fence
 from stretto.cluster.engine_local import served_locks
 from stretto.cluster.folders import Folders
-from stretto.cluster.loop import Loop, now_s
+from stretto.cluster.loop import Loop, now_s, wall_s
 from stretto.cluster.part_spec import (
     ATTEMPT_VARIABLE,
     LOCK_FILE,
@@ -410,11 +410,14 @@ def _next_life(path: Path) -> int:
     """Return the number of this life of a host's agent, and note it.
 
     It overwrites the one before, which is no longer: that works on a full disk, too.
+    If the file is missing or cut off, the number is of this time, which is higher than
+    any count: with a number that the host had before, its reports would be dropped as
+    repeated ones.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         found = os.pread(descriptor, _MAX_DIGITS, 0)
-        number = int(found) + 1 if found.strip().isdigit() else 1
+        number = int(found) + 1 if found.strip().isdigit() else int(wall_s() * 1e6)
         os.pwrite(descriptor, str(number).encode(), 0)
     finally:
         os.close(descriptor)

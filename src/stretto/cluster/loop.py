@@ -34,6 +34,11 @@ def now_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+def wall_s() -> float:
+    """Return the wall clock's time, which may jump."""
+    return time.clock_gettime(time.CLOCK_REALTIME)
+
+
 @final
 class Timer:
     """A call at a later time."""

@@ -11,7 +11,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -26,7 +25,7 @@ from stretto.cluster.engine_local import (
 )
 from stretto.cluster.folders import Folders
 from stretto.cluster.ledger import Ledger, Limits
-from stretto.cluster.loop import Loop, Timer, now_s
+from stretto.cluster.loop import Loop, Timer, now_s, wall_s
 from stretto.cluster.part_spec import write_json
 from stretto.cluster.policies import registry
 from stretto.cluster.records import ENDS
@@ -72,11 +71,6 @@ def _bounded(text: str) -> str:
     if len(text) <= _MAX_TEXT:
         return text
     return f"{text[:_MAX_TEXT]}... ({len(text)} characters)"
-
-
-def wall_s() -> float:
-    """Return the wall clock's time, which may jump."""
-    return time.clock_gettime(time.CLOCK_REALTIME)
 
 
 def steady_wall(folders: Folders, last_s: float = 0.0) -> Callable[[], float]:

@@ -73,7 +73,7 @@ class Classifier:
         self._tree, self._flow = work.tree, work.flow
         self.losses = Losses(work)
         self.carried: set[cst.BaseExpression] = set()
-        """What assignments give a loop's sums, whose terms are reduced over ranks."""
+        """The assignments of loops' sums, whose terms are reduced over ranks."""
         self._kinds_of: dict[str, list[tuple[cst.Call, Loss]]] = {}
         for call in work.job.backwards:
             kind = self.losses.of(call)

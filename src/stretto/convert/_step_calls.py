@@ -54,7 +54,7 @@ def set_in(body: cst.CSTNode) -> set[str]:
 
 @final
 class StepCalls:
-    """What decides whether calls of a script's functions train."""
+    """Decides whether calls of a script's functions train."""
 
     def __init__(self, tree: ScriptTree, flow: ScriptFlow) -> None:
         self._tree, self._flow = tree, flow

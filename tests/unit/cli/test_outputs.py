@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from stretto.cli._main import COMMANDS, group
-from stretto.cli._outputs import Program, why_not_writable, writable
+from stretto.cli._outputs import OutputCommand, why_not_writable, writable
 from stretto.errors import SpecError
 
 
@@ -60,7 +60,7 @@ def test_every_command_keeps_its_inputs() -> None:
     ]
     writing = {n for n, c in found if any(p.callback is writable for p in c.params)}
     assert len(writing) >= 10
-    kept = {n for n, c in found if isinstance(c, Program)}
+    kept = {n for n, c in found if isinstance(c, OutputCommand)}
     assert writing | {"convert", "run"} <= kept
 
 
