@@ -9,7 +9,7 @@ demo: setup  ## the main job end to end; options: make demo ARGS="--quick"
 	@scripts/packages
 	@.venv/bin/stretto demo $(ARGS)
 
-test: setup  ## all tests; options: make test ARGS="-k lab -x"
+test: setup  ## this commit's share of the tests; STRETTO_TEST_ALL=1 for all; options: make test ARGS="-k lab -x"
 	@scripts/packages
 	@scripts/test $(ARGS)
 

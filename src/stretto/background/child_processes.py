@@ -19,7 +19,7 @@ class ChildProcesses(NamedTuple):
     """A look at the processes that descend from this one."""
 
     pids: tuple[int, ...]
-    """Those that run."""
+    """The processes that run."""
 
     used_s: float
     """Their processor time so far, and that of those that have ended."""

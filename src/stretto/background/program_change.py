@@ -22,7 +22,7 @@ class Leaver(Protocol):
         """Leave the device."""
 
     def return_from_exec(self) -> None:
-        """Have the device again: the other program could not be started."""
+        """Take the device back: the other program could not be started."""
 
 
 _leavers: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -69,7 +69,7 @@ _PLANNER_OPTIONS = {
     "startup": (
         "--startup",
         click.STRING,
-        "libra, libra-m: phase (default) or mixed, as in Eq. 9-11.",
+        "libra, libra-m: phase (default) or mixed, as in LIBRA's Eq. 9-11.",
     ),
     "literal": (
         "--literal/--corrected",

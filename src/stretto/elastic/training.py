@@ -54,7 +54,7 @@ _OURS = ("batch_sampler", "batch_size", "drop_last", "sampler", "shuffle")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """Who trained from which step on."""
+    """The ranks that trained, and the first step that they trained."""
 
     generation: int
 

@@ -324,7 +324,7 @@ def _await_closing() -> None:
 
 _world: World | None = None
 _membership: MembershipCallbacks | None = None
-"""That of the default group, once this process has changed its ranks."""
+"""The default group's callbacks, once this process has changed its ranks."""
 _lock = threading.RLock()
 _has_logged_unknown = False
 

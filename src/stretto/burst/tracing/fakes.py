@@ -31,7 +31,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 class AbstractRecorder(abc.ABC):
-    """Learns of operations that fake tensors intercept."""
+    """Receives the operations that fake tensors intercept."""
 
     @abc.abstractmethod
     def drew(self, operator: Any, args: Any, kwargs: Any) -> None:

@@ -51,7 +51,7 @@ _NAMES = "stretto-"
 
 
 class _User(Protocol):
-    """Something that may be pending."""
+    """A model or step whose tensors may be pending."""
 
     def finish_for_thread(self) -> None:
         """Finish it, and leave parameters and gradients as they are without it."""

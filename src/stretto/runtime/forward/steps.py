@@ -68,7 +68,7 @@ SEPARABLE_NAMES = (
 _SEPARABLE = {getattr(torch.optim, name, None) for name in SEPARABLE_NAMES} - {None}
 
 _REFERENCES = 5
-"""Of a parameter: its Python object, where its gradient arrives, and the Reducer's."""
+"""A parameter's count: its Python object, its gradient's node, and the Reducer."""
 
 _declared: weakref.WeakSet[Any] = weakref.WeakSet()
 _stepped: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
