@@ -79,7 +79,7 @@ _MARK_END = (_MARK.size - 8) // 8
 _SIZE = _RING_AT + _MARK_BYTES * _MARKS
 
 _MASK = 2**64 - 1
-"""The values of a number's field. A file that something else has written may hold any number."""
+"""The values of a number's field; a file of something else's may hold any number."""
 
 _claimed: set[tuple[Path, int]] = set()
 """Boards and roles that this program has claimed. A role that has this process's id,
