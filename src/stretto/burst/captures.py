@@ -37,6 +37,9 @@ _MAX_GRAPHS = 8
 
 _TIMES_TO_WARN = (8, 64, 512)
 
+_MAX_FALSE = 3
+"""Captures that turn out to be as before until forward is not run again."""
+
 Trained = tuple[bool, ...]
 """Whether each parameter requires a gradient."""
 
@@ -83,6 +86,13 @@ class Captures:
         self._widths_in: dict[LayerGraph, dict[str, RankRange]] = {}
         self._plans: dict[tuple[Trained, LayerGraph], ExecutionPlan] = {}
         self._recaptures = self._checks = 0
+        self._reruns = True
+        """Whether forward's code runs again before each step."""
+        self._num_false = 0
+        self._differing: set[int] = set()
+        """Numbers of the captures that differ from what forward does, since the last
+        capture."""
+        self._changed_line = ""
         self._other_gradients: set[LayerGraph] = set()
         """Captures whose backward now leaves out other parameters than at capture."""
         self._first_values = FirstValues()
@@ -158,9 +168,26 @@ class Captures:
             if graph.ambient == ambient and graph.outdated() is None:
                 if graph.changed_since(self._first_values) is not None:
                     return None
+                if self._differs(graph):
+                    continue
                 if self._is_proven(graph):
                     return graph
         return None
+
+    def _differs(self, graph: LayerGraph) -> bool:
+        """Return whether forward's code now does something else than was captured."""
+        if not self._reruns:
+            return False
+        with self._stale_guard.opened():
+            place = graph.rerun_difference()
+        if place is not None:
+            self._changed_line = place
+            self._differing.add(graph.semantics_number)
+        return place is not None
+
+    def reruns(self, graph: LayerGraph) -> bool:
+        """Return whether forward's code runs again before each step."""
+        return self._reruns and graph.can_rerun
 
     def _is_proven(self, graph: LayerGraph) -> bool:
         """Return whether a capture that holds can be used; check it again if necessary.
@@ -236,6 +263,7 @@ class Captures:
                 "would keep the first value, but layers compute it again. Compute it "
                 "in each call, or keep it in a buffer"
             )
+        self._note_false(graph)
         self._refuse_new_parameters(graph)
         widths, unknown = later_widths(
             graph, self.planned, self._ownership.widths, self._ownership.width_by_id
@@ -251,7 +279,7 @@ class Captures:
                 "change in each step as an input tensor or keep them in a buffer",
                 self._recaptures,
                 time.monotonic() - begin,
-                self._graphs[-1].outdated() or "a mode",
+                self._graphs[-1].outdated() or self._changed_line or "a mode",
             )
         self._graphs.append(graph)
         if len(self._graphs) > _MAX_GRAPHS:
@@ -260,6 +288,21 @@ class Captures:
             self._plans = {k: p for k, p in self._plans.items() if k[1] is not old}
             forget(old)
         return graph
+
+    def _note_false(self, graph: LayerGraph) -> None:
+        """Stop to run forward again if that finds differences where there are none."""
+        is_false = graph.semantics_number in self._differing
+        self._differing.clear()
+        self._num_false += is_false
+        if is_false and self._num_false == _MAX_FALSE:
+            self._reruns = False
+            _log.warning(
+                "forward of %s does something else in each call (%s), though its "
+                "layers stay the same: its code is not compared before each step any "
+                "more, and some changes of what it reads are noticed some steps later",
+                type(self._module).__name__,
+                self._changed_line,
+            )
 
     def _capture_as_is(self) -> LayerGraph:
         ambient = Ambient.now(self._device)

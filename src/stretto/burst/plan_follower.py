@@ -231,7 +231,7 @@ class PlanFollower:
     def _recheck(self, graph: LayerGraph) -> None:
         """Compare a capture with what forward does now, if it is due."""
         parts = self._parts
-        if not parts.timings.is_on:
+        if not (parts.timings.is_on or parts.captures.reruns(graph)):
             with parts.stale_guard.opened():
                 parts.recheck(graph, parts.forward.draws.step)
 

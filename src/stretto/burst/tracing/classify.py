@@ -23,6 +23,7 @@ from stretto.burst.tracing.packing import Arguments, PackedResults
 from stretto.burst.tracing.proven import Proven
 from stretto.burst.tracing.reads import Ambient
 from stretto.burst.tracing.recorder import set_item
+from stretto.burst.tracing.rerun import Rerun
 from stretto.burst.tracing.sample_positions import nodes_before, source_line_of
 from stretto.burst.tracing.source_lines import line_of_forward
 from stretto.burst.tracing.torch_modules import Dropout
@@ -131,6 +132,9 @@ class Traced:
 
     leaves: list[bool] = field(default_factory=list)
     """Which modules ran as one operation."""
+
+    rerun: Rerun | None = None
+    """Runs its forward's code again; None if that can't be compared."""
 
     without_gradient: str = ""
     """The line that reads that a tensor needs no gradient, unless the input does."""

@@ -186,6 +186,16 @@ class LayerGraph:
         """Begin with caches of constants as at capture, and restore them afterwards."""
         return restored(self._traced.caches)
 
+    @property
+    def can_rerun(self) -> bool:
+        """Whether forward's code can run again and be compared, see `rerun`."""
+        return self._traced.rerun is not None
+
+    def rerun_difference(self) -> str | None:
+        """Return where forward's code now calls something else, or None."""
+        rerun = self._traced.rerun
+        return None if rerun is None else rerun.difference()
+
     def difference(self) -> str | None:
         """Return where forward now does something else than at capture, or None.
 

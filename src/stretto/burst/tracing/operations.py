@@ -22,6 +22,7 @@ from stretto.burst.memory import bytes_of
 from stretto.burst.tracing import call_history
 from stretto.burst.tracing.build import Build, graph_of
 from stretto.burst.tracing.cached_values import CachedValues
+from stretto.burst.tracing.caches import keep_attributes
 from stretto.burst.tracing.classify import Traced, classify, packed_shape
 from stretto.burst.tracing.comparing import BATCHES, Counts, compare
 from stretto.burst.tracing.ordering import Order
@@ -31,9 +32,10 @@ from stretto.burst.tracing.overlap import shared_with
 from stretto.burst.tracing.packing import Arguments, PackedResults
 from stretto.burst.tracing.patching import note_inputs
 from stretto.burst.tracing.reads import Ambient, Reads
-from stretto.burst.tracing.recorder import leaves_of
-from stretto.burst.tracing.recordings import record_again, record_both
+from stretto.burst.tracing.recorder import is_leaf, leaves_of
+from stretto.burst.tracing.recordings import Recorded, record_again, record_both
 from stretto.burst.tracing.records import Fixed, Record, Recording
+from stretto.burst.tracing.rerun import Rerun
 from stretto.burst.tracing.sample_positions import sample_positions_in
 from stretto.burst.tracing.source_lines import (
     line_of_forward,
@@ -44,7 +46,7 @@ from stretto.burst.tracing.tables import NormInputs
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 def trace(
@@ -145,7 +147,38 @@ def trace(
             "one of them"
         )
     results.share_memory(views)
+    traced.rerun = _rerun(module, run, found, recorded, traced)
     return traced
+
+
+def _rerun(
+    module: nn.Module,
+    run: Callable[[Tensor], Tensor],
+    found: Mapping[int, PackedResults],
+    recorded: Recorded,
+    traced: Traced,
+) -> Rerun | None:
+    """Return what runs forward again, if forward does the same then."""
+
+    def again(packed: Tensor) -> tuple[Tensor, Any]:
+        return run(packed), found[BATCHES[0]].description()
+
+    for has_rare_calls in (False, True):
+        rerun = Rerun(
+            again,
+            recorded.first,
+            found[BATCHES[0]].description(),
+            leaves=[part for part in module.modules() if is_leaf(part, module)],
+            caches=recorded.caches,
+            changed=recorded.changed,
+            ambient=traced.ambient,
+            device=traced.arguments.device,
+            has_rare_calls=has_rare_calls,
+        )
+        with keep_attributes(module):
+            if all(rerun.difference() is None for _ in range(2)):
+                return rerun
+    return None
 
 
 def _call(

@@ -405,6 +405,7 @@ class PackedResults:
 
     def __init__(self, output: Any, place: str, inputs: Sequence[Tensor]) -> None:
         leaves, self._rebuild = _taken_apart(output)
+        self._structure = type(output), pytree.tree_structure(output)
         self._places = [i for i, v in enumerate(leaves) if isinstance(v, Tensor)]
         self.others = [None if isinstance(v, Tensor) else v for v in leaves]
         """The values of leaves that are not tensors."""
@@ -434,6 +435,10 @@ class PackedResults:
 
         self.trial_values = "elements"
         """How inputs are made with which the model can compute, see `trial.VALUES`."""
+
+    def description(self) -> tuple[Any, ...]:
+        """Return what the result is besides its tensors, to be compared."""
+        return self._structure, self._places, self._same_as, self.others
 
     @property
     def differs(self) -> bool:

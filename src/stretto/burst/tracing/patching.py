@@ -39,26 +39,36 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 
-class CallRecorder(Protocol):
-    """The receiver of routed calls: an `OperationRecorder`."""
+class FunctionRecorder(Protocol):
+    """The receiver of routed calls of functions."""
 
-    _depth: int
+    @property
+    def is_within(self) -> bool:
+        """Whether an operation runs now."""
 
     def called_with(self, tensors: Iterable[Tensor]) -> None:
         """Record the tensors with which the model is called."""
-
-    def module(
-        self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
-    ) -> Any:
-        """Run a module."""
 
     def function(
         self, call: Callable[..., Any], kind: Any, args: Any, kwargs: Any
     ) -> Any:
         """Run an ``autograd.Function``."""
 
+
+class ConversionRecorder(Protocol):
+    """The receiver of conversions of modules."""
+
     def within(self) -> contextlib.AbstractContextManager[None]:
         """Leave what runs in the context out of the recording."""
+
+
+class CallRecorder(FunctionRecorder, ConversionRecorder, Protocol):
+    """The receiver of all routed calls: an `OperationRecorder`."""
+
+    def module(
+        self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """Run a module."""
 
     def autocast_entered(self, entry: tuple[str, torch.dtype, bool, bool]) -> None:
         """Record that the module begins an autocast region."""
@@ -67,7 +77,7 @@ class CallRecorder(Protocol):
         """Record that the module ends an autocast region."""
 
 
-_active: list[CallRecorder] = []
+_active: list[FunctionRecorder] = []
 
 
 def note_inputs(arguments: Any) -> None:
@@ -111,14 +121,14 @@ def patched(recorder: CallRecorder) -> Iterator[None]:
 
     def entered(self: Any) -> Any:
         found = enter(self)  # type: ignore[no-untyped-call]
-        if not recorder._depth:  # noqa: SLF001
+        if not recorder.is_within:
             recorder.autocast_entered(
                 (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
             )
         return found
 
     def left(self: Any, *error: Any) -> Any:
-        if not recorder._depth:  # noqa: SLF001
+        if not recorder.is_within:
             recorder.autocast_left()
         return leave(self, *error)
 
@@ -128,7 +138,7 @@ def patched(recorder: CallRecorder) -> Iterator[None]:
         torch.autocast.__enter__ = entered  # type: ignore[method-assign]
         torch.autocast.__exit__ = left  # type: ignore[method-assign]
         with (
-            _functions_routed(recorder),
+            functions_routed(recorder),
             _conversions_tried(recorder),
             _settings_kept(),
             _gradients_kept(),
@@ -144,15 +154,21 @@ def patched(recorder: CallRecorder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _conversions_tried(recorder: CallRecorder) -> Iterator[None]:
+def _conversions_tried(recorder: ConversionRecorder) -> Iterator[None]:
     """Allow conversions of modules that change nothing.
 
     See Note [Calls that change nothing].
     """
     kinds: tuple[Any, ...] = (nn.Module, nn.RNNBase)
     own = [kind._apply for kind in kinds]  # noqa: SLF001
+    thread = threading.get_ident()
 
-    def convert(module: nn.Module, call: Callable[..., Any], *_: Any, **__: Any) -> Any:
+    def convert(
+        module: nn.Module, call: Callable[..., Any], *more: Any, **named: Any
+    ) -> Any:
+        if threading.get_ident() != thread:
+            method = own[isinstance(module, nn.RNNBase)]
+            return method(module, call, *more, **named)
         for part in module.modules():
             for held in (part._parameters, part._buffers):  # noqa: SLF001
                 for name, tensor in held.items():
@@ -258,8 +274,38 @@ def _masks_used() -> Iterator[None]:
         module._detect_is_causal_mask = own  # noqa: SLF001
 
 
-def _functions_routed(
-    recorder: CallRecorder,
+@contextlib.contextmanager
+def rare_calls_routed(answers: ConversionRecorder) -> Iterator[None]:
+    """Route calls that few models make in forward, as `patched` does."""
+    with _conversions_tried(answers), _variables_routed(), arguments_unchecked():
+        yield
+
+
+@contextlib.contextmanager
+def arguments_unchecked() -> Iterator[None]:
+    """Let distributions not check their arguments, for which they read values."""
+    distribution: Any = torch.distributions.Distribution
+    before = distribution._validate_args  # noqa: SLF001
+    distribution.set_default_validate_args(value=False)
+    try:
+        yield
+    finally:
+        distribution.set_default_validate_args(value=before)
+
+
+@contextlib.contextmanager
+def functions_answered(answers: FunctionRecorder) -> Iterator[None]:
+    """Route calls of functions alone."""
+    _active.append(answers)
+    try:
+        with functions_routed(answers):
+            yield
+    finally:
+        _active.pop()
+
+
+def functions_routed(
+    recorder: FunctionRecorder,
 ) -> contextlib.AbstractContextManager[None]:
     """Route calls of functions, see Note [Function.apply in Python and in C++]."""
     apply: Any = getattr(torch.autograd.Function.apply, "__func__", None)
@@ -284,7 +330,7 @@ def _code_exchanged(apply: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _attribute_exchanged(recorder: CallRecorder) -> Iterator[None]:
+def _attribute_exchanged(recorder: FunctionRecorder) -> Iterator[None]:
     function: Any = torch.autograd.Function
     meta: Any = FunctionMeta
     method = function.__dict__["apply"]
@@ -300,7 +346,7 @@ def _attribute_exchanged(recorder: CallRecorder) -> Iterator[None]:
     def asked(kind: Any, name: str) -> Any:
         if (
             name == "_backward_cls"
-            and not recorder._depth  # noqa: SLF001
+            and not recorder.is_within
             and threading.get_ident() == thread
         ):
             raise SpecError(

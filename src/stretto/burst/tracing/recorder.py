@@ -44,6 +44,7 @@ from stretto.burst.tracing.inner_calls import (
 from stretto.burst.tracing.patching import patched
 from stretto.burst.tracing.questions import collectives_refused, seeds_refused
 from stretto.burst.tracing.records import SOURCE, Context, Fixed, Record, Recording, Ref
+from stretto.burst.tracing.rerun import TorchCalls
 from stretto.burst.tracing.settings import ModuleSettings
 from stretto.burst.tracing.source_lines import line_setting, source_line
 from stretto.burst.tracing.torch_modules import BatchNorm, Dropout
@@ -129,11 +130,13 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         trained: dict[int, str],
         batch: int,
         check: Callable[[int, Record], None] | None,
+        calls: TorchCalls,
     ) -> None:
         super().__init__()
         self._batch = batch
         self._check = check
-        self.recording = Recording()
+        self._calls = calls
+        self.recording = Recording(calls)
         self._root = root
         self._mode = mode
         self._refs: dict[int, Ref | Fixed] = {}
@@ -332,6 +335,12 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             result = func(*args, **kwargs)
             self._refuse_unregistered((args, kwargs), result)
             return result
+        result = self._torch_function(func, args, kwargs)
+        self._calls.add(func, args, kwargs, result)
+        return result
+
+    def _torch_function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function, and record it if it gives tensors."""
         name = getattr(func, "__name__", str(func))
         if self._asks_for_gradient(func, name, args, kwargs):
             return func(*args, **kwargs)
@@ -411,9 +420,9 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         name = func.__self__.__name__
         value = func(*args)
         if name in ("requires_grad", "is_leaf", "grad_fn"):
-            self._note_gradient_read(args[0], sys._getframe(2))  # noqa: SLF001
+            self._note_gradient_read(args[0], sys._getframe(3))  # noqa: SLF001
         is_grad = name in ("grad", "_grad", "_base") and may_read_users(
-            sys._getframe(2).f_globals.get("__name__")  # noqa: SLF001
+            sys._getframe(3).f_globals.get("__name__")  # noqa: SLF001
         )
         # A parameter has no gradient at capture, and may have one later.
         if not is_grad and not (
@@ -656,7 +665,9 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             or not self._has_own_parameters(module)
         ):
             return call(module, *args, **kwargs)
-        return self._leaf(call, module, args, kwargs)
+        result = self._leaf(call, module, args, kwargs)
+        self._calls.add(module, args, kwargs, result)
+        return result
 
     def _module_within(
         self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
@@ -826,11 +837,19 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
                     "use_reentrant=False"
                 )
             return call(kind, *args, **kwargs)
+        self._calls.has_functions = True
         if kind is torch.utils.checkpoint.CheckpointFunction:
             return self._reentrant(args[0], args[2:])
-        return self.operation(
+        result = self.operation(
             "call_function", apply_function, call, (kind, *args), kwargs
         )
+        self._calls.add(kind, args, kwargs, result)
+        return result
+
+    @property
+    def is_within(self) -> bool:
+        """Whether an operation runs now."""
+        return self._depth > 0
 
     def _reentrant(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run the function of a checkpoint with ``use_reentrant=True``."""
@@ -839,8 +858,10 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             result = run(*args)
         finally:
             self._in_reentrant -= 1
-        needs = any(tensor.requires_grad for _, tensor in _leaves(args))
-        if not needs and any(t.requires_grad for _, t in _leaves(result)):
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - not forward's own calls
+            needs = any(tensor.requires_grad for _, tensor in _leaves(args))
+            gives = any(tensor.requires_grad for _, tensor in _leaves(result))
+        if gives and not needs:
             raise SpecError(
                 f"{source_line()}: a checkpoint with use_reentrant=True, none of "
                 "whose inputs needs a gradient, gives no gradient to the parameters in "
@@ -909,6 +930,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
     def lifted(self, tensor: Tensor, value: Tensor) -> None:
         """Record the value of a tensor that was made from data."""
         self._lifted[id(tensor)] = tensor, value
+        self._calls.made(tensor, value)
 
     def wrote(self, tensors: Iterable[Tensor]) -> None:
         """Record that an operation writes into tensors, wherever it is called."""
@@ -1150,7 +1172,8 @@ def record(
     trained = fakes.trained()
     registered = frozenset(id(parameter) for parameter in root.parameters())
     with swapped(root.named_modules(), fakes.of) as named:
-        recorder = OperationRecorder(root, mode, trained, shape[0], check)
+        calls = TorchCalls(root.modules(), device.type)
+        recorder = OperationRecorder(root, mode, trained, shape[0], check, calls)
         recorder.registered = registered
         for name, tensor in named.items():
             recorder.knows(tensor, Fixed(name))
@@ -1181,7 +1204,7 @@ def record(
                     identities_refused(recorder._inputs),  # noqa: SLF001
                 ):
                     before = held_by(root)
-                    output = run(batch)
+                    recorder.recording.returned = output = run(batch)
                 recorder._require_own_seed()  # noqa: SLF001
                 _refuse_replaced(root, before)
                 named_output = recorder._named(output, "the output")  # noqa: SLF001

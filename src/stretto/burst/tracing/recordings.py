@@ -37,6 +37,7 @@ from stretto.burst.tracing.caches import (
 from stretto.burst.tracing.comparing import BATCHES, compare
 from stretto.burst.tracing.copied_norms import is_copied
 from stretto.burst.tracing.fakes import Fakes, without_log
+from stretto.burst.tracing.patching import arguments_unchecked
 from stretto.burst.tracing.plain_state import PlainState
 from stretto.burst.tracing.recorder import UnseenTensor, record
 from stretto.burst.tracing.records import Fixed, Recording, Ref
@@ -113,7 +114,9 @@ OTHER_TYPE = "This line can't compute with tensors of that type"
 
 
 @dataclass
-class _Recorded:
+class Recorded:
+    """The recordings of a forward, and what it keeps outside of the call."""
+
     first: Recording
 
     other: Recording
@@ -126,6 +129,9 @@ class _Recorded:
     changes_state: bool
     """Whether forward changes plain state, see `call_history`."""
 
+    changed: list[Holder]
+    """What holds the state that forward changes."""
+
 
 def record_both(
     module: nn.Module,
@@ -134,7 +140,7 @@ def record_both(
     arguments: Arguments,
     reads: Reads,
     norms: NormInputs,
-) -> _Recorded:
+) -> Recorded:
     """Record a call with each batch, after comparing a second call with the first.
 
     The second call is of the other batch. If it differs in more than sizes, three calls
@@ -163,17 +169,19 @@ def record_both(
         first = once(BATCHES[0])
         if not _constants_kept(first, module, holders):
             watch = reads.watch(is_between=False)
-            changes_state = first.sets_variables or bool(state.changed())
+            changed = [holder for holder, _, _ in state.changed()]
+            changes_state = first.sets_variables or bool(changed)
             other = once(BATCHES[1], first)
             _constants_kept(other, module, holders)
             changes_state |= watch.changed() is not None
             _refuse_counted(module, watch, str)
             first, other = aligned(first, other, BATCHES)
             compare(first, other, BATCHES)
-            return _Recorded(first, other, [], {}, changes_state)
-    with untouched(module, fakes, names) as (holders, _):
+            return Recorded(first, other, [], {}, changes_state, changed)
+    with untouched(module, fakes, names) as (holders, state):
         first = once(BATCHES[0])
         kept = _constants_kept(first, module, holders)
+        changed = [holder for holder, _, _ in state.changed()]
         watch = reads.watch(is_between=False)
         if kept:  # the next call may read what this one left
             once(BATCHES[0], kept=[one.tensor for one in kept])
@@ -191,7 +199,7 @@ def record_both(
     for one in kept:
         ref = first.refs.get(id(one.tensor))
         entries.setdefault((id(one.holder.of), one.key), []).append(ref)
-    return _Recorded(first, other, caches, entries, changes_state or bool(kept))
+    return Recorded(first, other, caches, entries, changes_state or bool(kept), changed)
 
 
 @contextmanager
@@ -284,8 +292,7 @@ def record_once(
     ``context`` keeps the context variables that it sets; None: nothing does.
     """
     dtype, device = arguments.packing.dtype, arguments.device
-    distributions: Any = torch.distributions.Distribution
-    before, checked = _generators(), distributions._validate_args  # noqa: SLF001
+    before = _generators()
     settings = ModuleSettings(module)
     # A context variable that forward sets is a cache, too.
     is_one_of_many = context is not None
@@ -295,9 +302,7 @@ def record_once(
         record(module, run, (shape, dtype, device), Fakes(module))
 
     try:
-        # Their argument checks read values; a run on values disables them.
-        distributions.set_default_validate_args(value=False)
-        with without_log():
+        with without_log(), arguments_unchecked():
             found = context.run(
                 record, module, run, (shape, dtype, device), fakes, reads, check, kept
             )
@@ -315,8 +320,6 @@ def record_once(
             f"without values of tensors ({type(error).__name__}: {text}). "
             f"{_way_around(error)}"
         ) from error
-    finally:
-        distributions.set_default_validate_args(value=checked)
     if (change := settings.change()) is not None:
         raise SpecError(f"{_line_setting(module, again, settings)}: {change}")
     drew = not _same_state(_generators(), before)

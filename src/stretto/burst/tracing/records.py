@@ -14,6 +14,8 @@ from stretto.burst.tracing.inner_calls import InnerCall
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
 
+    from stretto.burst.tracing.rerun import TorchCalls
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -98,8 +100,11 @@ class Record:
 class Recording:
     """The operations of one forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: TorchCalls) -> None:
         self.records: list[Record] = []
+        self.calls = calls
+        """The calls as the forward sees them, see `rerun`."""
+
         self.constants: dict[str, Any] = {}
         """Tensors and other objects that belong to no module, by a generated name."""
 
@@ -121,8 +126,11 @@ class Recording:
         self.source: Tensor | None = None
         """The forward's input, without values."""
 
+        self.returned: Any = None
+        """The forward's result."""
+
         self.output: Any = None
-        """The forward's result, with `Ref` for tensors."""
+        """It with `Ref` for tensors."""
 
         self.refs: dict[int, Ref | Fixed] = {}
         """The names of tensors that outlive the recording, by id."""

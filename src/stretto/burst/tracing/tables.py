@@ -13,6 +13,7 @@ import contextlib
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -40,7 +41,8 @@ class NormInputs:
 
         def note(module: nn.Module, given: Any) -> None:
             if isinstance(module, BatchNorm) and given and isinstance(given[0], Tensor):
-                sizes[id(module)].append(given[0].numel())
+                with torch._C.DisableTorchFunction():  # noqa: SLF001 - not forward's
+                    sizes[id(module)].append(given[0].numel())
 
         vars(note)["is_stretto"] = True
         handle = register_module_forward_pre_hook(note)

@@ -92,7 +92,10 @@ class _Row:
             return value is self.value
         if value is self.value and self.is_quickly_same(value):
             return True
-        return bool(self.freeze(value) == self.frozen)
+        try:
+            return bool(self.freeze(value) == self.frozen)
+        except Exception:  # noqa: BLE001 - of the user's code, such as __getattribute__
+            return False
 
 
 def _quick_test(value: Any, freeze: Freezer) -> Callable[[Any], bool]:

@@ -1,0 +1,442 @@
+"""Run forward's Python code again before a step, without computing tensors.
+
+# Note [Forward is run again]
+A capture repeats the tensor operations that Python code chose when it was recorded. The
+code may choose by anything: an attribute, a file, the answer of a library. A list of
+such reads can't be complete (see `tracing.reads`), so the code itself runs again before
+each step, as it would in one process. Each call of a torch function is compared with
+the recorded one, and answered with the recorded result. Nothing is computed and no
+tensor is written, so a call costs a few microseconds. If any call, argument, mode or
+output differs, forward no longer does what was captured, and it is captured again
+before the step.
+
+A call is recorded as its caller sees it: a module that runs as one operation is one
+call, whatever runs inside. Calls without tensors, such as those that set a mode, are
+made as usual. Parameters and buffers stay in their modules; the recording knows their
+twins without values by their places.
+
+What forward keeps outside of the call, such as a table that it caches, gets its earlier
+value afterwards: it would be a tensor without values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from stretto.burst.tracing.caches import Cache, Holder, entries_in, restored
+from stretto.burst.tracing.freezing import ATOMS
+from stretto.burst.tracing.patching import functions_answered, rare_calls_routed
+from stretto.burst.tracing.source_lines import source_line, source_line_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from stretto.burst.tracing.reads import Ambient
+    from stretto.burst.tracing.records import Recording
+
+_CHECKPOINT: Any = torch.utils.checkpoint.CheckpointFunction
+_LIFT = torch.ops.aten.lift_fresh.default
+_MISSING = object()
+
+
+@final
+class _Place(NamedTuple):
+    """Where a module holds a parameter or buffer."""
+
+    held: Mapping[str, Any]
+
+    key: str
+
+
+@final
+class _Value(NamedTuple):
+    """A tensor that a constructor such as ``torch.FloatTensor`` made."""
+
+    made: Tensor
+    """Without values."""
+
+    tensor: Tensor
+
+
+_NAMED = (_Place, _Value)
+
+
+@final
+class TorchCall(NamedTuple):
+    """One call of a torch function, a module or an ``autograd.Function``."""
+
+    call: Any
+
+    args: Any
+
+    kwargs: Any
+
+    result: Any
+
+    is_made: bool
+    """Whether the result is made again for each caller: it has lists or dictionaries,
+    which a caller may change, or is a tensor that a module holds."""
+
+    modes: tuple[Any, ...]
+
+
+def _modes_of(call: Any, device: str) -> tuple[Any, ...]:
+    """Return the modes that decide what a call computes."""
+    if isinstance(call, nn.Module):
+        return (call.training, *_modes_of(None, device))
+    on_cpu = torch.is_autocast_enabled("cpu")
+    on_device = on_cpu if device == "cpu" else torch.is_autocast_enabled(device)
+    if not (on_cpu or on_device):
+        return (torch.is_grad_enabled(),)
+    return (
+        torch.is_grad_enabled(),
+        torch.is_autocast_cache_enabled(),
+        on_cpu and torch.get_autocast_dtype("cpu"),
+        on_device and torch.get_autocast_dtype(device),
+    )
+
+
+@final
+class TorchCalls:
+    """The calls of one forward, in order.
+
+    Args:
+        modules: whose parameters and buffers were replaced while they were recorded.
+        device: the type of the model's device.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], device: str) -> None:
+        self._places: dict[int, _Place] = {}
+        for part in modules:
+            for held in (part._parameters, part._buffers):  # noqa: SLF001
+                for key, tensor in held.items():
+                    self._places.setdefault(id(tensor), _Place(held, key))
+        self._values: dict[int, _Value] = {}
+        self.device = device
+        self.calls: list[TorchCall] = []
+        self.has_functions = False
+        """Whether an ``autograd.Function`` was called."""
+
+    def add(self, call: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Record a call; one without tensors is left out."""
+        if call is _LIFT:  # is called only where tensors have no values, see `made`
+            return
+        if not (_has_tensor(result) or _has_tensor(args) or _has_tensor(kwargs)):
+            return
+        self.calls.append(
+            TorchCall(
+                call,
+                self._kept(args),
+                self._kept(kwargs),
+                self._kept(result),
+                self._is_made(result),
+                _modes_of(call, self.device),
+            )
+        )
+
+    def made(self, tensor: Tensor, value: Tensor) -> None:
+        """Record the value of a tensor that a constructor made."""
+        self._values[id(tensor)] = _Value(tensor, value)
+
+    def _is_made(self, result: Any) -> bool:
+        kind = type(result)
+        if kind is tuple:
+            return any(map(self._is_made, result))
+        if isinstance(result, Tensor):
+            return isinstance(self._kept(result), _NAMED)
+        return kind in (list, dict)
+
+    def _kept(self, value: Any) -> Any:
+        """Return a copy of arguments or a result, with places for what modules hold."""
+        if isinstance(value, Tensor):
+            number = id(value)
+            return self._places.get(number) or self._values.get(number) or value
+        if isinstance(value, ATOMS):
+            return value
+        if isinstance(value, np.ndarray):
+            return value.copy()
+        if isinstance(value, slice):
+            return slice(*map(self._kept, (value.start, value.stop, value.step)))
+        if type(value) in (tuple, list):
+            return type(value)(map(self._kept, value))
+        if type(value) is dict:
+            return {key: self._kept(inner) for key, inner in value.items()}
+        return value
+
+
+def _has_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor, or a container with one."""
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_tensor, value))
+    if isinstance(value, dict):
+        return any(map(_has_tensor, value.values()))
+    return False
+
+
+def _made(value: Any) -> Any:
+    """Return a result as a caller gets it."""
+    kind = type(value)
+    if kind is _Place:
+        return value.held.get(value.key)
+    if kind is _Value:
+        return value.made
+    if kind in (tuple, list):
+        return kind(map(_made, value))
+    if kind is dict:
+        return {key: _made(inner) for key, inner in value.items()}
+    return value
+
+
+def _is_same(known: Any, value: Any) -> bool:
+    """Return whether an argument is as recorded."""
+    if known is value:
+        return True
+    kind = type(known)
+    if kind is _Place:
+        return known.held.get(known.key) is value
+    if kind is _Value:
+        return value is known.made or _is_equal(known.tensor, value)
+    if kind is not type(value) or isinstance(known, Tensor):
+        return False
+    if kind is float:
+        return known == value and math.copysign(1, known) == math.copysign(1, value)
+    if isinstance(known, (tuple, list)):
+        return len(known) == len(value) and all(map(_is_same, known, value))
+    if isinstance(known, dict):
+        return list(known) == list(value) and all(
+            map(_is_same, known.values(), value.values())
+        )
+    if kind is slice:
+        return (
+            _is_same(known.start, value.start)
+            and _is_same(known.stop, value.stop)
+            and _is_same(known.step, value.step)
+        )
+    if isinstance(known, np.ndarray):
+        return known.dtype == value.dtype and bool(
+            np.array_equal(known, value, equal_nan=known.dtype.kind in "fc")
+        )
+    return bool(known == value)
+
+
+def _is_equal(one: Tensor, two: Any) -> bool:
+    with torch._C.DisableTorchFunction():  # noqa: SLF001
+        return (
+            type(two) is Tensor
+            and one.dtype == two.dtype
+            and one.shape == two.shape
+            and torch.equal(one, two)
+        )
+
+
+class _Differs(BaseException):
+    """Ends a forward that does something else than was recorded.
+
+    It is not an ``Exception``, so that the user's code does not handle it.
+    """
+
+
+@final
+class _Answers(TorchFunctionMode):
+    """Compares calls with the recorded ones, and answers them, while it is entered."""
+
+    def __init__(self, known: TorchCalls) -> None:
+        super().__init__()
+        self._known = known
+        self._number = 0
+        self._thread = threading.get_ident()
+        self.place: str | None = None
+        """The line of the first call that differs."""
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = self._answer(func, args, kwargs or {})
+        if found is not _MISSING:
+            return found
+        if not (_has_tensor(args) or _has_tensor(kwargs)):
+            result = func(*args, **(kwargs or {}))
+            if not _has_tensor(result):  # such as one that sets a mode
+                return result
+        raise self._differs()
+
+    def function(
+        self, call: Callable[..., Any], kind: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Answer a call of an ``autograd.Function``."""
+        if threading.get_ident() != self._thread:
+            return call(kind, *args, **kwargs)
+        if kind is _CHECKPOINT:  # recorded without the checkpoint
+            return args[0](*args[2:])
+        found = self._answer(kind, args, kwargs)
+        if found is _MISSING:
+            raise self._differs()
+        return found
+
+    def module(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call of a module that runs as one operation."""
+        if threading.get_ident() == self._thread:
+            found = self._answer(module, args, kwargs)
+            if found is not _MISSING:
+                return found
+        return module._call_impl(*args, **kwargs)  # noqa: SLF001
+
+    def _answer(self, call: Any, args: Any, kwargs: Any) -> Any:
+        """Return the recorded result if the next recorded call is this one."""
+        calls = self._known.calls
+        if self.place is not None or self._number == len(calls):
+            return _MISSING
+        known = calls[self._number]
+        if not (
+            (known.call is call or known.call == call)
+            and _is_same(known.args, args)
+            and _is_same(known.kwargs, kwargs)
+            and known.modes == _modes_of(call, self._known.device)
+        ):
+            return _MISSING
+        self._number += 1
+        return _made(known.result) if known.is_made else known.result
+
+    def _differs(self) -> _Differs:
+        if self.place is None:
+            self.place = source_line()
+        return _Differs()
+
+    @property
+    def is_within(self) -> bool:
+        """Whether an operation runs now: never, as it is only answered."""
+        return False
+
+    def within(self) -> contextlib.AbstractContextManager[None]:
+        """Leave what runs in the context out of the comparison."""
+        found: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunction()  # noqa: SLF001
+        return found
+
+    def called_with(self, tensors: Iterable[Tensor]) -> None:
+        """Accept the tensors with which the model is called."""
+
+    def is_complete(self) -> bool:
+        """Return whether all recorded calls were made."""
+        return self.place is None and self._number == len(self._known.calls)
+
+
+@final
+class Rerun:
+    """Runs a forward again, to find whether it does what was recorded.
+
+    Args:
+        run: calls forward with an input, and returns a tensor and a description of
+            what else the output is.
+        recording: what forward did.
+        others: the description of its output.
+        leaves: modules that run as one operation.
+        caches: those in which forward keeps constants, as at capture.
+        changed: containers that forward changes.
+        ambient: the modes in which it was recorded.
+        device: of the model's parameters.
+        has_rare_calls: whether it makes calls that must be routed for all modules, see
+            `patching.rare_calls_routed`.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Tensor], tuple[Tensor, Any]],
+        recording: Recording,
+        others: Any,
+        *,
+        leaves: Sequence[nn.Module],
+        caches: Sequence[Cache],
+        changed: Sequence[Holder],
+        ambient: Ambient,
+        device: torch.device,
+        has_rare_calls: bool,
+    ) -> None:
+        self._run = run
+        self._has_rare_calls = has_rare_calls
+        self._recording, self._others = recording, others
+        self._leaves = leaves
+        self._caches, self._changed = caches, changed
+        self._ambient, self._device = ambient, device
+
+    def difference(self) -> str | None:
+        """Return the line at which forward now does something else, or None."""
+        calls = self._recording.calls
+        answers = _Answers(calls)
+        with (
+            self._ambient.set(self._device),
+            restored(self._caches),
+            _unchanged(self._changed),
+            _leaves_routed(self._leaves, answers),
+            functions_answered(answers)
+            if calls.has_functions
+            else contextlib.nullcontext(),
+            rare_calls_routed(answers)
+            if self._has_rare_calls
+            else contextlib.nullcontext(),
+        ):
+            try:
+                return contextvars.copy_context().run(self._difference, answers)
+            except _Differs:
+                return answers.place
+            except Exception as exc:  # noqa: BLE001 - of the user's code
+                return answers.place or source_line_in(exc, "forward")
+
+    def _difference(self, answers: _Answers) -> str | None:
+        with answers:
+            assert self._recording.source is not None  # noqa: S101
+            tensor, others = self._run(self._recording.source)
+        if answers.place is not None:
+            return answers.place
+        same = tensor is self._recording.returned and _is_same(self._others, others)
+        return None if same and answers.is_complete() else "the output of forward"
+
+
+@contextlib.contextmanager
+def _leaves_routed(leaves: Iterable[nn.Module], answers: _Answers) -> Iterator[None]:
+    """Let calls of modules be answered.
+
+    By the attribute in which ``Module.compile()`` stores its function, as it concerns
+    these modules alone. A new method of all modules in each step would empty Python's
+    caches of attributes, which hold a limited number of versions.
+    """
+    held = [(part.__dict__, partial(answers.module, part)) for part in leaves]
+    for attributes, call in held:
+        attributes[_COMPILED] = call
+    try:
+        yield
+    finally:
+        for attributes, _ in held:
+            attributes.pop(_COMPILED, None)
+
+
+_COMPILED = "_compiled_call_impl"
+
+
+@contextlib.contextmanager
+def _unchanged(holders: Iterable[Holder]) -> Iterator[None]:
+    """Undo changes of containers."""
+    before = [Holder.now(holder.of) for holder in holders]
+    try:
+        yield
+    finally:
+        for holder in before:
+            now = entries_in(holder.of)
+            changed = [
+                key
+                for key in {**now, **holder.before}
+                if now.get(key, _MISSING) is not holder.before.get(key, _MISSING)
+            ]
+            if changed:
+                holder.restore(changed)
