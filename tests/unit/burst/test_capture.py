@@ -35,8 +35,8 @@ class Noted(nn.Module):
 def test_a_plain_model_is_recorded_once_for_each_number_of_samples():
     CALLS.clear()
     capture(Noted(), (torch.randn(2, 4),))
-    # Its code runs again twice, to see that it can be compared. Real samples come twice:
-    # with the module's own tensors and with others.
+    # Its code runs again twice, to see that it can be compared. Real samples come
+    # twice: with the module's own tensors and with others.
     assert CALLS == [True, True, True, True, False, False]
 
 

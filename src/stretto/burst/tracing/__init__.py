@@ -28,6 +28,8 @@ A recording:
 - `fakes`: tensors without values, in place of parameters and buffers (for `recorder`
   and `recordings`), and which tensors share memory.
 - `reads`: the plain state that forward reads, to detect a change of it.
+- `rerun`: run forward's code again before each step, and compare its calls (for
+  `recorder` and `operations`).
 - `watching`: compare that state before each step (for `reads` and `classify`).
 - `freezing`: copies of plain state that can be compared later (for `watching`, `reads`
   and `caches`).
