@@ -290,7 +290,7 @@ class Captures:
         return graph
 
     def _note_false(self, graph: LayerGraph) -> None:
-        """Stop to run forward again if that finds differences where there are none."""
+        """Stop running forward again if its differences change no layer."""
         is_false = graph.semantics_number in self._differing
         self._differing.clear()
         self._num_false += is_false

@@ -163,11 +163,15 @@ def _rerun(
     def again(packed: Tensor) -> tuple[Tensor, Any]:
         return run(packed), found[BATCHES[0]].description()
 
+    first = recorded.first
+    assert first.source is not None  # noqa: S101
+    expected = first.returned, found[BATCHES[0]].description()
     for has_rare_calls in (False, True):
         rerun = Rerun(
             again,
-            recorded.first,
-            found[BATCHES[0]].description(),
+            first.source,
+            expected,
+            first.calls,
             leaves=[part for part in module.modules() if is_leaf(part, module)],
             caches=recorded.caches,
             changed=recorded.changed,

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from stretto.burst.tracing.reads import Ambient
-    from stretto.burst.tracing.records import Recording
 
 _CHECKPOINT: Any = torch.utils.checkpoint.CheckpointFunction
 _LIFT = torch.ops.aten.lift_fresh.default
@@ -339,8 +338,9 @@ class Rerun:
     Args:
         run: calls forward with an input, and returns a tensor and a description of
             what else the output is.
-        recording: what forward did.
-        others: the description of its output.
+        source: the recorded input.
+        expected: what ``run`` returned for it when forward was recorded.
+        calls: the recorded calls.
         leaves: modules that run as one operation.
         caches: those in which forward keeps constants, as at capture.
         changed: containers that forward changes.
@@ -353,8 +353,9 @@ class Rerun:
     def __init__(
         self,
         run: Callable[[Tensor], tuple[Tensor, Any]],
-        recording: Recording,
-        others: Any,
+        source: Tensor,
+        expected: tuple[Tensor, Any],
+        calls: TorchCalls,
         *,
         leaves: Sequence[nn.Module],
         caches: Sequence[Cache],
@@ -365,22 +366,21 @@ class Rerun:
     ) -> None:
         self._run = run
         self._has_rare_calls = has_rare_calls
-        self._recording, self._others = recording, others
+        self._source, self._expected, self._calls = source, expected, calls
         self._leaves = leaves
         self._caches, self._changed = caches, changed
         self._ambient, self._device = ambient, device
 
     def difference(self) -> str | None:
         """Return the line at which forward now does something else, or None."""
-        calls = self._recording.calls
-        answers = _Answers(calls)
+        answers = _Answers(self._calls)
         with (
             self._ambient.set(self._device),
             restored(self._caches),
             _unchanged(self._changed),
             _leaves_routed(self._leaves, answers),
             functions_answered(answers)
-            if calls.has_functions
+            if self._calls.has_functions
             else contextlib.nullcontext(),
             rare_calls_routed(answers)
             if self._has_rare_calls
@@ -395,11 +395,11 @@ class Rerun:
 
     def _difference(self, answers: _Answers) -> str | None:
         with answers:
-            assert self._recording.source is not None  # noqa: S101
-            tensor, others = self._run(self._recording.source)
+            tensor, others = self._run(self._source)
         if answers.place is not None:
             return answers.place
-        same = tensor is self._recording.returned and _is_same(self._others, others)
+        known, known_others = self._expected
+        same = tensor is known and _is_same(known_others, others)
         return None if same and answers.is_complete() else "the output of forward"
 
 
