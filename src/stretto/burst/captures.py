@@ -275,11 +275,11 @@ class Captures:
         if self._recaptures in _TIMES_TO_WARN:
             _log.warning(
                 "the burst model was captured again %d times, the last in %.2g s, "
-                "because %r, which its forward reads, had changed: pass values that "
-                "change in each step as an input tensor or keep them in a buffer",
+                "because %s: pass values that change in each step as an input tensor "
+                "or keep them in a buffer",
                 self._recaptures,
                 time.monotonic() - begin,
-                self._graphs[-1].outdated() or self._changed_line or "a mode",
+                self._why_again(),
             )
         self._graphs.append(graph)
         if len(self._graphs) > _MAX_GRAPHS:
@@ -288,6 +288,14 @@ class Captures:
             self._plans = {k: p for k, p in self._plans.items() if k[1] is not old}
             forget(old)
         return graph
+
+    def _why_again(self) -> str:
+        """Return why the last capture no longer holds."""
+        if (name := self._graphs[-1].outdated()) is not None:
+            return f"{name!r}, which its forward reads, had changed"
+        if self._changed_line:
+            return f"its forward did something else at {self._changed_line}"
+        return "a mode had changed"
 
     def _note_false(self, graph: LayerGraph) -> None:
         """Stop running forward again if its differences change no layer."""

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from stretto.boolean_options import bool_option
 from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL
 from stretto.burst.tracing import grouping, operations, proof
+from stretto.burst.tracing.fakes import without_log
 from stretto.burst.tracing.freezing import may_read_users
 from stretto.burst.tracing.layers import layers_of
 from stretto.burst.tracing.reads import Ambient
@@ -61,6 +62,7 @@ def capture(
     with (
         _naming_types(example_inputs, kwargs),
         _spared_full_collections(),
+        without_log(),
         (ambient or Ambient()).set(device),
     ):
         traced = operations.trace(module, example_inputs, kwargs)
@@ -128,7 +130,7 @@ def check_again(
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     before = graph.proven
     is_as_before = before is not None and before.changed_inside() is None
-    with _spared_full_collections(), graph.ambient.set(device):
+    with _spared_full_collections(), without_log(), graph.ambient.set(device):
         never, graphs = proof.require_equal(graph, module, example_inputs, kwargs)
     now = graph.proven
     if is_as_before and before is not None and now is not None:
