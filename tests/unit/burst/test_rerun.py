@@ -11,6 +11,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -435,3 +436,85 @@ def test_a_conversion_that_changes_something_differs():
     HELD.set()
     assert graph.rerun_difference() is not None
     assert model.a.weight.dtype == torch.float32
+
+
+class Sizes(list):
+    """A list of its own class."""
+
+
+sizes = Sizes([3, 1])
+
+
+def by_sizes(_, h):
+    return h.unflatten(1, sizes).softmax(-1).flatten(1)
+
+
+def by_array(_, h):
+    return h * torch.tensor(array)
+
+
+array = np.array([1.0, 0.0, 2.0], np.float32)
+
+
+def change_array():
+    array[1] = -0.0
+
+
+def by_complex(_, h):
+    return torch.complex(h, h).mul(number[0]).real
+
+
+number = [complex(1.0, 0.0)]
+
+
+def change_number():
+    number[0] = complex(1.0, -0.0)
+
+
+def by_picked(self, h):
+    weight = self.a.weight if not HELD.is_set() else self.c.weight
+    return torch.func.functional_call(self.a, {"weight": weight}, (h,))
+
+
+IN_PLACE = {
+    by_sizes: lambda: sizes.reverse(),
+    by_array: change_array,
+    by_complex: change_number,
+    by_picked: HELD.set,
+}
+
+
+@pytest.mark.parametrize("between", IN_PLACE)
+def test_a_change_in_place_differs(between):
+    model = Net(between)
+    model.c = nn.Linear(3, 3)
+    graph = capture(model, (torch.randn(4, 3),))
+    assert graph.can_rerun
+    assert graph.rerun_difference() is None
+    IN_PLACE[between]()
+    assert graph.rerun_difference() is not None
+
+
+class Applied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, function):
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@pytest.mark.parametrize("what", ["closure", "partial"])
+def test_functions_made_in_each_call_are_compared_by_their_content(what):
+    def between(_, h):
+        rate = get_rate(options)
+        if what == "closure":
+            return Applied.apply(h, lambda x: x + rate)
+        return Applied.apply(h, functools.partial(torch.add, other=rate))
+
+    _, graph = captured(between)
+    assert graph.can_rerun
+    assert graph.rerun_difference() is None
+    options.zz_rate = 2.0
+    assert graph.rerun_difference() is not None

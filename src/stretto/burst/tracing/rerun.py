@@ -23,18 +23,18 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import math
 import threading
 from functools import partial
+from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from stretto.burst.memory import bytes_of
 from stretto.burst.tracing.caches import Cache, Holder, entries_in, restored
-from stretto.burst.tracing.freezing import ATOMS
+from stretto.burst.tracing.freezing import Freezer
 from stretto.burst.tracing.patching import functions_answered, rare_calls_routed
 from stretto.burst.tracing.source_lines import source_line, source_line_in
 
@@ -49,12 +49,23 @@ _MISSING = object()
 
 
 @final
-class _Place(NamedTuple):
+class _Place:
     """Where a module holds a parameter or buffer."""
 
-    held: Mapping[str, Any]
+    __slots__ = ("_held", "_key", "tensor")
 
-    key: str
+    def __init__(self, held: Mapping[str, Any], key: str) -> None:
+        self._held, self._key = held, key
+        self.tensor: Any = None
+        """What is there when forward begins."""
+
+    def begin(self) -> None:
+        """Note what is there now."""
+        self.tensor = self._held.get(self._key)
+
+    def is_same(self) -> bool:
+        """Return whether the same is there as when forward began."""
+        return self._held.get(self._key) is self.tensor
 
 
 @final
@@ -68,6 +79,67 @@ class _Value(NamedTuple):
 
 
 _NAMED = (_Place, _Value)
+
+_PLAIN = frozenset(
+    (
+        *(type(None), bool, int, float, complex, str, bytes, type(Ellipsis)),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    )
+)
+"""Types of arguments that do not change."""
+
+
+@final
+class _Other:
+    """An object of another type, with a copy of its content."""
+
+    __slots__ = ("kind", "parts")
+
+    def __init__(self, kind: type, parts: Any) -> None:
+        self.kind, self.parts = kind, parts
+
+    def is_same(self, value: Any) -> bool:
+        """Return whether an object has the same type and content."""
+        if type(value) is not self.kind:
+            return False
+        if isinstance(value, (tuple, list, dict)):
+            plain = next(k for k in (tuple, list, dict) if isinstance(value, k))
+            content, attributes = self.parts
+            return _is_same(content, plain(value)) and _is_same(
+                attributes, _attributes_of(value)
+            )
+        if isinstance(value, FunctionType):
+            code, inside = self.parts
+            return code is value.__code__ and _is_same(inside, _inside(value))
+        return bool(self.parts == _frozen(value))
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    return dict(getattr(value, "__dict__", {}))
+
+
+def _inside(function: FunctionType) -> tuple[Any, ...]:
+    """Return what a function closes over, and its default values."""
+    cells = function.__closure__ or ()
+    return (
+        tuple(_content_of(cell) for cell in cells),
+        function.__defaults__,
+        function.__kwdefaults__,
+    )
+
+
+def _content_of(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not set yet
+        return None
+
+
+def _frozen(value: Any) -> Any:
+    """Return a copy of an object that can be compared with a later one."""
+    if isinstance(value, partial):
+        value = (value.func, value.args, value.keywords)
+    return Freezer(None, ())(value)
 
 
 @final
@@ -116,15 +188,25 @@ class TorchCalls:
 
     def __init__(self, modules: Iterable[nn.Module], device: str) -> None:
         self._places: dict[int, _Place] = {}
+        self.places: dict[int, list[_Place]] = {}
+        """Those of each module, by its id."""
         for part in modules:
+            own = self.places[id(part)] = []
             for held in (part._parameters, part._buffers):  # noqa: SLF001
                 for key, tensor in held.items():
-                    self._places.setdefault(id(tensor), _Place(held, key))
+                    own.append(_Place(held, key))
+                    self._places.setdefault(id(tensor), own[-1])
         self._values: dict[int, _Value] = {}
         self.device = device
         self.calls: list[TorchCall] = []
         self.has_functions = False
         """Whether an ``autograd.Function`` was called."""
+
+    def begin(self) -> None:
+        """Note the parameters and buffers of all modules."""
+        for own in self.places.values():
+            for place in own:
+                place.begin()
 
     def add(self, call: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record a call; one without tensors is left out."""
@@ -137,7 +219,7 @@ class TorchCalls:
                 call,
                 self._kept(args),
                 self._kept(kwargs),
-                self._kept(result),
+                self._given(result),
                 self._is_made(result),
                 _modes_of(call, self.device),
             )
@@ -155,22 +237,41 @@ class TorchCalls:
             return isinstance(self._kept(result), _NAMED)
         return kind in (list, dict)
 
+    def _given(self, result: Any) -> Any:
+        """Return what `_made` makes a result of."""
+        if isinstance(result, Tensor):
+            return self._kept(result)
+        kind = type(result)
+        if kind in (tuple, list):
+            return kind(map(self._given, result))
+        if kind is dict:
+            return {key: self._given(inner) for key, inner in result.items()}
+        return result
+
     def _kept(self, value: Any) -> Any:
-        """Return a copy of arguments or a result, with places for what modules hold."""
+        """Return a copy of arguments, with places for what modules hold."""
         if isinstance(value, Tensor):
             number = id(value)
             return self._places.get(number) or self._values.get(number) or value
-        if isinstance(value, ATOMS):
+        kind = type(value)
+        if kind in _PLAIN or isinstance(value, (nn.Module, type)):
             return value
-        if isinstance(value, np.ndarray):
-            return value.copy()
-        if isinstance(value, slice):
-            return slice(*map(self._kept, (value.start, value.stop, value.step)))
-        if type(value) in (tuple, list):
-            return type(value)(map(self._kept, value))
-        if type(value) is dict:
+        if kind in (tuple, list):
+            return kind(map(self._kept, value))
+        if kind is dict:
             return {key: self._kept(inner) for key, inner in value.items()}
-        return value
+        if kind is slice:
+            return slice(*map(self._kept, (value.start, value.stop, value.step)))
+        return _Other(kind, self._parts(value))
+
+    def _parts(self, value: Any) -> Any:
+        """Return a copy of the content of another object, see `_Other`."""
+        if isinstance(value, (tuple, list, dict)):
+            plain = next(k for k in (tuple, list, dict) if isinstance(value, k))
+            return self._kept(plain(value)), self._kept(_attributes_of(value))
+        if isinstance(value, FunctionType):
+            return value.__code__, self._kept(_inside(value))
+        return _frozen(value)
 
 
 def _has_tensor(value: Any) -> bool:
@@ -188,7 +289,7 @@ def _made(value: Any) -> Any:
     """Return a result as a caller gets it."""
     kind = type(value)
     if kind is _Place:
-        return value.held.get(value.key)
+        return value.tensor
     if kind is _Value:
         return value.made
     if kind in (tuple, list):
@@ -204,16 +305,18 @@ def _is_same(known: Any, value: Any) -> bool:
         return True
     kind = type(known)
     if kind is _Place:
-        return known.held.get(known.key) is value
+        return known.tensor is value
     if kind is _Value:
         return value is known.made or _is_equal(known.tensor, value)
+    if kind is _Other:
+        return bool(known.is_same(value))
     if kind is not type(value) or isinstance(known, Tensor):
         return False
-    if kind is float:
-        return known == value and math.copysign(1, known) == math.copysign(1, value)
-    if isinstance(known, (tuple, list)):
+    if kind in (float, complex):  # also the sign of a zero
+        return repr(known) == repr(value)
+    if kind in (tuple, list):
         return len(known) == len(value) and all(map(_is_same, known, value))
-    if isinstance(known, dict):
+    if kind is dict:
         return list(known) == list(value) and all(
             map(_is_same, known.values(), value.values())
         )
@@ -222,10 +325,6 @@ def _is_same(known: Any, value: Any) -> bool:
             _is_same(known.start, value.start)
             and _is_same(known.stop, value.stop)
             and _is_same(known.step, value.step)
-        )
-    if isinstance(known, np.ndarray):
-        return known.dtype == value.dtype and bool(
-            np.array_equal(known, value, equal_nan=known.dtype.kind in "fc")
         )
     return bool(known == value)
 
@@ -236,7 +335,7 @@ def _is_equal(one: Tensor, two: Any) -> bool:
             type(two) is Tensor
             and one.dtype == two.dtype
             and one.shape == two.shape
-            and torch.equal(one, two)
+            and bytes(bytes_of(one)) == bytes(bytes_of(two))
         )
 
 
@@ -286,11 +385,23 @@ class _Answers(TorchFunctionMode):
 
     def module(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Answer a call of a module that runs as one operation."""
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self._thread and self._has_own_tensors(module):
             found = self._answer(module, args, kwargs)
             if found is not _MISSING:
                 return found
         return module._call_impl(*args, **kwargs)  # noqa: SLF001
+
+    def _has_own_tensors(self, module: nn.Module) -> bool:
+        """Return whether a module runs with its own tensors.
+
+        ``torch.func.functional_call`` runs it with others.
+        """
+        places = self._known.places
+        return all(
+            place.is_same()
+            for part in module.modules()
+            for place in places.get(id(part), ())
+        )
 
     def _answer(self, call: Any, args: Any, kwargs: Any) -> Any:
         """Return the recorded result if the next recorded call is this one."""
@@ -374,6 +485,7 @@ class Rerun:
     def difference(self) -> str | None:
         """Return the line at which forward now does something else, or None."""
         answers = _Answers(self._calls)
+        self._calls.begin()
         with (
             self._ambient.set(self._device),
             restored(self._caches),
