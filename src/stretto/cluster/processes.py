@@ -44,8 +44,8 @@ def kill_children(*, attempts: int = 200) -> bool:
     """Kill all descendants of this process, which must adopt orphans.
 
     Returns:
-        Whether all have ended. One that the kernel cannot end, such as in a read
-        from a lost file server, remains.
+        Whether all have ended that this user may end. One that the kernel cannot end,
+        such as in a read from a lost file server, remains.
     """
     for _ in range(attempts):
         try:
@@ -53,9 +53,17 @@ def kill_children(*, attempts: int = 200) -> bool:
                 pass
         except ChildProcessError:  # no child is left
             return True
-        for pid in children_of(os.getpid()):
-            with contextlib.suppress(ProcessLookupError):
+        children = children_of(os.getpid())
+        others = 0
+        for pid in children:
+            try:
                 os.kill(pid, signal.SIGKILL)
+            except PermissionError:  # it became another user's, as by `sudo`
+                others += 1
+            except ProcessLookupError:
+                pass
+        if children and others == len(children):
+            return True
         time.sleep(0.005)
     return False
 

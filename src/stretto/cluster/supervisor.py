@@ -1,14 +1,15 @@
 """The process above one attempt's ranks: see `supervisor_start`.
 
-It has a session of its own, outside the tree of the process that started it, and serves
-a socket in the attempt's folder. An agent attaches to it, resets its watchdog, and gets
+It has a session of its own, outside the session of the agent that started it, and
+serves a socket in the attempt's folder. An agent attaches to it, resets its watchdog, and gets
 its events in order until it has acknowledged them. When the agent dies, the ranks go
 on, and the next agent attaches. If nothing resets the watchdog in time, the supervisor
 ends the attempt by itself, so the job may start elsewhere after that time.
 
 The supervisor's lock is taken before it is started and held to its end: while it is
 held, the attempt may run. If the supervisor is killed, the kernel kills the ranks with
-it, and the agent ends what is left by the variable that marks an attempt's processes.
+it, and its guard what they have started (Note [Guards] of `supervisor_start`). If both
+are killed, the agent ends what has the variable that marks an attempt's processes.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class Supervisor:
     def run(self) -> None:
         """Run the attempt to its end, and until an agent knows of it."""
         syscalls.adopt_orphans()
+        guard = os.getppid()
         self._loop.on_signals(
             {
                 signal.SIGCHLD: self._on_child,
@@ -126,8 +128,10 @@ class Supervisor:
             self._finish()
         period_s = min(_MAX_CHECK_S, max(0.05, self._part.watchdog_s / 20))
         self._loop.every(period_s, self._check_watchdog)
+        self._loop.every(period_s, functools.partial(_continue_guard, guard))
         self._loop.run()
         listener.close()
+        _continue_guard(guard)
 
     # ranks
 
@@ -472,3 +476,10 @@ class Supervisor:
         self._events = [e for e in self._events if e["number"] > number]
         if self._end is not None and not self._events:
             self._loop.stop()
+
+
+def _continue_guard(guard: int) -> None:
+    """Continue the guard if a signal has stopped it: it would never end."""
+    if os.getppid() == guard:
+        with contextlib.suppress(OSError):
+            os.kill(guard, signal.SIGCONT)

@@ -1,4 +1,12 @@
-"""Start supervisors: by a fork, or ``python -m stretto.cluster.supervisor_start``."""
+"""Start supervisors: by a fork, or ``python -m stretto.cluster.supervisor_start``.
+
+# Note [Guards]
+Each supervisor is the child of a guard, a process that waits for its end. Both adopt
+orphans, so whatever ranks have started stays below them: in any session, group or
+environment. If the supervisor is killed, all of it comes to the guard, which kills it.
+The guard holds the attempt's lock, too, so the attempt lasts until that is done. Agents
+cannot be guards, because supervisors outlive them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -17,12 +26,14 @@ from stretto.cluster import processes
 from stretto.cluster.channel import listening
 from stretto.cluster.part_spec import END_FILE, LOCK_FILE, SOCKET_FILE, write_json
 from stretto.cluster.supervisor import Supervisor
+from stretto.lab import syscalls
 
 _TRACE_LINES = 20
+_RETRY_S = 1.0
 
 
 def start(folder: Path, *, forks: bool) -> int | None:
-    """Start the supervisor of the attempt in a folder; return its process id.
+    """Start the supervisor of the attempt in a folder; return its guard's process id.
 
     Its socket listens when this returns.
 
@@ -56,7 +67,6 @@ def start(folder: Path, *, forks: bool) -> int | None:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=inherited,
-            start_new_session=True,
         )
         process.returncode = 0  # the caller reaps its children
         return process.pid
@@ -72,14 +82,30 @@ def _run_forked(folder: Path, lock: int, listener: socket.socket) -> None:
     try:
         signal.set_wakeup_fd(-1)
         processes.detach(keep=(lock, listener.fileno()))
-        processes.note_owner(lock)
-        Supervisor(folder, listener).run()
+        _run_guarded(folder, lock, listener)
         status = 0
     except BaseException:  # noqa: BLE001 - nothing may return into the agent
         _write_crash(folder, traceback.format_exc())
     finally:
         processes.kill_children()
         os._exit(status)
+
+
+def _run_guarded(folder: Path, lock: int, listener: socket.socket) -> None:
+    """Run the supervisor in a child and its guard in this process: Note [Guards]."""
+    syscalls.adopt_orphans()
+    supervisor = os.fork()
+    if not supervisor:
+        os.setsid()
+        processes.note_owner(lock)
+        Supervisor(folder, listener).run()
+        return
+    listener.close()  # nobody may connect once the supervisor has ended
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.waitpid(supervisor, 0)
+    while not processes.kill_children():
+        time.sleep(_RETRY_S)
 
 
 def _write_crash(folder: Path, trace: str) -> None:
@@ -96,14 +122,11 @@ def _write_crash(folder: Path, trace: str) -> None:
         write_json(folder / END_FILE, end)
 
 
-def main(folder: str, lock: str, listener: str) -> int:
+def main(folder: str, lock: str, listener: str) -> None:
     """Run the supervisor of an attempt; lock and listener are open descriptors."""
     for each in (lock, listener):
         os.set_inheritable(int(each), False)  # noqa: FBT003
-    os.umask(0o077)
-    processes.note_owner(int(lock))
-    Supervisor(Path(folder), socket.socket(fileno=int(listener))).run()
-    return 0
+    _run_forked(Path(folder), int(lock), socket.socket(fileno=int(listener)))
 
 
 def read_end(folder: Path) -> dict[str, Any] | None:
@@ -116,4 +139,4 @@ def read_end(folder: Path) -> dict[str, Any] | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -373,9 +373,13 @@ def test_an_attempt_of_which_nothing_is_left_and_known_uses_up_no_restart(
 def test_a_killed_supervisors_job_starts_again_and_leaves_nothing(
     shared: Cluster, tmp_path: Path
 ) -> None:
-    script = f"setsid sleep 600 & touch ready-$$; {WAITS}"
+    script = (
+        "setsid sleep 600 & env -i setsid sh -c 'echo $$ >new; mv new bare; sleep 600' "
+        f"& while [ ! -e bare ]; do sleep 0.02; done; touch ready-$$; {WAITS}"
+    )
     name = shared.submit(job(tmp_path, script))
     await_that(lambda: len(list(tmp_path.glob("ready*"))) == 1, lambda: "not ready")
+    bare = int((tmp_path / "bare").read_text())
     ((host, _),) = shared.await_state(name, "running")["devices"]
     folder = shared.node(host).attempts(host) / f"{name}.1"
     os.kill(shared.supervisor(name), signal.SIGKILL)
@@ -383,6 +387,7 @@ def test_a_killed_supervisors_job_starts_again_and_leaves_nothing(
         lambda: len(list(tmp_path.glob("ready*"))) == 2, lambda: str(shared.show(name))
     )
     assert marked_processes(ATTEMPT_VARIABLE, str(folder)) == []
+    assert not runs(bare)
     (tmp_path / "go").touch()
     found = shared.await_state(name, "done")
     assert (found["attempt"], found["failures"]) == (2, 1)

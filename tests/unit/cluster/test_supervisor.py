@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,11 +31,10 @@ from stretto.cluster.step_reports import StepReports
 from stretto.lab import syscalls
 from stretto.process_identity import stat_row
 from stretto.step_counts import StepCounter
-from support.clusters import await_that, part_spec_of
+from support.clusters import WAITS, await_that, part_spec_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 LIMIT_S = 60.0
 
@@ -306,6 +306,120 @@ def test_no_process_of_the_attempt_is_left_even_of_another_session(
     agent = started(folder, part_spec_of(folder, *command))
     agent.event("ended")
     assert processes.marked_processes(ATTEMPT_VARIABLE, str(folder)) == []
+
+
+ESCAPES = {
+    "a new session without environment": "env -i setsid {}",
+    "a double fork": "env -i sh -c 'setsid sh -c \"{} &\" &'",
+    "an orphan with a child": "env -i setsid sh -c '{}; true'",
+    "another user": "su nobody -s /bin/sh -c 'exec {}'",
+}
+"""How a rank's child can leave its session, environment and user."""
+
+
+def runs(pid: int) -> bool:
+    row = stat_row(pid)
+    return row is not None and row[0] not in "ZX"
+
+
+def escaped(folder: Path, how: str) -> tuple[Agent, int, list[int]]:
+    """Start a rank and such a child; return agent, supervisor and child."""
+    if "su " in how and os.geteuid() != 0:
+        pytest.skip("only root may become another user")
+    program = f"sleep {time.time_ns()}"  # finds it
+    start = how.format(program)
+    command = shell(f"{start} >/dev/null 2>&1 & exec sleep 600")
+    agent = started(folder, part_spec_of(folder, *command))
+    found: list[int] = []
+
+    def has_started() -> bool:
+        words = b"\0".join(program.encode().split()) + b"\0"
+        found[:] = [
+            int(entry.parent.name)
+            for entry in Path("/proc").glob("[0-9]*/cmdline")
+            if is_file_of(entry, words)
+        ]
+        return bool(found)
+
+    await_that(has_started, lambda: f"{start} does not run")
+    return agent, int(agent.event("started")["pid"]), found
+
+
+def is_file_of(path: Path, content: bytes) -> bool:
+    try:
+        return path.read_bytes() == content
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("how", ESCAPES.values(), ids=ESCAPES)
+def test_nothing_is_left_of_an_attempt_whose_supervisor_is_killed(
+    folder: Path, how: str
+) -> None:
+    _, supervisor, children = escaped(folder, how)
+    os.kill(supervisor, signal.SIGKILL)
+    await_unlocked(folder)
+    assert not any(map(runs, children))
+
+
+@pytest.mark.parametrize("how", ESCAPES.values(), ids=ESCAPES)
+def test_nothing_is_left_of_an_attempt_that_ends(folder: Path, how: str) -> None:
+    agent, _, children = escaped(folder, how)
+    agent.send(do="stop", grace_s=0.0)
+    agent.event("ended")
+    assert not any(map(runs, children))
+
+
+def guard_of(supervisor: int) -> int:
+    text = Path(f"/proc/{supervisor}/stat").read_text()
+    return int(text.rpartition(")")[2].split()[1])
+
+
+def await_unlocked(folder: Path) -> None:
+    lock = folder / LOCK_FILE
+    await_that(lambda: not processes.is_locked(lock), lambda: f"{lock} is held")
+
+
+def test_a_killed_guard_disturbs_no_attempt(folder: Path) -> None:
+    agent = started(folder, part_spec_of(folder, *shell(WAITS)))
+    guard = guard_of(int(agent.event("started")["pid"]))
+    os.kill(guard, signal.SIGKILL)
+    await_that(lambda: not runs(guard), lambda: "the guard runs")
+    (folder / "go").touch()
+    assert agent.event("ended")["code"] == 0
+
+
+def test_a_stopped_guard_is_continued(folder: Path) -> None:
+    agent = started(folder, part_spec_of(folder, *shell(WAITS)))
+    os.kill(guard_of(int(agent.event("started")["pid"])), signal.SIGSTOP)
+    (folder / "go").touch()
+    agent.send(do="acknowledge", number=agent.event("ended")["number"])
+    await_unlocked(folder)
+
+
+def test_a_signal_to_end_ends_no_guard_before_its_supervisor(folder: Path) -> None:
+    agent, supervisor, children = escaped(folder, "env -i setsid {}")
+    os.kill(guard_of(supervisor), signal.SIGTERM)
+    os.kill(supervisor, signal.SIGKILL)
+    agent.close()
+    await_unlocked(folder)
+    assert not any(map(runs, children))
+
+
+def test_what_only_another_user_may_end_is_waited_for_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def kill(*_: int) -> None:
+        raise PermissionError
+
+    with subprocess.Popen(["sleep", "60"]) as process:
+        monkeypatch.setattr(processes, "children_of", lambda _: [process.pid])
+        monkeypatch.setattr(processes.os, "kill", kill)
+        try:
+            assert processes.kill_children(attempts=1)
+        finally:
+            monkeypatch.undo()
+            process.kill()
 
 
 def test_without_an_agent_the_attempt_goes_on_and_a_new_one_adopts_it(
