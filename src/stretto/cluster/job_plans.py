@@ -180,10 +180,10 @@ def read_answer(folders: Folders, job: str) -> tuple[Speeds | None, str]:
 def main(root: str, job: str, profile: str) -> int:
     """Plan a job, and write the answer."""
     folders = Folders(Path(root))
-    folder, settings = folders.plans(job), folders.load_settings()
     data: dict[str, Any] = {"speeds": None, "why": ""}
     try:
-        spec = Job.load(folder / "job.json")
+        settings = folders.load_settings()  # which say where plans are
+        spec = Job.load(folders.plans(job) / "job.json")
         found = plan_job(
             spec,
             LayerProfile.load(Path(spec.directory, profile)),
@@ -198,7 +198,7 @@ def main(root: str, job: str, profile: str) -> int:
         data["speeds"] = found.speeds
     except StrettoError as error:
         data["why"] = str(error)
-    write_json(folder / "speeds.json", plain_data(data))
+    write_json(folders.plans(job) / "speeds.json", plain_data(data))
     return 0
 
 

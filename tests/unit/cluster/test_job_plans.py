@@ -110,6 +110,25 @@ def test_the_process_writes_what_the_coordinator_reads(tmp_path: Path) -> None:
     assert plan.layers == expected.plans[2].layers
 
 
+def test_the_process_finds_the_plans_in_a_shared_folder(tmp_path: Path) -> None:
+    folders = folders_of(tmp_path / "c", shared=str(tmp_path / "shared"))
+    folders.load_settings()
+    PROFILE.save(tmp_path / "layers.json")
+    spec = dataclasses.replace(job_of(), directory=str(tmp_path))
+    job_plans.save_request(folders, "vgg-1", spec)
+    job_plans.main(str(folders.root), "vgg-1", "layers.json")
+    assert job_plans.read_answer(folders, "vgg-1")[0] is not None
+
+
+def test_damaged_settings_are_the_reason_and_named(tmp_path: Path) -> None:
+    folders = folders_of(tmp_path / "c")
+    job_plans.save_request(folders, "vgg-1", job_of())
+    folders.settings.write_text("")
+    job_plans.main(str(folders.root), "vgg-1", "layers.json")
+    why = job_plans.read_answer(folders, "vgg-1")[1]
+    assert f"{folders.settings} cannot be read" in why
+
+
 def test_a_missing_profile_is_the_reason_not_an_error(tmp_path: Path) -> None:
     folders = folders_of(tmp_path / "c")
     job_plans.save_request(folders, "vgg-1", job_of())
