@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from _record import spread, store
-from stretto.cluster import engine_local, engine_ray, roles
+from stretto.cluster import engine_local, engine_ray, processes, roles
 from stretto.cluster.folders import Folders, Settings
 from stretto.schema import codec
 from stretto.schema.job import GpuRange, Job
@@ -68,11 +68,11 @@ class Cluster:
         rows = self.ask("status")["hosts"]
         return next(row["joined"] for row in rows if row["host"] == host)
 
-    def agent(self, host: str) -> int | None:
-        """Return the process of a host's agent."""
+    def agent_lock(self, host: str) -> Path:
+        """Return the lock of a host's agent."""
         on_ray = self.folders.load_settings().ray is not None
         folders = self.folders.of_node(host) if on_ray else self.folders
-        return roles.holder_of(folders.agent_lock(host))
+        return folders.agent_lock(host)
 
     def await_states(self, wanted: dict[str, int]) -> None:
         while True:
@@ -112,16 +112,18 @@ def killed_coordinator(cluster: Cluster) -> tuple[float, int]:
 
 
 def silent_host(cluster: Cluster) -> float:
-    """Return the time until a host whose agent stands still is lost."""
-    pid = cluster.agent("host1")
+    """Return the time until a host whose agent has ended for good is lost."""
+    lock = cluster.agent_lock("host1")
     begin_s = time.perf_counter()
-    os.kill(pid, signal.SIGSTOP)
+    while (held := processes.lock(lock, patience_s=0.0)) is None:
+        if (pid := roles.holder_of(lock)) is not None:
+            os.kill(pid, signal.SIGKILL)
     try:
         while cluster.is_joined("host1"):
             time.sleep(POLL_S)
         lost_s = time.perf_counter() - begin_s
     finally:
-        os.kill(pid, signal.SIGCONT)
+        os.close(held)  # another one starts
     while not cluster.is_joined("host1"):
         time.sleep(POLL_S)
     return lost_s

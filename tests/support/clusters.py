@@ -130,6 +130,27 @@ class Cluster:
         os.kill(pid, signal.SIGKILL)
         return pid
 
+    @contextlib.contextmanager
+    def silenced(self, host: str) -> Iterator[None]:
+        """Keep a host silent: its agent is killed, and no other one can start."""
+        lock = self.node(host).agent_lock(host)
+        held: int | None = None
+
+        def is_held() -> bool:
+            nonlocal held
+            if (pid := roles.holder_of(lock)) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            held = processes.lock(lock, patience_s=0.05)
+            return held is not None
+
+        await_that(is_held, lambda: f"the agent of {host} runs")
+        assert held is not None
+        try:
+            yield
+        finally:
+            os.close(held)
+
     def log(self, job: str, rank: int = 0, attempt: int = 1) -> str:
         return (self.folders.logs(job, attempt) / f"rank{rank}.log").read_text()
 

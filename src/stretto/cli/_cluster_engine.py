@@ -241,7 +241,7 @@ def down_command(timeout_s: float, folders: Folders, is_json: bool) -> None:
         return
     click.echo(f"the cluster in {folders.root} is down")
     if not has_ended:
-        click.echo("some jobs have not ended; they end when their watchdog fires")
+        click.echo("jobs that still run end when their watchdog fires")
 
 
 @click.command(name="status")

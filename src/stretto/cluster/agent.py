@@ -37,6 +37,7 @@ from stretto.cluster.part_spec import (
 from stretto.cluster.part_start import part_spec_of, profile_path
 from stretto.cluster.roles import StoppedHolders, continue_stopped
 from stretto.cluster.wire import command_of
+from stretto.errors import StrettoError
 from stretto.logs import get_logger
 from stretto.process_identity import boot_id
 
@@ -177,6 +178,8 @@ class Agent:
         if self._latest.get(command.job, 0) >= command.attempt:
             self._refuse(fence, "a later attempt of the job is known here", None)
             return
+        if self._runs(command.job):
+            return  # after a pause of the host; each heartbeat brings the command again
         self._latest[command.job] = command.attempt
         if command.purpose == PROFILE and not self._must_profile(command):
             return
@@ -186,6 +189,7 @@ class Agent:
                 command,
                 self._folders,
                 self._devices,
+                settings=self._settings,
                 meeting=meeting,
                 watchdog_until_s=self._link.watchdog_until_s,
             )
@@ -201,6 +205,12 @@ class Agent:
         if pid is None:
             raise AssertionError(f"{folder} is new, but already has a supervisor")
         self._attach(fence)
+
+    def _runs(self, job: str) -> bool:
+        """Return whether an attempt of a job has not ended here."""
+        return any(
+            name == job and part.end is None for (name, _), part in self._parts.items()
+        )
 
     def _must_profile(self, command: StartPart) -> bool:
         """Report a profile that is known already, or why there can be none."""
@@ -482,7 +492,12 @@ def main(folder: str, host: str) -> int:
         return 0
     if folders.down.exists():  # it was marked while this process started
         return 0
-    Agent(folders, host).run()
+    try:
+        agent = Agent(folders, host)
+    except StrettoError as error:
+        _log.error("%s: the agent ends: %s", host, error)
+        return error.exit_code
+    agent.run()
     return 0
 
 

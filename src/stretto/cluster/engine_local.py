@@ -49,7 +49,7 @@ _MAYBE_DONE = {
 _LOOK_S = 0.1
 _ANSWER_S = 10.0
 _KEEPER_S = 2.0
-_STOPPED_LOOK_S = 1.0
+_STOPPED_LOOK_S = 0.5
 _START_S = 90.0
 _ACTORS_S = 30.0
 """Until the actors on a Ray have ended; connecting takes 3 s."""
@@ -67,8 +67,11 @@ class ClusterKeeper:
 
     def __init__(self, folders: Folders) -> None:
         self._folders = folders
-        self._stages = stages(folders, folders.load_settings())
-        self._stopped = StoppedHolders(lambda: served_locks(folders))
+        settings = folders.load_settings()
+        self._stages = stages(folders, settings)
+        # On Ray, actors look after the hosts.
+        self._hosts = [] if settings.ray is not None else list(settings.hosts)
+        self._stopped = StoppedHolders(self._locks)
         self._loop = Loop()
 
     def run(self) -> None:
@@ -93,6 +96,14 @@ class ClusterKeeper:
             return
         for stage in self._stages:
             end_holders([role.lock for role in stage], timeout_s=_ANSWER_S)
+
+    def _locks(self) -> list[Path]:
+        """Return the locks of all processes of the cluster that this one looks after.
+
+        A supervisor that is stopped as its agent is would end its ranks too late.
+        """
+        hosts = [host_locks(self._folders, host) for host in self._hosts]
+        return served_locks(self._folders) + list(itertools.chain(*hosts))
 
     def _look(self) -> None:
         if self._is_over():
@@ -141,10 +152,7 @@ def _agents(folders: Folders, settings: Settings) -> Iterator[Role]:
 
 
 def served_locks(folders: Folders) -> list[Path]:
-    """Return the locks of the processes that the whole cluster depends on.
-
-    A stopped agent is left: its host is silent, and its jobs start elsewhere.
-    """
+    """Return the locks of the processes that the whole cluster depends on."""
     return [
         folders.keeper_lock,
         folders.coordinator_lock,
@@ -153,15 +161,18 @@ def served_locks(folders: Folders) -> list[Path]:
     ]
 
 
+def host_locks(folders: Folders, host: str) -> list[Path]:
+    """Return the locks of a host's agent and supervisors."""
+    attempts = folders.attempts(host).glob(f"*/{LOCK_FILE}")
+    return [folders.agent_lock(host), *attempts]
+
+
 def start_keeper(folders: Folders) -> None:
     """Start a keeper unless one runs, or the cluster is to be down."""
     if folders.down.exists() or processes.is_locked(folders.keeper_lock):
         return
-    try:
-        has_keeper = folders.load_settings().has_keeper
-    except ClusterError:  # no keeper could read them, either
-        return
-    if not has_keeper:
+    settings = folders.find_settings()  # no keeper could read them, either
+    if settings is None or not settings.has_keeper:
         return
     processes.start_detached(
         [*processes.PYTHON, "-m", __name__, str(folders.root)], folders.keeper_log
@@ -206,9 +217,7 @@ def _locked(path: Path, *, shared: bool = False) -> Iterator[bool]:
 
 
 def _start(folders: Folders, settings: Settings) -> dict[str, Any]:
-    if processes.is_locked(folders.keeper_lock) or processes.is_locked(
-        folders.coordinator_lock
-    ):
+    if _is_served(folders):
         raise ClusterError(
             f"a cluster runs in {folders.root}: see `stretto cluster status`, end it "
             "with `stretto cluster down`, or start another with --folder"
@@ -317,7 +326,8 @@ def ask(
                 ) from error
             if continue_stopped(served_locks(folders)):
                 deadline_s = now_s() + patience_s
-            elif now_s() > deadline_s:
+            folders.load_settings()  # nothing could start the coordinator without
+            if now_s() > deadline_s:
                 raise ClusterError(
                     f"the coordinator of {folders.root} does not answer "
                     f"({error.strerror or 'it is too slow'}): see "
@@ -385,7 +395,8 @@ def down(
     try:
         status = ask(folders, {"do": "status"})
     except ClusterError:
-        if folders.down.exists() or not processes.is_locked(folders.keeper_lock):
+        damaged = folders.settings.exists() and folders.find_settings() is None
+        if folders.down.exists() or not (damaged or _is_served(folders)):
             raise
         _end_processes(folders)
         return False
@@ -438,22 +449,42 @@ def _waits_for(status: dict[str, Any], timeout_s: float) -> str:
 
 def _runs_any(folders: Folders) -> bool:
     """Return whether an attempt may still run; on other hosts nothing is known."""
-    if folders.load_settings().ray is not None:
+    settings = folders.find_settings()
+    if settings is None or settings.ray is not None:
         return True
     locks = folders.root.glob(f"hosts/*/attempts/*/{LOCK_FILE}")
     return any(map(processes.is_locked, locks))
 
 
+def _locks_by_stage(folders: Folders) -> list[list[Path]]:
+    """Return the locks of all processes that may serve a cluster on this host.
+
+    They are in the order of their end.
+    """
+    agents = folders.root.glob("hosts/*/agent.lock")
+    return [
+        [folders.gateway_lock],
+        [folders.coordinator_lock, folders.ray_lock, *agents],
+        [folders.keeper_lock],
+    ]
+
+
+def _is_served(folders: Folders) -> bool:
+    """Return whether a process of the cluster runs on this host."""
+    return any(map(processes.is_locked, itertools.chain(*_locks_by_stage(folders))))
+
+
 def _end_processes(folders: Folders) -> None:
-    """End a cluster's processes."""
+    """End a cluster's processes, whether or not its settings can be read."""
     folders.mark_down()
-    settings = folders.load_settings()
-    for stage in stages(folders, settings):
-        end_holders([role.lock for role in stage], timeout_s=2 * _ANSWER_S)
-    ray = settings.ray
+    *others, keeper = _locks_by_stage(folders)
+    for stage in others:
+        end_holders(stage, timeout_s=2 * _ANSWER_S)
+    settings = folders.find_settings()
+    ray = None if settings is None else settings.ray
     if ray is not None and not ray.is_started and not folders.actors_ended.exists():
         _end_actors(folders)
-    end_holders([folders.keeper_lock], timeout_s=2 * _ANSWER_S)
+    end_holders(keeper, timeout_s=2 * _ANSWER_S)
 
 
 def _end_actors(folders: Folders) -> None:

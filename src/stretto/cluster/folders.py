@@ -267,14 +267,22 @@ class Folders:
             raise ClusterError(
                 f"no cluster was started in {self.root}: run `stretto cluster start`"
             ) from exc
-        except (OSError, ValueError, TypeError, KeyError) as exc:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as exc:
             raise ClusterError(
                 f"{self.settings} cannot be read ({exc}): run `stretto cluster down`, "
-                "then `stretto cluster start`"
+                "then `stretto cluster start` with the options that the cluster had; "
+                "it keeps its jobs"
             ) from exc
         if settings.shared:
             self.shared = Path(settings.shared)
         return settings
+
+    def find_settings(self) -> Settings | None:
+        """Return the cluster's settings, or ``None`` if they cannot be read."""
+        try:
+            return self.load_settings()
+        except ClusterError:
+            return None
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -295,7 +303,8 @@ def settings_of(plain: Mapping[str, Any]) -> Settings:
     """Return settings from plain JSON.
 
     Raises:
-        KeyError, TypeError, ValueError: a field is missing, unknown or invalid.
+        AttributeError, KeyError, TypeError, ValueError: a field is missing, unknown or
+            invalid.
     """
     found = dict(plain)
     hosts = {name: tuple(names) for name, names in found.pop("hosts").items()}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stretto.cluster.commands import StartPart
-    from stretto.cluster.folders import Folders
+    from stretto.cluster.folders import Folders, Settings
     from stretto.schema.job import Job
 
 _PEERS_GRACE_S = 5.0
@@ -32,6 +32,7 @@ def part_spec_of(
     folders: Folders,
     devices: Sequence[str],
     *,
+    settings: Settings,
     meeting: Sequence[Any] | None,
     watchdog_until_s: float,
 ) -> PartSpec:
@@ -41,10 +42,11 @@ def part_spec_of(
         command: the ledger's.
         folders: of the cluster.
         devices: names of the host's devices.
+        settings: of the cluster.
         meeting: address and port at which the ranks meet; ``None``: choose a port.
         watchdog_until_s: when the host's watchdogs fire, as of `loop.now_s`.
     """
-    spec, settings = command.spec, folders.load_settings()
+    spec = command.spec
     address, port = meeting or (settings.address, free_port())
     words, launch, profile = spec.command, spec.launch, ""
     if command.purpose == PROFILE and spec.burst is not None:

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from stretto.cluster.channel import is_own_peer, listening
+from stretto.cluster.engine_local import host_locks
 from stretto.cluster.folders import Folders, settings_of
 from stretto.cluster.part_spec import write_json
 from stretto.cluster.ray_head import MARK
-from stretto.cluster.roles import Role, holder_of
+from stretto.cluster.roles import Role, StoppedHolders, holder_of
 
 if TYPE_CHECKING:
     import socket
@@ -63,7 +64,7 @@ class HostActor:
         self._folders = Folders(Path(root)).of_node(host)
         self._folders.create()
         self._folders.host(host).mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = self._folders.agent_lock(host)
+        self._host, self._lock = host, self._folders.agent_lock(host)
         wanted = settings_of(json.loads(settings))
         if not self._has(wanted):
             write_json(self._folders.settings, asdict(wanted))
@@ -109,9 +110,11 @@ class HostActor:
     # the agent
 
     async def _keep_agent(self) -> None:
+        stopped = StoppedHolders(lambda: host_locks(self._folders, self._host))
         while not self._folders.down.exists():
             with contextlib.suppress(OSError):
                 self._role.look()
+                stopped.look()
             await asyncio.sleep(_LOOK_S)
 
     async def _accept(self, listener: socket.socket) -> None:

@@ -32,8 +32,9 @@ _DETACHED_PAUSE_S = 2.0
 
 _STEADY_S = 10.0
 
-STOPPED_S = 3.0
-"""How long a signal may stop a process before it is continued."""
+STOPPED_S = 2.0
+"""How long a signal may stop a process before it is continued: an agent, before its
+host counts as silent."""
 
 _IN_BACKGROUND = ("/bin/sh", "-c", '"$@" &', "sh")
 """Starts a command as a process that is not a child of the one that started it."""
@@ -151,8 +152,11 @@ def _signal(pid: int, number: int) -> None:
 
 def holder_of(lock: Path) -> int | None:
     """Return the process that holds a file's lock and wrote its number there."""
-    if not processes.is_locked(lock):
-        return None
+    return _noted(lock) if processes.is_locked(lock) else None
+
+
+def _noted(lock: Path) -> int | None:
+    """Return the number that the last holder of a lock wrote there."""
     try:
         return int(lock.read_text())
     except (OSError, ValueError):
@@ -168,7 +172,7 @@ def end_holders(locks: Sequence[Path], *, timeout_s: float) -> bool:
     deadline_s = now_s() + timeout_s
     while held := [lock for lock in locks if processes.is_locked(lock)]:
         is_late = now_s() > deadline_s
-        for pid in [pid for lock in held if (pid := holder_of(lock)) is not None]:
+        for pid in [pid for lock in held if (pid := _noted(lock)) is not None]:
             _signal(pid, signal.SIGKILL if is_late else signal.SIGTERM)
             _signal(pid, signal.SIGCONT)  # a stopped one takes no other signal
         if is_late:

@@ -29,7 +29,7 @@ from stretto.cluster.loop import Loop, Timer, now_s, wall_s
 from stretto.cluster.part_spec import write_json
 from stretto.cluster.policies import registry
 from stretto.cluster.records import ENDS
-from stretto.cluster.roles import StoppedHolders, stopped_holders
+from stretto.cluster.roles import StoppedHolders
 from stretto.cluster.store import Store, read_only, read_page
 from stretto.cluster.wire import event_of, plain_command
 from stretto.errors import SpecError, StoreUnavailable, StrettoError
@@ -410,11 +410,6 @@ class Server:
         else:
             folders = self.folders
         lock = folders.agent_lock(host)
-        for pid in stopped_holders([lock]):
-            return (
-                f"its agent is stopped by a signal: `kill -CONT {pid}` continues it, "
-                f"`kill -KILL {pid}` lets another one start"
-            )
         return f"see {lock.with_name('agent.log')}"
 
     def _events(self, message: dict[str, Any]) -> dict[str, Any]:

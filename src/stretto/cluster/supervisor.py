@@ -1,7 +1,7 @@
 """The process above one attempt's ranks: see `supervisor_start`.
 
-It has a session of its own, outside the session of the agent that started it, and
-serves a socket in the attempt's folder. An agent attaches to it, resets its watchdog, and gets
+It has a session of its own, outside the tree of the process that started it, and serves
+a socket in the attempt's folder. An agent attaches to it, resets its watchdog, and gets
 its events in order until it has acknowledged them. When the agent dies, the ranks go
 on, and the next agent attaches. If nothing resets the watchdog in time, the supervisor
 ends the attempt by itself, so the job may start elsewhere after that time.

@@ -100,7 +100,7 @@ def _run_guarded(folder: Path, lock: int, listener: socket.socket) -> None:
         processes.note_owner(lock)
         Supervisor(folder, listener).run()
         return
-    listener.close()  # nobody may connect once the supervisor has ended
+    listener.close()  # no agent may connect once the supervisor has ended
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.waitpid(supervisor, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,6 @@ from stretto.cli._cluster_jobs import _Log
 from stretto.cluster import engine_local, processes
 from stretto.cluster.folders import Folders
 from stretto.cluster.job_files import read_job
-from stretto.cluster.roles import holder_of
 from stretto.errors import ClusterError, SpecError
 from support.clusters import WAITS, await_file, await_that
 
@@ -131,22 +129,6 @@ def test_an_answer_of_an_earlier_release_is_called_so(
     assert code == ClusterError.exit_code
     assert "answer to 'list' has no 'name': it is of an earlier release" in err
     assert "`stretto cluster down`, then `stretto cluster start`" in err
-
-
-def test_a_host_whose_agent_is_stopped_says_how_it_continues(
-    root: Path, run: Run
-) -> None:
-    agent = holder_of(Folders(root).agent_lock("host0"))
-    assert agent is not None
-    os.kill(agent, signal.SIGSTOP)
-    try:
-        await_that(
-            lambda: f"`kill -CONT {agent}` continues it" in run("status")[1],
-            lambda: run("status")[1],
-        )
-    finally:
-        os.kill(agent, signal.SIGCONT)
-    await_that(lambda: "host0: ready" in run("status")[1], lambda: run("status")[1])
 
 
 def test_a_relative_folder_begins_at_the_job_file(run: Run, tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ What fails, and the test of it, here (on both engines) unless a file is named:
 - the keeper: test_a_killed_keeper_is_replaced_when_the_coordinator_dies_too,
   test_a_killed_keeper_is_replaced_and_starts_an_agent_that_died_too,
   test_a_keeper_that_a_signal_ends_is_replaced_and_ends_nothing
-- a coordinator or a supervisor that a signal has stopped:
+- a coordinator, an agent or a supervisor that a signal has stopped:
   test_a_stopped_coordinator_is_continued_and_loses_no_host,
-  test_a_stopped_supervisor_is_continued
+  test_a_stopped_agent_is_continued and its neighbors
+- the file of the settings:
+  test_a_cluster_with_damaged_settings_can_be_ended_and_started and its neighbors
 - a host, or its connection to the coordinator:
   test_a_silent_hosts_job_starts_elsewhere_and_never_runs_twice,
   test_a_host_that_is_silent_for_less_than_its_watchdog_keeps_its_job
@@ -51,6 +53,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -685,6 +688,127 @@ def test_a_stopped_supervisor_is_continued(shared: Cluster, tmp_path: Path) -> N
     is_once(shared, name)
 
 
+def test_a_stopped_agent_is_continued(shared: Cluster, tmp_path: Path) -> None:
+    name = shared.submit(job(tmp_path, f"touch ready; {WAITS}"))
+    await_file(tmp_path / "ready")
+    ((host, _),) = shared.await_state(name, "running")["devices"]
+    agent = shared.pid(host)
+    os.kill(agent, signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    is_once(shared, name)
+    assert shared.pid(host) == agent
+
+
+def test_a_supervisor_that_is_stopped_as_its_agent_is_continued(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    name = shared.submit(job(tmp_path, f"touch ready; {WAITS}"))
+    await_file(tmp_path / "ready")
+    ((host, _),) = shared.await_state(name, "running")["devices"]
+    for pid in (shared.pid(host), shared.supervisor(name)):
+        os.kill(pid, signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    is_once(shared, name)
+
+
+@pytest.mark.slow
+def test_a_job_does_not_run_twice_after_all_of_its_cluster_was_stopped(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path / "c", devices=1, watchdog_s=1.0, heartbeat_s=0.1) as found:
+        # Two attempts at once would find the lock taken.
+        script = "exec 9>lock; flock -n 9 || touch twice; touch ready-$$; "
+        name = found.submit(job(tmp_path, script + WAITS))
+        supervisor = found.supervisor(name)
+        await_that(lambda: len(list(tmp_path.glob("ready-*"))) == 1, lambda: "not yet")
+        for role in ("keeper", "coordinator", "host0", "host1"):
+            os.kill(found.pid(role), signal.SIGSTOP)
+        os.kill(supervisor, signal.SIGSTOP)
+        time.sleep(found.settings.watchdog_s + found.settings.margin_s + 1.0)
+        found.ask("status")  # continues them
+        await_that(
+            lambda: len(list(tmp_path.glob("ready-*"))) > 1,
+            lambda: str(found.show(name)),
+        )
+        (tmp_path / "go").touch()
+        found.await_state(name, "done")
+        assert not (tmp_path / "twice").exists()
+
+
+# settings that cannot be read
+
+
+DAMAGES = ["", '{"hosts": {"ho', "[]", '{"hosts": 3, "policy": "fifo"}']
+
+
+@pytest.mark.parametrize("text", DAMAGES)
+def test_damaged_settings_are_named_with_the_way_out(tmp_path: Path, text: str) -> None:
+    folders = Folders(tmp_path)
+    folders.settings.write_text(text)
+    with pytest.raises(ClusterError) as raised:
+        engine_local.ask(folders, {"do": "list"})
+    assert str(raised.value).startswith(f"{folders.settings} cannot be read (")
+    assert "`stretto cluster down`, then `stretto cluster start`" in str(raised.value)
+
+
+@pytest.mark.parametrize("killed", [(), ("coordinator",), ("keeper", "coordinator")])
+def test_a_cluster_with_damaged_settings_can_be_ended_and_started(
+    tmp_path: Path, killed: tuple[str, ...]
+) -> None:
+    with cluster(tmp_path / "c", hosts=1, watchdog_s=2.0, heartbeat_s=0.1) as found:
+        name = found.submit(job(tmp_path, f"touch ready; {WAITS}"))
+        await_file(tmp_path / "ready")
+        found.folders.settings.write_text("")
+        for role in killed:
+            found.kill(role)
+        engine_local.down(found.folders, timeout_s=60.0)
+        assert not engine_local._is_served(found.folders)
+        found.start()
+        (tmp_path / "go").touch()
+        assert found.await_state(name, "done")["failures"] == 0
+
+
+def test_a_cluster_without_settings_can_be_ended(tmp_path: Path) -> None:
+    with cluster(tmp_path / "c", hosts=1) as found:
+        found.folders.settings.unlink()
+        found.kill("keeper")
+        found.kill("coordinator")
+        engine_local.down(found.folders, timeout_s=60.0)
+        assert not engine_local._is_served(found.folders)
+
+
+def test_what_nothing_runs_of_can_be_ended_with_damaged_settings(
+    tmp_path: Path,
+) -> None:
+    folders = Folders(tmp_path)
+    folders.settings.write_text("")
+    engine_local.down(folders, timeout_s=60.0)
+    with pytest.raises(ClusterError, match="no cluster runs in"):
+        engine_local.ask(folders, {"do": "list"})
+
+
+def test_a_job_starts_while_the_settings_are_damaged(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    text = shared.folders.settings.read_text()
+    shared.folders.settings.write_text("")
+    try:
+        is_once(shared, shared.submit(job(tmp_path, "true")))
+    finally:
+        shared.folders.settings.write_text(text)
+
+
+def test_a_cluster_whose_agents_still_run_is_not_started_again(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path / "c", hosts=1) as found:
+        found.folders.settings.write_text("")  # so that nothing starts a keeper
+        found.kill("keeper")
+        found.kill("coordinator")
+        with pytest.raises(ClusterError, match="end it with `stretto cluster down`"):
+            engine_local.start(found.folders, found.settings)
+
+
 def test_a_cluster_of_stopped_processes_can_be_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -711,15 +835,11 @@ def test_a_silent_hosts_job_starts_elsewhere_and_never_runs_twice(
         script = "exec 9>lock; flock -n 9 || touch twice; touch on-$STRETTO_DEVICE; "
         name = found.submit(job(tmp_path, script + WAITS))
         ((host, _),) = found.await_state(name, "running")["devices"]
-        agent = found.pid(host)
-        os.kill(agent, signal.SIGSTOP)
-        try:
+        with found.silenced(host):
             await_that(
                 lambda: len(list(tmp_path.glob("on-*"))) == 2,
                 lambda: str(found.show(name)),
             )
-        finally:
-            os.kill(agent, signal.SIGCONT)
         (tmp_path / "go").touch()
         end = found.await_state(name, "done")
         # On a machine that stands still for that time there are more attempts.
@@ -741,15 +861,11 @@ def test_a_host_that_is_silent_for_less_than_its_watchdog_keeps_its_job(
         name = found.submit(job(tmp_path, f"touch ready; {WAITS}"))
         await_file(tmp_path / "ready")
         ((host, _),) = found.await_state(name, "running")["devices"]
-        agent = found.pid(host)
-        os.kill(agent, signal.SIGSTOP)
-        try:
+        with found.silenced(host):
             await_that(
                 lambda: not all(row["joined"] for row in found.ask("status")["hosts"]),
                 lambda: str(found.ask("status")),
             )
-        finally:
-            os.kill(agent, signal.SIGCONT)
         (tmp_path / "go").touch()
         is_once(found, name)
 
@@ -853,7 +969,7 @@ def test_a_command_that_finds_no_coordinator_starts_one_keeper(
 ) -> None:
     started = []
     folders = Folders(tmp_path)
-    folders.settings.touch()
+    folders.save_settings(Settings(hosts={"host0": ("cpu:0",)}, policy="fifo"))
     monkeypatch.setattr(engine_local, "start_keeper", started.append)
     with pytest.raises(ClusterError, match="does not answer"):
         engine_local.ask(folders, {"do": "list"}, patience_s=0.5)
