@@ -46,6 +46,7 @@ def job_of(script: str, folder: Path) -> str:
 class Cluster:
     def __init__(self, folder: Path, engine: str) -> None:
         self.folder, self.folders = folder, Folders(folder / "cluster")
+        self.seq = self.losses = 0
         devices = tuple(f"cpu:{index}" for index in range(4))
         hosts, ray = {"host0": devices, "host1": ("cpu:4",)}, None
         if engine == "ray":
@@ -54,7 +55,7 @@ class Cluster:
         # The second host is there to fall silent, and gets no jobs.
         self.ask("drain", host="host1", user="benchmark")
 
-    def ask(self, do: str, **fields: str) -> dict[str, Any]:
+    def ask(self, do: str, **fields: Any) -> dict[str, Any]:
         return engine_local.ask(self.folders, {"do": do} | fields)
 
     def submit(self, script: str) -> str:
@@ -67,6 +68,13 @@ class Cluster:
     def is_joined(self, host: str) -> bool:
         rows = self.ask("status")["hosts"]
         return next(row["joined"] for row in rows if row["host"] == host)
+
+    def num_losses(self) -> int:
+        """Return how often a host was lost."""
+        while rows := self.ask("events", since=self.seq)["events"]:
+            self.seq = rows[-1]["seq"]
+            self.losses += sum(row["kind"] == "lost" for row in rows)
+        return self.losses
 
     def agent_lock(self, host: str) -> Path:
         """Return the lock of a host's agent."""
@@ -113,13 +121,13 @@ def killed_coordinator(cluster: Cluster) -> tuple[float, int]:
 
 def silent_host(cluster: Cluster) -> float:
     """Return the time until a host whose agent has ended for good is lost."""
-    lock = cluster.agent_lock("host1")
+    lock, losses = cluster.agent_lock("host1"), cluster.num_losses()
     begin_s = time.perf_counter()
     while (held := processes.lock(lock, patience_s=0.0)) is None:
         if (pid := roles.holder_of(lock)) is not None:
             os.kill(pid, signal.SIGKILL)
     try:
-        while cluster.is_joined("host1"):
+        while cluster.num_losses() == losses:
             time.sleep(POLL_S)
         lost_s = time.perf_counter() - begin_s
     finally:

@@ -79,8 +79,8 @@ class Cluster:
         """Return the kinds of a job's events."""
         return [row["kind"] for row in self.rows(job)]
 
-    def rows(self, job: str) -> list[dict[str, Any]]:
-        """Return a job's events."""
+    def rows(self, job: str | None) -> list[dict[str, Any]]:
+        """Return a job's events, or the first events of all."""
         found: list[dict[str, Any]] = self.ask("events", since=0, job=job)["events"]
         return found
 
