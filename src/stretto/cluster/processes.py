@@ -58,7 +58,7 @@ def kill_children(*, attempts: int = 200) -> bool:
         for pid in children:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except PermissionError:  # it became another user's, as by `sudo`
+            except PermissionError:  # it became another user's, as by sudo
                 others += 1
             except ProcessLookupError:
                 pass
