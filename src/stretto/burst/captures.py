@@ -282,6 +282,9 @@ class Captures:
                 self._why_again(),
             )
         self._graphs.append(graph)
+        if self._reruns:  # keeps what the first call keeps
+            with self._stale_guard.opened():
+                graph.rerun_difference()
         if len(self._graphs) > _MAX_GRAPHS:
             old = self._graphs.pop(1)
             del self._widths_in[old]

@@ -94,11 +94,9 @@ class CachedValues:
 
     def values(self) -> dict[Entry, list[Tensor | None]]:
         """Return the tensors that layers would compute now for each named entry."""
-        others = {id(c.holder.of) for c in self._caches if c.holder.is_by_arguments}
         return {
             entry: [None if node is None else self._value_of(node) for node in nodes]
             for entry, nodes in self._nodes.items()
-            if entry[0] not in others
         }
 
     def sources(self) -> list[tuple[int, int]]:

@@ -107,11 +107,6 @@ class Holder:
     is_space: bool = False
     """Whether its keys are names in the code."""
 
-    @property
-    def is_by_arguments(self) -> bool:
-        """Whether it holds a value for each set of arguments, not under names."""
-        return isinstance(self.of, LruCache)
-
     @staticmethod
     def now(of: Any, name: str = "", *, is_space: bool = False) -> Holder:
         """Return a holder with its present entries."""
@@ -126,8 +121,9 @@ class Holder:
     def kept(self) -> dict[Any, list[Tensor]]:
         """Return the entries that got tensors without values, and these tensors."""
         if isinstance(self.of, LruCache):
-            found = tensors_in(gc.get_referents(self.of), FakeTensor)
-            return {"": found} if found else {}
+            results = _results_in(self.of).items()
+            inside = {key: tensors_in(value, FakeTensor) for key, value in results}
+            return {key: tensors for key, tensors in inside.items() if tensors}
         kept: dict[Any, list[Tensor]] = {}
         now = entries_in(self.of)
         if len(now) == len(self.before) and all(
@@ -182,6 +178,20 @@ def entries_in(of: Any) -> dict[Any, Any]:
             return {"": of.cell_contents}
         return {}
     return {} if isinstance(of, LruCache) else dict(attributes_in_slots(of))
+
+
+def _results_in(cache: Any) -> dict[Any, Any]:
+    """Return what an ``lru_cache`` holds, by keys made of the arguments."""
+    parts, own = gc.get_referents(cache), vars(cache)
+    held = [p for p in parts if type(p) is dict and p is not own]
+    found = {}
+    for key, value in (item for one in held for item in one.items()):
+        if type(value).__name__ != "_lru_list_elem":
+            found[key] = value
+        else:  # its key and its result are among the cache's parts, one after another
+            number = next((i for i, part in enumerate(parts) if part is key), None)
+            found[key] = parts if number is None else parts[number + 1]
+    return found
 
 
 def _put(of: Any, key: Any, value: Any) -> None:

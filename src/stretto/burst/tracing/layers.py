@@ -194,7 +194,12 @@ class LayerGraph:
     def rerun_difference(self) -> str | None:
         """Return where forward's code now calls something else, or None."""
         rerun = self._traced.rerun
-        return None if rerun is None else rerun.difference()
+        if rerun is None:
+            return None
+        place = rerun.difference()
+        if rerun.has_kept:
+            self._traced.watch = self._traced.watch.followed()
+        return place
 
     def difference(self) -> str | None:
         """Return where forward now does something else than at capture, or None.

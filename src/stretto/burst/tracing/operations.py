@@ -175,12 +175,13 @@ def _rerun(
             leaves=[part for part in module.modules() if is_leaf(part, module)],
             caches=recorded.caches,
             changed=recorded.changed,
+            kept=recorded.stays,
             ambient=traced.ambient,
             device=traced.arguments.device,
             has_rare_calls=has_rare_calls,
         )
         with keep_attributes(module):
-            if all(rerun.difference() is None for _ in range(2)):
+            if all(rerun.difference(keeps=False) is None for _ in range(2)):
                 return rerun
     return None
 

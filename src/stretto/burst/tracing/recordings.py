@@ -37,6 +37,7 @@ from stretto.burst.tracing.caches import (
 from stretto.burst.tracing.comparing import BATCHES, compare
 from stretto.burst.tracing.copied_norms import is_copied
 from stretto.burst.tracing.fakes import Fakes, without_log
+from stretto.burst.tracing.freezing import Freezer
 from stretto.burst.tracing.patching import arguments_unchecked
 from stretto.burst.tracing.plain_state import PlainState
 from stretto.burst.tracing.recorder import UnseenTensor, record
@@ -132,6 +133,10 @@ class Recorded:
     changed: list[Holder]
     """What holds the state that forward changes."""
 
+    stays: set[tuple[int, Any]]
+    """The entries of these that do not depend on the number of samples, by the ids of
+    holders and by keys."""
+
 
 def record_both(
     module: nn.Module,
@@ -169,7 +174,7 @@ def record_both(
         first = once(BATCHES[0])
         if not _constants_kept(first, module, holders):
             watch = reads.watch(is_between=False)
-            changed = [holder for holder, _, _ in state.changed()]
+            changed, copies = _copied(state)
             changes_state = first.sets_variables or bool(changed)
             other = once(BATCHES[1], first)
             _constants_kept(other, module, holders)
@@ -177,11 +182,12 @@ def record_both(
             _refuse_counted(module, watch, str)
             first, other = aligned(first, other, BATCHES)
             compare(first, other, BATCHES)
-            return Recorded(first, other, [], {}, changes_state, changed)
+            stays = _equal_in(copies, _copied(state)[1])
+            return Recorded(first, other, [], {}, changes_state, changed, stays)
     with untouched(module, fakes, names) as (holders, state):
         first = once(BATCHES[0])
         kept = _constants_kept(first, module, holders)
-        changed = [holder for holder, _, _ in state.changed()]
+        changed, copies = _copied(state)
         watch = reads.watch(is_between=False)
         if kept:  # the next call may read what this one left
             once(BATCHES[0], kept=[one.tensor for one in kept])
@@ -191,15 +197,30 @@ def record_both(
             module, watch, partial(_line_changing, module, run, shape, arguments, reads)
         )
         caches = caches_of(kept)
-    with untouched(module, fakes, names) as (holders, _):
+    with untouched(module, fakes, names) as (holders, state):
         other = once(BATCHES[1], first)
         caches += caches_of(_constants_kept(other, module, holders))
+        stays = _equal_in(copies, _copied(state)[1])
     first, other = aligned(first, other, BATCHES)
     entries: dict[Entry, list[Ref | Fixed | None]] = {}
     for one in kept:
         ref = first.refs.get(id(one.tensor))
         entries.setdefault((id(one.holder.of), one.key), []).append(ref)
-    return Recorded(first, other, caches, entries, changes_state or bool(kept), changed)
+    changes_state = changes_state or bool(kept)
+    return Recorded(first, other, caches, entries, changes_state, changed, stays)
+
+
+def _copied(state: PlainState) -> tuple[list[Holder], dict[tuple[int, Any], Any]]:
+    """Return what holds changed state, and copies of the changed entries."""
+    freeze = Freezer(None, ())
+    changed = state.changed()
+    copies = {(id(h.of), key): freeze(value) for h, key, value in changed}
+    return [holder for holder, _, _ in changed], copies
+
+
+def _equal_in(one: dict[Any, Any], two: dict[Any, Any]) -> set[Any]:
+    """Return the keys of equal values."""
+    return {key for key in one.keys() & two.keys() if one[key] == two[key]}
 
 
 @contextmanager

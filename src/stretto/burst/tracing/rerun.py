@@ -16,7 +16,9 @@ made as usual. Parameters and buffers stay in their modules; the recording knows
 twins without values by their places.
 
 What forward keeps outside of the call, such as a table that it caches, gets its earlier
-value afterwards: it would be a tensor without values.
+value afterwards: it would be a tensor without values, or depend on the number of
+samples in the recording. Other values stay, so that a later call finds what the first
+one computed, as in one process.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from stretto.burst.memory import bytes_of
-from stretto.burst.tracing.caches import Cache, Holder, entries_in, restored
+from stretto.burst.tracing.caches import Cache, Holder, entries_in, restored, tensors_in
 from stretto.burst.tracing.freezing import Freezer
 from stretto.burst.tracing.patching import functions_answered, rare_calls_routed
+from stretto.burst.tracing.settings import is_setting
 from stretto.burst.tracing.source_lines import source_line, source_line_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 
     from stretto.burst.tracing.reads import Ambient
 
@@ -111,7 +114,7 @@ class _Other:
         if isinstance(value, FunctionType):
             code, inside = self.parts
             return code is value.__code__ and _is_same(inside, _inside(value))
-        return bool(self.parts == _frozen(value))
+        return bool(self.parts == _content_of(value))
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
@@ -122,24 +125,44 @@ def _inside(function: FunctionType) -> tuple[Any, ...]:
     """Return what a function closes over, and its default values."""
     cells = function.__closure__ or ()
     return (
-        tuple(_content_of(cell) for cell in cells),
+        tuple(_in_cell(cell) for cell in cells),
         function.__defaults__,
         function.__kwdefaults__,
     )
 
 
-def _content_of(cell: CellType) -> Any:
+def _in_cell(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not set yet
         return None
 
 
-def _frozen(value: Any) -> Any:
-    """Return a copy of an object that can be compared with a later one."""
+def _content_of(value: Any) -> Any:
+    """Return a copy of an object's content that can be compared with a later one."""
+    if isinstance(value, (float, complex)):  # of NumPy; also the sign of a zero
+        return repr(value)
     if isinstance(value, partial):
         value = (value.func, value.args, value.keywords)
     return Freezer(None, ())(value)
+
+
+_Setting = tuple[dict[str, Any], str, Any]
+"""The attributes of a module, and the name and the value of one."""
+
+
+def _settings_of(module: nn.Module) -> list[_Setting]:
+    """Return the modes of a module and those in it, and settings of torch's ones."""
+    return [
+        (vars(part), key, value)
+        for part in module.modules()
+        for key, value in vars(part).items()
+        if is_setting(part, key, value)
+    ]
+
+
+def _are_same(settings: Iterable[_Setting]) -> bool:
+    return all(held.get(key, value) is value for held, key, value in settings)
 
 
 @final
@@ -160,11 +183,42 @@ class TorchCall(NamedTuple):
 
     modes: tuple[Any, ...]
 
+    settings: list[_Setting]
+    """Of a module: what it reads when it is called, as it was."""
 
-def _modes_of(call: Any, device: str) -> tuple[Any, ...]:
+
+_READS = frozenset(
+    (
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__),
+        *(Tensor.ndimension, Tensor.element_size, Tensor.get_device),
+        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous),
+        *(torch.is_floating_point, torch.is_complex, torch.numel),
+        *(Tensor.stride, Tensor.storage_offset),
+    )
+)
+_ATTRIBUTES_READ = frozenset(
+    (
+        *("shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes"),
+        *("requires_grad", "is_leaf", "is_cuda", "is_sparse", "is_meta"),
+    )
+)
+
+
+def _is_read(call: Any) -> bool:
+    """Return whether a call only reads a tensor's sizes, type or the like.
+
+    Code that keeps them for later calls reads them in its first call alone.
+    """
+    try:
+        if call.__name__ == "__get__":
+            return call.__self__.__name__ in _ATTRIBUTES_READ
+    except AttributeError:  # a module
+        return False
+    return call in _READS
+
+
+def _modes_of(device: str) -> tuple[Any, ...]:
     """Return the modes that decide what a call computes."""
-    if isinstance(call, nn.Module):
-        return (call.training, *_modes_of(None, device))
     on_cpu = torch.is_autocast_enabled("cpu")
     on_device = on_cpu if device == "cpu" else torch.is_autocast_enabled(device)
     if not (on_cpu or on_device):
@@ -209,7 +263,9 @@ class TorchCalls:
                 place.begin()
 
     def add(self, call: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Record a call; one without tensors is left out."""
+        """Record a call; one that only reads what a tensor is is left out."""
+        if _is_read(call):
+            return
         if call is _LIFT:  # is called only where tensors have no values, see `made`
             return
         if not (_has_tensor(result) or _has_tensor(args) or _has_tensor(kwargs)):
@@ -221,7 +277,8 @@ class TorchCalls:
                 self._kept(kwargs),
                 self._given(result),
                 self._is_made(result),
-                _modes_of(call, self.device),
+                _modes_of(self.device),
+                _settings_of(call) if isinstance(call, nn.Module) else [],
             )
         )
 
@@ -271,7 +328,7 @@ class TorchCalls:
             return self._kept(plain(value)), self._kept(_attributes_of(value))
         if isinstance(value, FunctionType):
             return value.__code__, self._kept(_inside(value))
-        return _frozen(value)
+        return _content_of(value)
 
 
 def _has_tensor(value: Any) -> bool:
@@ -355,12 +412,17 @@ class _Answers(TorchFunctionMode):
         self._known = known
         self._number = 0
         self._thread = threading.get_ident()
+        self._unsettled_place: str | None = None
+        self.unsettled: list[TorchCall] = []
+        """Calls of modules whose settings are not as they were."""
         self.place: str | None = None
         """The line of the first call that differs."""
 
     def __torch_function__(
         self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if _is_read(func):
+            return func(*args, **(kwargs or {}))
         found = self._answer(func, args, kwargs or {})
         if found is not _MISSING:
             return found
@@ -413,10 +475,13 @@ class _Answers(TorchFunctionMode):
             (known.call is call or known.call == call)
             and _is_same(known.args, args)
             and _is_same(known.kwargs, kwargs)
-            and known.modes == _modes_of(call, self._known.device)
+            and known.modes == _modes_of(self._known.device)
         ):
             return _MISSING
         self._number += 1
+        if known.settings and not _are_same(known.settings):
+            self._unsettled_place = self._unsettled_place or source_line()
+            self.unsettled.append(known)
         return _made(known.result) if known.is_made else known.result
 
     def _differs(self) -> _Differs:
@@ -437,6 +502,10 @@ class _Answers(TorchFunctionMode):
     def called_with(self, tensors: Iterable[Tensor]) -> None:
         """Accept the tensors with which the model is called."""
 
+    def place_of_settings(self) -> str | None:
+        """Return the line of the first call with other settings, if there is one."""
+        return self._unsettled_place
+
     def is_complete(self) -> bool:
         """Return whether all recorded calls were made."""
         return self.place is None and self._number == len(self._known.calls)
@@ -455,6 +524,7 @@ class Rerun:
         leaves: modules that run as one operation.
         caches: those in which forward keeps constants, as at capture.
         changed: containers that forward changes.
+        kept: the entries of these that stay, by the ids of containers and by keys.
         ambient: the modes in which it was recorded.
         device: of the model's parameters.
         has_rare_calls: whether it makes calls that must be routed for all modules, see
@@ -471,6 +541,7 @@ class Rerun:
         leaves: Sequence[nn.Module],
         caches: Sequence[Cache],
         changed: Sequence[Holder],
+        kept: Set[tuple[int, Any]],
         ambient: Ambient,
         device: torch.device,
         has_rare_calls: bool,
@@ -479,17 +550,66 @@ class Rerun:
         self._has_rare_calls = has_rare_calls
         self._source, self._expected, self._calls = source, expected, calls
         self._leaves = leaves
-        self._caches, self._changed = caches, changed
+        self._caches, self._changed, self._kept = caches, changed, kept
+        self.has_kept = False
+        """Whether the last run left another value in an entry."""
         self._ambient, self._device = ambient, device
 
-    def difference(self) -> str | None:
-        """Return the line at which forward now does something else, or None."""
+    def difference(self, *, keeps: bool = True) -> str | None:
+        """Return the line at which forward now does something else, or None.
+
+        ``keeps``: whether what it keeps stays if it does the same.
+        """
+        self.has_kept = False
+        with self._undone(keeps=keeps) as same:
+            place = self._place()
+            if place is None:
+                same.append(True)
+        return place
+
+    @contextlib.contextmanager
+    def _undone(self, *, keeps: bool) -> Iterator[list[bool]]:
+        """Undo changes of containers afterwards, except what stays.
+
+        That is nothing unless the list that is yielded gets an item.
+        """
+        before = [Holder.now(holder.of) for holder in self._changed]
+        same: list[bool] = []
+        try:
+            yield same
+        finally:
+            for holder in before:
+                now = entries_in(holder.of)
+                changed = []
+                for key in {**now, **holder.before}:
+                    value = now.get(key, _MISSING)
+                    if value is holder.before.get(key, _MISSING):
+                        continue
+                    stays = keeps and same and (id(holder.of), key) in self._kept
+                    if stays and not tensors_in(value, Tensor):
+                        self.has_kept = True
+                        continue
+                    changed.append(key)
+                if changed:
+                    holder.restore(changed)
+
+    def _place(self) -> str | None:
         answers = _Answers(self._calls)
+        if (place := self._run_again(answers)) is not None or not answers.unsettled:
+            return place
+        # The program may have changed settings before forward, or forward for a call.
+        for known in answers.unsettled:
+            known.settings[:] = _settings_of(known.call)
+        answers = _Answers(self._calls)
+        if (place := self._run_again(answers)) is not None:
+            return place
+        return answers.place_of_settings()
+
+    def _run_again(self, answers: _Answers) -> str | None:
         self._calls.begin()
         with (
             self._ambient.set(self._device),
             restored(self._caches),
-            _unchanged(self._changed),
             _leaves_routed(self._leaves, answers),
             functions_answered(answers)
             if self._calls.has_functions
@@ -534,21 +654,3 @@ def _leaves_routed(leaves: Iterable[nn.Module], answers: _Answers) -> Iterator[N
 
 
 _COMPILED = "_compiled_call_impl"
-
-
-@contextlib.contextmanager
-def _unchanged(holders: Iterable[Holder]) -> Iterator[None]:
-    """Undo changes of containers."""
-    before = [Holder.now(holder.of) for holder in holders]
-    try:
-        yield
-    finally:
-        for holder in before:
-            now = entries_in(holder.of)
-            changed = [
-                key
-                for key in {**now, **holder.before}
-                if now.get(key, _MISSING) is not holder.before.get(key, _MISSING)
-            ]
-            if changed:
-                holder.restore(changed)

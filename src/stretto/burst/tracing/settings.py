@@ -28,7 +28,10 @@ class ModuleSettings:
 
     def __init__(self, root: nn.Module) -> None:
         self._before = {
-            id(part): (part, {k: v for k, v in vars(part).items() if _is(part, k, v)})
+            id(part): (
+                part,
+                {k: v for k, v in vars(part).items() if is_setting(part, k, v)},
+            )
             for part in root.modules()
         }
 
@@ -61,7 +64,11 @@ def is_change(module: nn.Module, name: str, value: Any) -> bool:
     before = vars(module).get(name, value)
     if name == "training":
         return value is not before
-    return _is(module, name, value) and _is(module, name, before) and before != value
+    return (
+        is_setting(module, name, value)
+        and is_setting(module, name, before)
+        and before != value
+    )
 
 
 def changes(module: nn.Module, name: str) -> SpecError:
@@ -80,7 +87,8 @@ def changes(module: nn.Module, name: str) -> SpecError:
     )
 
 
-def _is(module: nn.Module, name: str, value: Any) -> bool:
+def is_setting(module: nn.Module, name: str, value: Any) -> bool:
+    """Return whether an attribute is a mode, or a plain value that torch reads."""
     if name == "training":
         return True
     of_torch = type(module).__module__.startswith("torch.nn.modules.")

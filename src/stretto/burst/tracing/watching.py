@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -97,6 +97,20 @@ class _Row:
         except Exception:  # noqa: BLE001 - of the user's code, such as __getattribute__
             return False
 
+    def now(self) -> _Row:
+        """Return a row of the value that is there now."""
+        value = self.get(self.key, MISSING)
+        is_copied = value is not MISSING and not isinstance(value, _BY_IDENTITY)
+        return replace(
+            self,
+            value=value,
+            frozen=self.freeze(value) if is_copied else None,
+            is_quickly_same=_quick_test(value, self.freeze),
+        )
+
+
+_BY_IDENTITY = (*CODE, *DESCRIPTORS, types.FunctionType)
+
 
 def _quick_test(value: Any, freeze: Freezer) -> Callable[[Any], bool]:
     """Return a test of the same object that is True only if its content is as now."""
@@ -158,6 +172,15 @@ class Watch:
 
     def __bool__(self) -> bool:
         return bool(self._quick or self._empty or self._rows or self._tests)
+
+    def followed(self) -> Watch:
+        """Return a watch of the values as they are now."""
+        rows = [*(row for *_, row in (*self._quick, *self._empty)), *self._rows]
+        return Watch(
+            [row if row.holds() else row.now() for row in rows],
+            self._tests,
+            self.tensors,
+        )
 
     def all_changed(self) -> dict[str, Any]:
         """Return the key of each value that has changed, by its name."""
