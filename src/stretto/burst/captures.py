@@ -164,8 +164,9 @@ class Captures:
     def current(self) -> LayerGraph | None:
         """Return the capture that holds for the current modes and values, if any."""
         ambient = Ambient.now(self._device)
+        self._changed_line = ""
         for graph in self._graphs:
-            if graph.ambient == ambient and graph.outdated() is None:
+            if graph.ambient == ambient and self._outdated(graph) is None:
                 if graph.changed_since(self._first_values) is not None:
                     return None
                 if self._differs(graph):
@@ -173,6 +174,10 @@ class Captures:
                 if self._is_proven(graph):
                     return graph
         return None
+
+    def _outdated(self, graph: LayerGraph) -> str | None:
+        """Return a value that changed and that a run of its code does not show."""
+        return graph.layers_outdated() if self.reruns(graph) else graph.outdated()
 
     def _differs(self, graph: LayerGraph) -> bool:
         """Return whether forward's code now does something else than was captured."""
@@ -237,7 +242,8 @@ class Captures:
         """
         plain = Ambient(grad=ambient.grad)
         for graph in self._graphs:
-            is_valid = graph.ambient == plain and graph.outdated() is None
+            is_valid = graph.ambient == plain and self._outdated(graph) is None
+            is_valid = is_valid and not self._differs(graph)
             if is_valid and self._is_proven(graph):
                 return graph
         with self._stale_guard.opened():
@@ -339,13 +345,14 @@ class Captures:
             return graph.joined(self._layers)
         except PlanMismatch as exc:
             found = (known.outdated() for known in self._graphs)
-            changed = next(
-                (name for name in found if name), "autocast, or a module's code,"
-            )
+            changed = next((name for name in found if name), "a mode")
+            line = f"{self._changed_line}: " if self._changed_line else ""
+            what = "what forward reads here" if line else changed
             raise PlanMismatch(
-                f"{changed} changed after the burst model was built, and the "
-                "model now has different layers than its plan: make such changes "
-                "before building BurstParallel, and plan again"
+                f"{line}{what} changed after the burst model was built, and the model "
+                "now has different layers than its plan: build BurstParallel with a "
+                "plan for these layers when it changes, or let forward run the same "
+                "layers throughout, such as with a rate of 0"
             ) from exc
 
     def _refuse_new_parameters(self, graph: LayerGraph) -> None:

@@ -518,3 +518,98 @@ def test_functions_made_in_each_call_are_compared_by_their_content(what):
     assert graph.rerun_difference() is None
     options.zz_rate = 2.0
     assert graph.rerun_difference() is not None
+
+
+class Counter:
+    steps = 0
+
+    def is_late(self) -> bool:
+        return self.steps > 100
+
+
+counter = Counter()
+
+
+def by_counter(_, h):
+    return h.sin() if counter.is_late() else h.tanh()
+
+
+def test_a_value_that_changes_without_an_effect_is_no_change_of_layers():
+    _, graph = captured(by_counter)
+    counter.steps += 1
+    assert graph.outdated() is not None
+    assert graph.layers_outdated() is None
+    assert graph.rerun_difference() is None
+    counter.steps = 0
+
+
+def test_a_setting_of_a_layer_is_watched_beside_forwards_code():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 2))
+    graph = capture(model, (torch.randn(4, 3),))
+    model[1].p = 0.25
+    assert graph.rerun_difference() is None
+    assert graph.layers_outdated() is not None
+
+
+def test_code_that_layers_run_is_watched_by_its_values():
+    def between(_, h):
+        return Doubled.apply(h) if counter.steps < 100 else h
+
+    _, graph = captured(between)
+    counter.steps += 1
+    assert graph.layers_outdated() is not None
+    counter.steps = 0
+
+
+class Lazy(Net):
+    """Computes a plain value in the first call."""
+
+    rate: float | None = None
+
+    def forward(self, x):
+        if self.rate is None:
+            self.rate = get_rate(options) * x.shape[1]
+            self.rows = x.shape[0]
+        return self.b(self.a(x) * self.rate)
+
+
+def test_what_a_first_call_keeps_stays():
+    model = Lazy(by_file)
+    graph = capture(model, (torch.randn(4, 3),))
+    assert model.rate is None
+    assert graph.rerun_difference() is None
+    assert model.rate == 3.0
+    options.zz_rate = 2.0
+    assert graph.rerun_difference() is None
+    assert graph.outdated() is None
+
+
+def test_a_kept_value_that_depends_on_the_samples_does_not_stay():
+    model = Lazy(by_file)
+    graph = capture(model, (torch.randn(4, 3),))
+    graph.rerun_difference()
+    assert not hasattr(model, "rows")
+
+
+def test_a_setting_that_forward_changes_for_one_call_differs():
+    def between(self, h):
+        self.act.negative_slope = get_rate(options)
+        try:
+            return self.act(h)
+        finally:
+            self.act.negative_slope = 1.0
+
+    model = Net(between)
+    model.act = nn.LeakyReLU(1.0)
+    graph = capture(model, (torch.randn(4, 3),))
+    assert graph.rerun_difference() is None
+    options.zz_rate = 2.0
+    assert graph.rerun_difference() == line_of(between, 3)
+
+
+def test_a_setting_that_the_program_changes_is_no_difference():
+    model = Net(lambda self, h: self.act(h))
+    model.act = nn.LeakyReLU(1.0)
+    graph = capture(model, (torch.randn(4, 3),))
+    model.act.negative_slope = 0.5
+    assert graph.rerun_difference() is None

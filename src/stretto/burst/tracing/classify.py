@@ -136,6 +136,9 @@ class Traced:
     rerun: Rerun | None = None
     """Runs its forward's code again; None if that can't be compared."""
 
+    watch_of_layers: Watch | None = None
+    """What its layers read or replace, if all other reads are its forward's own."""
+
     without_gradient: str = ""
     """The line that reads that a tensor needs no gradient, unless the input does."""
 
@@ -154,11 +157,18 @@ class Traced:
 
     def outdated(self) -> str | None:
         """Return a value that forward read and that changed since, or None."""
-        changed = self.watch.changed()
+        return self._changed(self.watch)
+
+    def layers_outdated(self) -> str | None:
+        """Return a value that changed and that forward's own code does not read."""
+        return self._changed(self.watch_of_layers or self.watch)
+
+    def _changed(self, watch: Watch) -> str | None:
+        changed = watch.changed()
         if changed is None or not self.caches or self.cached is None:
             return changed
         with restored(self.caches):
-            other = self.watch.changed()
+            other = watch.changed()
         if other is None and self.cached.hold():
             return None
         return other or changed

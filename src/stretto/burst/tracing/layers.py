@@ -157,6 +157,10 @@ class LayerGraph:
         """Return a value that forward read and that changed since, or None."""
         return self._traced.outdated()
 
+    def layers_outdated(self) -> str | None:
+        """Return such a value that a run of forward's code does not show, or None."""
+        return self._traced.layers_outdated()
+
     @property
     def proven(self) -> Proven | None:
         """The inputs of the last check of the layers; None without one."""
@@ -167,6 +171,8 @@ class LayerGraph:
         self._traced.proven = proven
         if proven is not None and proven.changing:
             self._traced.watch = self._traced.watch.without(proven.changing)
+            if (watch := self._traced.watch_of_layers) is not None:
+                self._traced.watch_of_layers = watch.without(proven.changing)
 
     def changed_hooks(self) -> dict[str, Any]:
         """Return hooks on values that changed their own state, by their names."""

@@ -148,6 +148,8 @@ def trace(
         )
     results.share_memory(views)
     traced.rerun = _rerun(module, run, found, recorded, traced)
+    if traced.rerun is not None and traced.rerun.is_all_code() and not traced.caches:
+        traced.watch_of_layers = reads.watch_of_layers(trained=first.asks_for_gradients)
     return traced
 
 

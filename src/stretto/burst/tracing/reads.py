@@ -257,6 +257,36 @@ class Reads:
         helpers, rows = self._rows(self._modules.keys(), tensors=is_between)
         for (number, key), is_users in self._found.items():
             self._add_read(rows, number, key, is_users=is_users)
+        self._add_module_hooks(rows)
+        if is_between:
+            _add_hooks(rows, HOOKS_OF_ALL, "a hook of all modules")
+            self._add_objects_in_hooks(rows)
+        self._add_globals(rows)
+        self._add_functions(rows, helpers, is_between=is_between)
+        self._add_tests(rows, trained=trained)
+        _add_flags(rows, {name for code, _ in helpers for name in code.co_names})
+        self._add_forwards(rows)
+        return rows.watch()
+
+    def watch_of_layers(self, *, trained: bool) -> Watch:
+        """Return what layers read or replace, and not what forward's own code reads.
+
+        For a forward whose code runs again before each step. No layer may run code of
+        the user's.
+        """
+        _, rows = self._rows(self._modules.keys(), tensors=True)
+        for (number, key), is_users in self._found.items():
+            part = self._modules[number][1]
+            if _is_layer(part) or isinstance(part, _REPLACED) or key in part._buffers:  # noqa: SLF001
+                self._add_read(rows, number, key, is_users=is_users)
+        self._add_module_hooks(rows)
+        _add_hooks(rows, HOOKS_OF_ALL, "a hook of all modules")
+        self._add_tests(rows, trained=trained)
+        self._add_forwards(rows)
+        return rows.watch()
+
+    def _add_module_hooks(self, rows: WatchedRows) -> None:
+        """Add the hooks of the user's modules, and backward hooks of the model."""
         for prefix, part in self._modules.values():
             for key in HOOKS[2:] if part is self._root else HOOKS:
                 if part is self._root or not _is_layer(part):
@@ -267,15 +297,6 @@ class Reads:
                         if prefix
                         else "the hooks of the model",
                     )
-        if is_between:
-            _add_hooks(rows, HOOKS_OF_ALL, "a hook of all modules")
-            self._add_objects_in_hooks(rows)
-        self._add_globals(rows)
-        self._add_functions(rows, helpers, is_between=is_between)
-        self._add_tests(rows, trained=trained)
-        _add_flags(rows, {name for code, _ in helpers for name in code.co_names})
-        self._add_forwards(rows)
-        return rows.watch()
 
     def watch_of_backward(self) -> Watch:
         """Return what was read while hooks or a backward ran, as it is now.

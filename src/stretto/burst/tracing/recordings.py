@@ -166,6 +166,7 @@ def record_both(
         return found
 
     changes_state = False
+    found: Recorded | None = None
     names = reads.names_in_code
     with (
         contextlib.suppress(SpecError),
@@ -182,8 +183,13 @@ def record_both(
             _refuse_counted(module, watch, str)
             first, other = aligned(first, other, BATCHES)
             compare(first, other, BATCHES)
-            stays = _equal_in(copies, _copied(state)[1])
-            return Recorded(first, other, [], {}, changes_state, changed, stays)
+            found = Recorded(first, other, [], {}, changes_state, changed, set())
+    if found is not None:
+        if changed:
+            with untouched(module, fakes, names) as (_, state):
+                once(BATCHES[1])
+                found.stays = _equal_in(copies, _copied(state)[1])
+        return found
     with untouched(module, fakes, names) as (holders, state):
         first = once(BATCHES[0])
         kept = _constants_kept(first, module, holders)

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from stretto.burst.hooks import HOOKS
 from stretto.burst.memory import bytes_of
 from stretto.burst.tracing.caches import Cache, Holder, entries_in, restored, tensors_in
 from stretto.burst.tracing.freezing import Freezer
@@ -555,6 +556,15 @@ class Rerun:
         """Whether the last run left another value in an entry."""
         self._ambient, self._device = ambient, device
 
+    def is_all_code(self) -> bool:
+        """Return whether it runs all code of the user's: no layer runs any."""
+        return not self._calls.has_functions and all(
+            type(part).__module__.startswith("torch.nn.modules.")
+            and not _has_hooks(part)
+            for leaf in self._leaves
+            for part in leaf.modules()
+        )
+
     def difference(self, *, keeps: bool = True) -> str | None:
         """Return the line at which forward now does something else, or None.
 
@@ -633,6 +643,10 @@ class Rerun:
         known, known_others = self._expected
         same = tensor is known and _is_same(known_others, others)
         return None if same and answers.is_complete() else "the output of forward"
+
+
+def _has_hooks(part: nn.Module) -> bool:
+    return any(vars(part)[kind] for kind in HOOKS)
 
 
 @contextlib.contextmanager
