@@ -613,3 +613,16 @@ def test_a_setting_that_the_program_changes_is_no_difference():
     graph = capture(model, (torch.randn(4, 3),))
     model.act.negative_slope = 0.5
     assert graph.rerun_difference() is None
+
+
+def test_an_activation_that_forward_begins_to_keep_differs():
+    def between(self, h):
+        if HELD.is_set():
+            self.features = h
+        return h.tanh()
+
+    model, graph = captured(between)
+    assert graph.rerun_difference() is None
+    HELD.set()
+    assert graph.rerun_difference() is not None
+    assert not hasattr(model, "features")

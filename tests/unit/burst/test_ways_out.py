@@ -376,3 +376,18 @@ def test_an_error_that_names_an_argument_dtype_is_not_one_of_types():
     words = refusal(lambda net, h: net.two(h, dtype=h.dtype))
     assert "unexpected keyword argument 'dtype'" in words
     assert "tensors of that type" not in words
+
+
+def test_an_error_that_forward_raises_is_named_as_its_own():
+    class Raises(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            if x.shape[1] == 4:
+                raise ValueError("bad width")
+            return self.layer(x)
+
+    with pytest.raises(SpecError, match="raises ValueError: bad width"):
+        capture(Raises(), (torch.randn(2, 4),))

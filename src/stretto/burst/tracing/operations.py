@@ -174,6 +174,11 @@ def _rerun(
             first.source,
             expected,
             first.calls,
+            own=[
+                part
+                for part in module.modules()
+                if not type(part).__module__.startswith("torch.nn.modules.")
+            ],
             leaves=[part for part in module.modules() if is_leaf(part, module)],
             caches=recorded.caches,
             changed=recorded.changed,

@@ -44,6 +44,7 @@ from stretto.burst.tracing.recorder import UnseenTensor, record
 from stretto.burst.tracing.records import Fixed, Recording, Ref
 from stretto.burst.tracing.settings import ModuleSettings
 from stretto.burst.tracing.source_lines import (
+    is_raised_by_user,
     line_of_forward,
     line_setting,
     line_where,
@@ -342,6 +343,12 @@ def record_once(
     except Exception as error:
         where = source_line_in(error, type(module).__name__)
         text = (str(error).splitlines() or [type(error).__name__])[0]
+        if is_raised_by_user(error):
+            raise SpecError(
+                f"{where}: forward of {type(module).__name__} raises "
+                f"{type(error).__name__}: {text}. It ran without values of tensors: if "
+                "it would raise with values too, correct what it checks"
+            ) from error
         raise SpecError(
             f"{where}: the layers of {type(module).__name__} can't be found "
             f"without values of tensors ({type(error).__name__}: {text}). "

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from stretto.burst.hooks import HOOKS
@@ -40,7 +41,11 @@ from stretto.burst.tracing.caches import Cache, Holder, entries_in, restored, te
 from stretto.burst.tracing.freezing import Freezer
 from stretto.burst.tracing.patching import functions_answered, rare_calls_routed
 from stretto.burst.tracing.settings import is_setting
-from stretto.burst.tracing.source_lines import source_line, source_line_in
+from stretto.burst.tracing.source_lines import (
+    line_setting,
+    source_line,
+    source_line_in,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -522,6 +527,7 @@ class Rerun:
         source: the recorded input.
         expected: what ``run`` returned for it when forward was recorded.
         calls: the recorded calls.
+        own: modules of the user's classes.
         leaves: modules that run as one operation.
         caches: those in which forward keeps constants, as at capture.
         changed: containers that forward changes.
@@ -539,6 +545,7 @@ class Rerun:
         expected: tuple[Tensor, Any],
         calls: TorchCalls,
         *,
+        own: Sequence[nn.Module],
         leaves: Sequence[nn.Module],
         caches: Sequence[Cache],
         changed: Sequence[Holder],
@@ -550,7 +557,7 @@ class Rerun:
         self._run = run
         self._has_rare_calls = has_rare_calls
         self._source, self._expected, self._calls = source, expected, calls
-        self._leaves = leaves
+        self._own, self._leaves = own, leaves
         self._caches, self._changed, self._kept = caches, changed, kept
         self.has_kept = False
         """Whether the last run left another value in an entry."""
@@ -572,9 +579,20 @@ class Rerun:
         """
         self.has_kept = False
         with self._undone(keeps=keeps) as same:
-            place = self._place()
+            place = self._place() or self._forgotten()
             if place is None:
                 same.append(True)
+        return place
+
+    def _forgotten(self) -> str | None:
+        """Delete attributes that got tensors without values; return a line of one."""
+        place = None
+        for part in self._own:
+            held = vars(part)
+            for key in [k for k, v in held.items() if type(v) is FakeTensor]:
+                del held[key]
+                name = f"the attribute {key!r} of {type(part).__name__}"
+                place = line_setting(part, key).removesuffix(": ") or name
         return place
 
     @contextlib.contextmanager

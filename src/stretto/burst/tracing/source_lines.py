@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import re
 import sys
@@ -31,6 +32,20 @@ def source_line_in(error: BaseException, otherwise: str) -> str:
             found = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return found
+
+
+def is_raised_by_user(error: BaseException) -> bool:
+    """Return whether a ``raise`` or ``assert`` of the user's code made an error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not is_user(trace.tb_frame.f_code.co_filename):
+        return False
+    steps = dis.get_instructions(trace.tb_frame.f_code)
+    return any(
+        step.offset == trace.tb_lasti and step.opname == "RAISE_VARARGS"
+        for step in steps
+    )
 
 
 def is_user(file: str) -> bool:
