@@ -73,7 +73,7 @@ class Fault:
     kind: str
     victim: int
     place: str
-    """Of the step or the call; ``start`` and ``run``: seconds after it."""
+    """A step or a call; for ``start`` and ``run``, ``when`` is seconds after it."""
 
     when: float
     """Number of the step or the call, or seconds."""

@@ -68,7 +68,7 @@ FOLDERS_TURNS = {
     "unit/planners/": 2,
     "unit/sim/": 2,
 }
-"""As many for the other files of folders."""
+"""The number of turns of the other files of folders."""
 
 
 def pytest_collection_modifyitems(

@@ -12,7 +12,7 @@ DEFAULTS = {
     "stretto.burst": {"stretto.burst.executor", "stretto.burst.parts"},
     "stretto.burst.tracing": {"stretto.burst.tracing.operations"},
 }
-"""Who uses a package's files unless a line of its docstring says otherwise."""
+"""The users of a package's files unless a line of its docstring says otherwise."""
 
 
 @functools.cache

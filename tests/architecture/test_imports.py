@@ -1,4 +1,4 @@
-"""Who may import whom, and what starts without torch."""
+"""Permitted imports of each package, and what starts without torch."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Outline(NamedTuple):
 
 
 _OUTLINES: dict[str, Outline] = {}
-"""Of the cases that rank 0 has captured."""
+"""Outlines of the cases that rank 0 has captured."""
 
 
 def outline_of(case: zoo_models.Case, model: nn.Module, group: Any) -> Outline:
@@ -239,7 +239,7 @@ def worst(found: Any, wanted: Any, floor: float = 1e-30) -> float:
 
 
 def worst_grad(model: nn.Module, reference: nn.Module) -> float:
-    """Of the gradients that this rank has; relative to the largest of all."""
+    """Return the largest error of this rank's gradients, relative to the largest."""
     pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
     grads = [float(q.grad.abs().max()) for _, q in pairs if q.grad is not None]
     scale = max(grads, default=0.0) or 1.0
@@ -253,7 +253,7 @@ def worst_grad(model: nn.Module, reference: nn.Module) -> float:
 
 
 def verify(name: str, size: int, seed: int) -> dict[str, Any]:
-    """As `train`, with ``verify=True``."""
+    """Train as `train` does, with ``verify=True``."""
     return train(name, size, seed, "uneven", verify=True)
 
 

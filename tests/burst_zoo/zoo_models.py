@@ -2721,7 +2721,7 @@ def backward_hook_that_clips_large_gradients() -> nn.Module:
 
 
 def _capacity(h: Tensor) -> Tensor:
-    """Of words chosen in the order of the flattened batch, only the first many."""
+    """Keep the first words of those chosen in the order of the flattened batch."""
     flat_rows = h.reshape(-1, 2)
     chosen = (flat_rows[:, :1] > 0).long()
     kept = (chosen.cumsum(0) <= 100_000).to(h.dtype)

@@ -62,7 +62,7 @@ for _ in range(2):
 
 @pytest.mark.parametrize("loop", [IN_PLACE, BY_A_FUNCTION, BEFORE_THE_LOOP])
 def test_a_loader_made_for_each_pass_has_another_order_in_each(loop):
-    """A new sampler begins to count anew, so it can not count the passes."""
+    """A new sampler counts from zero, so it cannot count the passes."""
     after = convert(HEAD + loop + STEP).after
     assert "sampler.epoch + 1" not in after
     assert after.count("with_epoch(") == 2, after  # its definition, and one call
@@ -147,7 +147,7 @@ def test_gradients_taken_by_hand_are_named():
     assert "torch.autograd.grad()" in said
 
 
-def test_a_second_backward_after_a_branch_that_leaves_is_none():
+def test_a_branch_that_leaves_makes_no_second_backward():
     step = (
         "out = model(x)\n        if epoch == 0:\n            out.mean().backward()\n"
         "            opt.step()\n            continue\n        out.sum().backward()"

@@ -553,7 +553,7 @@ def test_means_of_labels_of_unknown_dimensions_are_not_listed(loss):
         "x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))]",
     ],
 )
-def test_numbers_that_all_ranks_draw_alike_for_samples_are_listed(draw):
+def test_equal_random_numbers_of_all_ranks_for_samples_are_listed(draw):
     source = script(f"loss = crit(model(x + {draw}), y)")
     (note,) = open_notes(convert(source))
     assert "all ranks draw the same ones" in note

@@ -117,7 +117,7 @@ def falls_back(rank: int, size: int) -> dict[str, Any]:
     return {"same": ours == theirs, "plan": model.plan, "lines": lines.lines}
 
 
-def test_training_goes_on_as_ddp_where_measuring_fails(ranks):
+def test_training_continues_as_ddp_where_measuring_fails(ranks):
     first, second = ranks(falls_back, 2)
     assert first["same"]
     assert second["same"]

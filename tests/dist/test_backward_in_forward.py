@@ -83,7 +83,7 @@ def trains(rank: int, _size: int) -> dict[str, tuple[bool, bool, list[str]]]:
 
 
 @pytest.mark.parametrize("schedule", ["forced", ""])
-def test_gradients_are_those_of_ddp_and_tuning_goes_on(
+def test_gradients_are_those_of_ddp_and_tuning_continues(
     ranks: Any, monkeypatch: Any, schedule: str
 ) -> None:
     monkeypatch.setenv(SCHEDULE_VARIABLE, schedule)

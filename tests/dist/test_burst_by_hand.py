@@ -269,7 +269,7 @@ def evaluated_then_clamped(side: Side) -> None:
 
 
 def changed_in_place_before_refresh(side: Side) -> None:
-    """As after adding stale values over the ranks, which programs for DDP do."""
+    """Change values as programs for DDP do that add stale ones over the ranks."""
     model = apart(side, deep())
     train(side, model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
     with torch.no_grad():
@@ -281,7 +281,7 @@ def changed_in_place_before_refresh(side: Side) -> None:
 
 
 def gradients_zeroed_in_part(side: Side) -> Any:
-    """Those of one layer before each backward; the others are accumulated."""
+    """Zero one layer's gradients before each backward; accumulate the others."""
     found = []
     for kind in ("none", "zero_grad", "zero_", "optimizer"):
         model = apart(side, deep())

@@ -154,7 +154,7 @@ def rank_with_bad_input(rank: int, size: int) -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_what_can_not_be_carried_out_is_refused_on_every_rank(ranks: Any) -> None:
+def test_what_can_not_be_executed_is_refused_on_every_rank(ranks: Any) -> None:
     everyone = ranks(rank_with_bad_input, 2)
     wanted = {
         "ranks": ("PlanMismatch", "the plan needs 3 ranks but the job has 2"),
@@ -461,7 +461,7 @@ def test_ranks_do_not_wait_for_one_that_stopped_with_an_error(
         assert "the other ranks no longer wait for this one" in later[0][1]
 
 
-def test_a_rank_that_catches_a_refusal_goes_on_with_the_others(ranks: Any) -> None:
+def test_a_rank_that_catches_a_refusal_continues_with_the_others(ranks: Any) -> None:
     waiting, refused = ranks(rank_that_refuses, 2, "comes back", group_s=600)
     assert [row[0] for row in waiting] == ["", "", ""]
     assert [row[0] for row in refused] == ["StrettoError", "", "", ""]

@@ -312,7 +312,7 @@ class Attention(nn.Module):
         return self.mix(x, x, x, need_weights=False)[0]
 
 
-def test_a_sample_is_dropped_alike_whatever_the_plan(ranks: Any) -> None:
+def test_the_same_samples_are_dropped_with_every_plan(ranks: Any) -> None:
     for found in ranks(rank_that_drops, 3, timeout_s=120, group_s=60):
         for kind, value in found.items():
             if isinstance(value, bool):

@@ -128,7 +128,7 @@ def test_a_background_sees_the_simulated_windows_until_the_plan_changes(found):
         assert each["published"] == [each["predicted"], ()]
 
 
-def test_every_rank_has_the_profile_or_the_reason_why_there_is_none(found):
+def test_every_rank_has_the_profile_or_the_reason_for_its_absence(found):
     assert found[1]["profile"] == found[0]["profile"]
     assert all("repetitions must be >= 2" in each["refused"] for each in found)
 
@@ -203,7 +203,7 @@ def rank_whose_loss_fails(_rank: int, size: int) -> tuple[str, str]:
     return "", ""
 
 
-def test_an_error_of_the_first_rank_in_profiling_is_told_to_all(ranks: Any) -> None:
+def test_an_error_of_the_first_rank_in_profiling_reaches_all(ranks: Any) -> None:
     found = ranks(rank_whose_loss_fails, 2)
     assert found[0] == ("ValueError", "a loss of its own")
     assert found[1] == (

@@ -809,7 +809,7 @@ def gradients_of_some_steps(side: Side) -> Any:
 
 
 def gradients_dropped_by_layer(side: Side) -> Any:
-    """Those of the last layer in the first steps; by a GAN, those of one network."""
+    """Drop the last layer's gradients in the first steps, as a GAN one network's."""
     found = []
     for kind in range(2):
         model = apart(side, deep())

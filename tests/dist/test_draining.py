@@ -96,7 +96,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def test_the_others_lose_no_step_and_start_nobody_in_its_place(
+def test_the_others_lose_no_step_and_start_no_rank_in_its_place(
     job: dict[str, Any],
 ) -> None:
     records = job["records"]

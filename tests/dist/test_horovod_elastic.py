@@ -125,7 +125,7 @@ def _in_process(rank: int, size: int) -> None:
     hvd.shutdown()
 
 
-def test_training_goes_on_in_the_same_processes(ranks: Ranks) -> None:
+def test_training_continues_in_the_same_processes(ranks: Ranks) -> None:
     ranks(_in_process, 2, timeout_s=90)
 
 

@@ -74,7 +74,7 @@ def expanded(rank: int, size: int) -> str:
 
 
 def expanded_gradients(rank: int, size: int) -> None:
-    """Of a user who sets them."""
+    """Set gradients as a user may."""
     hvd.init()
     parameter = torch.nn.Parameter(torch.zeros(4))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))

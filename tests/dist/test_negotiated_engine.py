@@ -266,7 +266,7 @@ def test_scales_averages_and_gaps() -> None:
     assert values(2, run, unit_bytes=96) == [expected_rows] * 2
 
 
-def test_what_differs_is_reported_on_all_ranks_and_the_engine_goes_on() -> None:
+def test_what_differs_is_reported_on_all_ranks_and_the_engine_continues() -> None:
     def run(engine: Engine, rank: int) -> list[str]:
         texts = []
         cases = [

@@ -248,7 +248,7 @@ def rank_alone(rank: int, size: int) -> list[str]:
     return found
 
 
-def test_a_rank_alone_and_words_that_are_none(ranks: Any) -> None:
+def test_a_rank_alone_names_the_tensor_and_invalid_options(ranks: Any) -> None:
     ((planned, plain, word, patience),) = ranks(rank_alone, 1)
     for text in (planned, plain):
         assert text.startswith("rank 0: step 1: the gradient of 'w.1' is not finite")

@@ -42,7 +42,7 @@ class Counting(dist.ProcessGroup):
 
 
 class WithBackend(Counting):
-    """As above, and knows the other group's backend."""
+    """Count, and know the other group's backend."""
 
     def __init__(self, group: Any) -> None:
         super().__init__(group)

@@ -88,7 +88,7 @@ def rank_that_replays_a_forward_plan(rank: int, size: int) -> list[Any]:
     return [deferred, len(found.buckets)]
 
 
-def test_a_forward_plan_is_replayed_under_the_next_forward(ranks: Any) -> None:
+def test_a_forward_plan_is_replayed_during_the_next_forward(ranks: Any) -> None:
     for deferred, buckets in ranks(rank_that_replays_a_forward_plan, 2):
         assert deferred == [LAYERS] * 5
         assert buckets == LAYERS

@@ -118,7 +118,7 @@ def test_a_lost_host_is_started_again(job):
         "stop member1 at step 10 for 1 s",
     ],
 )
-def test_nobody_leaves_for_what_passes(job, fault):
+def test_no_rank_leaves_for_a_fault_that_passes(job, fault):
     assert job.train(fault, steps=150) == [[0, 1, 2]]
 
 
@@ -136,13 +136,13 @@ def test_two_hosts_lost_at_once_leave_a_majority(job):
 
 
 @pytest.mark.faults
-def test_of_two_halves_the_one_with_rank_0_goes_on(job):
+def test_of_two_halves_the_one_with_rank_0_continues(job):
     faults = ["disconnect host2 at step 10", "disconnect host3 at step 10"]
     assert job.train(*faults, hosts=4)[-1] == [0, 1]
 
 
 @pytest.mark.faults
-def test_the_example_goes_on_over_two_kills_and_a_lost_link(lab, tmp_path):
+def test_the_example_survives_two_kills_and_a_lost_link(lab, tmp_path):
     found = lab.run(
         *["--hosts", 3, "--timeout", 250, "--logs", tmp_path / "logs"],
         *["--fault", "kill host1 at step 20", "--fault", "kill member0 at step 60"],

@@ -155,7 +155,7 @@ def test_a_program_that_can_not_be_executed_is_one_error(lab, mode, tmp_path):
     assert "cannot be started" in done.stderr
 
 
-def test_a_program_that_is_not_there_is_127(lab, mode):
+def test_a_missing_program_exits_127(lab, mode):
     done = lab.run("--mode", mode, "--hosts", 2, "--", "no-such-program")
     assert done.returncode == 127
 

@@ -96,7 +96,7 @@ def worst(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def worst_grad(model: nn.Module, reference: nn.Module) -> float:
-    """Of the gradients that this rank has; relative to the largest of all."""
+    """Return the largest error of this rank's gradients, relative to the largest."""
     pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
     scale = max(float(q.grad.abs().max()) for _, q in pairs if q.grad is not None)
     found = [
@@ -116,7 +116,7 @@ def global_loss(loss: torch.Tensor, shares: list[int], rank: int) -> float:
 
 
 def layers_with_gradients(burst: BurstParallel) -> set[str]:
-    """Those whose parameters all have one; a layer without parameters by its ranks."""
+    """Return layers whose parameters all have one; without parameters, by ranks."""
     rank = dist.get_rank()
     found = set()
     for node in burst._follower.graph_now().nodes:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Widths = list[tuple[int, int]]
-"""Of each layer in turn: the first rank, and the number of ranks."""
+"""The first rank and the number of ranks of each layer in turn."""
 
 
 def net(inputs: int = 6, outputs: int = 4, seed: int = 0) -> nn.Sequential:

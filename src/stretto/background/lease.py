@@ -59,7 +59,7 @@ _LENGTHS = 8
 that the system has held up says nothing about the next."""
 
 _LATE_SHARE = 0.4
-"""Of the permitted loss, for tasks that outlast waits."""
+"""Share of the permitted loss for tasks that outlast waits."""
 
 _UNFIT_STEPS = 50
 """Steps of the foreground without a fitting window before a warning."""

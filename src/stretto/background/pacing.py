@@ -84,7 +84,7 @@ _TRIAL_BLOCKS = 8
 """Blocks of a trial, see Note [What is tried again]; the first one may be chance."""
 
 _USUAL_NOISE = 0.02
-"""Of one block's loss."""
+"""The noise of one block's loss."""
 
 _SURE, _SURE_OF_FEW = 2.0, 2.5
 """Standard errors by which a loss must exceed its limit; for one or two blocks more."""

@@ -66,7 +66,7 @@ _CLEARER = 0.4
 """Mean difference at a pattern's period over that of neighbors, at most."""
 
 _SIMILAR = 1.2
-"""Of two periods whose differences are this similar the shorter one is used."""
+"""Ratio of two periods' differences up to which the shorter period is used."""
 
 _MEDIAN_COST = math.pi / 2.0
 """Variance of a median over that of a mean."""

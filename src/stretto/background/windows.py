@@ -22,7 +22,7 @@ KNOWN_AFTER = 3
 """Steps after which a learned window is used."""
 
 _WEIGHT = 0.3
-"""Of the last step in a learned window's begin."""
+"""The last step's weight in a learned window's begin."""
 
 _LENGTHS = 8
 """Last lengths of a wait that are kept."""

@@ -54,7 +54,7 @@ class EndedForward:
     """The record of a forward that backward needs."""
 
     results: PackedResults | None
-    """Of its outputs; ``None`` if backward reached none."""
+    """The results of its outputs; ``None`` if backward reached none."""
 
     shares: tuple[float, ...]
     """Each rank's part of the global batch."""
@@ -128,7 +128,7 @@ class BackwardPass:
         self._left_over: list[tuple[str, nn.Parameter, Tensor]] = []
         size = rank_groups.ranks.size
         self._last_shares: tuple[float, ...] = (1 / size,) * size
-        """Of the last forward."""
+        """Shares of the batch in the last forward."""
         self._plan = 0
         self._trained: Trained = ()
         self._running: EndedForward | None = None

@@ -73,7 +73,7 @@ class Parts:
     settings: BurstSettings
 
     device: torch.device
-    """Of the module's parameters."""
+    """The device of the module's parameters."""
 
     ranks: Ranks
 

@@ -71,7 +71,7 @@ class _Part:
 
     channel: Channel | None = None
     stop_grace_s: float | None = None
-    """Of the stop that the supervisor knows of."""
+    """The grace period of the stop that the supervisor knows of."""
 
     end: dict[str, Any] | None = None
     wanted: tuple[int, ...] | None = None

@@ -38,7 +38,7 @@ class StartPart:
     """The rank of the first of ``devices``."""
 
     ranks: int
-    """Of the whole attempt."""
+    """The number of ranks of the whole attempt."""
 
     hosts: tuple[str, ...]
     """All hosts of the attempt; rank 0 runs on the first."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MAX_BACKOFF_S = 3600.0
 
 _MAX_DOUBLINGS = 64
-"""Of a backoff; after thousands of failures, the factor would overflow a float."""
+"""Limit of a backoff, whose factor would overflow a float after many failures."""
 
 _ENDED = {FAILED: "failed", STOPPED: "was stopped"}
 

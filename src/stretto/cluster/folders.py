@@ -32,7 +32,7 @@ class RaySettings:
     """Host and port of Ray's head."""
 
     namespace: str
-    """Of the cluster's actors; no other start of a cluster has it."""
+    """The namespace of the cluster's actors, which no other start has."""
 
     is_started: bool
     """Whether the cluster starts and ends Ray, instead of joining one that runs."""
@@ -58,7 +58,7 @@ class Settings:
 
     policy: str
     memory_bytes: int = 0
-    """Of each device; 0: unknown."""
+    """The memory of each device; 0: unknown."""
 
     network: str = ""
     """File of the measured network that plans are made for; empty: a published one."""
@@ -71,7 +71,7 @@ class Settings:
     report_every_s: float = 10.0
 
     address: str = "127.0.0.1"
-    """Of this host, at which ranks on other hosts meet its own."""
+    """This host's address, at which ranks on other hosts meet its own."""
 
     shared: str = ""
     """Folder that all hosts share, for jobs' files, logs, profiles and plans; empty:

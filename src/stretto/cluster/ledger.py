@@ -110,7 +110,7 @@ class Ledger:
         self.gone: frozenset[str] = frozenset()
         """Hosts that were known once and will not return, as the engine says."""
         self.first_number = 1
-        """Of the first job, in a store without jobs."""
+        """The first job's number in a store without jobs."""
         self.refused_decision = ""
         """The last decision of the policy that broke a rule; empty if none did."""
         self._policy = policy

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stretto.schema.job import Job
 
 _FAILED_GRACE_S = 10.0
-"""As long as a supervisor waits for its own ranks after one has failed."""
+"""The wait of a supervisor for its own ranks after one has failed."""
 
 
 def commands(state: State, host: str | None = None) -> list[Command]:

@@ -79,7 +79,7 @@ class PartSpec:
     """The layer profile that the command writes, if that is its purpose."""
 
     host_memory_bytes: int = 0
-    """Of a rank with all that it starts; 0: no limit."""
+    """Limit for a rank with all that it starts; 0: no limit."""
 
     gang: str = ""
     batch: int | None = None

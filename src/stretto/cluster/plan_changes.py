@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _NICE = 19
-"""Of the planner, which runs beside the job's ranks."""
+"""The niceness of the planner, which runs beside the job's ranks."""
 
 
 @final

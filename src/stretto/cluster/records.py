@@ -119,7 +119,7 @@ class JobRecord:
     """Ids of jobs that must be done before."""
 
     blocked_by: set[str] = field(default_factory=set)
-    """Those of ``after`` that are not done."""
+    """Jobs of ``after`` that are not done."""
 
     live: Attempt | None = None
 
@@ -132,7 +132,7 @@ class JobRecord:
     not_before_s: float = 0.0
 
     stop_requested: str = ""
-    """Who requested it; empty if not requested."""
+    """The user or cause that requested it; empty if not requested."""
 
     profile: str = ""
     """Path of its layer profile; empty if it has no profile."""
@@ -150,4 +150,4 @@ class JobRecord:
     ended_s: float | None = None
 
     progress: dict[str, Any] = field(default_factory=dict)
-    """Of the last reports: step times, checkpoints, losses."""
+    """The last reports' contents: step times, checkpoints, losses."""

@@ -83,10 +83,10 @@ class Change:
     plan: str
 
     step_s: float
-    """Of the steps before."""
+    """The time of the steps before."""
 
     predicted_s: float
-    """Of a step by the plan."""
+    """The predicted time of a step with the plan."""
 
     why: str
 

@@ -58,7 +58,7 @@ _MAX_TEXT = 2000
 """Characters of an error in an answer or in the log."""
 
 _MAX_UNSENT_BYTES = 1 << 20
-"""Of answers to one client; see the note of `channel.Channel`."""
+"""Limit of answers to one client; see the note of `channel.Channel`."""
 
 
 def _text(value: object) -> str:

@@ -13,7 +13,7 @@ KEPT_STEPS = 1000
 """The last reports of a job that stay; at one every 10 s, those of almost 3 hours."""
 
 _PERIOD_S = 3600.0
-"""Of earlier ones, the first of each attempt in each of these times stays."""
+"""Period of which the first of each attempt's earlier reports stays."""
 
 _PIECE = 1000
 """Reports that one call looks at: some milliseconds."""

@@ -55,7 +55,7 @@ _DATA = 5
 """The place of ``data`` in a row, without ``seq``."""
 
 PAGE_ROWS, PAGE_BYTES = 1000, 1 << 19
-"""Of the events in one answer to a client."""
+"""Limits of the events in one answer to a client."""
 
 _EVENTS = """
 CREATE TABLE IF NOT EXISTS events (

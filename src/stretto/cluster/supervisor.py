@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES = 1 << 16
 _MAX_PIECES = 64
-"""Of an ended rank's output, copied at once: what it started may still write."""
+"""Pieces of an ended rank's output copied at once: its children may still write."""
 
 _MAX_CHECK_S = 1.0
 """Between two looks at the watchdog."""

@@ -49,7 +49,7 @@ _MISSING = (None, "", "None")
 
 _MAX_GPUS = 1_000_000
 _MAX_S = 1e12
-"""Of times and durations: beyond all dates, and sums of them are exact enough."""
+"""Limit of times and durations: beyond all dates, and sums are exact enough."""
 
 _Value = TypeVar("_Value")
 

@@ -72,8 +72,8 @@ class JobView:
     spec: Job
 
     role: str
-    """As in ``spec``, also while the job is profiled; `state.State` has an exception
-    for attempts of earlier releases."""
+    """The role in ``spec``, also while the job is profiled; `state.State` has an
+    exception for attempts of earlier releases."""
 
     minimum: int
     maximum: int
@@ -95,7 +95,7 @@ class JobView:
     """The last attempt; 0 before the first."""
 
     devices: tuple[Device, ...] = ()
-    """Those that the live attempt has, in the order of ranks."""
+    """Devices of the live attempt, in the order of ranks."""
 
     method: str = DATA_PARALLEL
     batch: int | None = None

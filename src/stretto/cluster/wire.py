@@ -173,4 +173,4 @@ def _renamed(plain: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _FORMER_KEYS = {"way": "method"}
-"""Of events in earlier stores, and of commands between processes of two releases."""
+"""Keys of events in earlier stores, and of commands between two releases."""

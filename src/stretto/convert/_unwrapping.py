@@ -77,7 +77,7 @@ _EVALUATING = (
 """How words begin in the names of functions that do not train."""
 
 _MEASURING = ("eval", "valid", "test", "infer", "predict", "score", "metric", "acc")
-"""Of these, words of functions that compute with the model."""
+"""The words among these of functions that compute with the model."""
 
 _TRAINING = ("train", "fit", "optim", "step", "loss", "criterion", "backward")
 

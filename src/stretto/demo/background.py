@@ -45,7 +45,7 @@ class Measured:
 
     foreground: float
     background: float
-    """Of all hosts together."""
+    """Rate of all hosts together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

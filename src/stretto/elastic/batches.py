@@ -96,7 +96,7 @@ class ShareSampler:
         self._ranks = 1
         self._division = -1
         self.stamps: deque[Stamp] = deque()
-        """Of all batches that were fetched and not read, in order."""
+        """Stamps of all batches that were fetched and not read, in order."""
 
     def divide(self, done: int, *, rank: int, ranks: int, division: int) -> None:
         """Yield what follows the first ``done`` samples, divided among these ranks."""

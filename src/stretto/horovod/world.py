@@ -50,7 +50,7 @@ class UsedOptimizer:
     created: int
     """Its index among the optimizers that this process created."""
     names: frozenset[str]
-    """Of its parameters."""
+    """The names of its parameters."""
     number: int
     """Distinguishes it from others that have a name in common with it."""
 

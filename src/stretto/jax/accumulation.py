@@ -18,7 +18,7 @@ class EveryState(NamedTuple):
     """Number of steps in the mean."""
 
     mean: Any
-    """Of this rank's gradients, at least in float32."""
+    """The mean of this rank's gradients, at least in float32."""
 
     inner: Any
 

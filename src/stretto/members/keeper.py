@@ -103,7 +103,7 @@ class ElasticJob:
     """Where to meet the keepers of other hosts, if there are any."""
 
     local_rank: int = 0
-    """Of this keeper's first rank, where other keepers run on the same host."""
+    """The local rank of this keeper's first one, beside other keepers on its host."""
 
     local_size: int | None = None
     """Ranks on this host, if other keepers start some of them."""

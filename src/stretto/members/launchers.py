@@ -28,7 +28,7 @@ _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
 
 class Launcher(enum.Enum):
-    """Who starts ranks."""
+    """The program that starts ranks."""
 
     TORCHRUN = "torchrun"
     SRUN = "srun"

@@ -90,7 +90,7 @@ class _Link:
         self.theirs = ""
         self.hello: _Hello | None = None
         self.keeper: int | None = None
-        """Of a keeper whose proof was accepted, on a connection for ballots."""
+        """The keeper whose proof was accepted, on a connection for ballots."""
 
 
 @final

@@ -104,7 +104,7 @@ class BucketSender:
         self._buckets: dict[int, BucketSchedule] = {}
         self._places: dict[int, list[str]] = {}
         self._works: dict[int, Any] = {}
-        """Of launched buckets, by index in launch order: a list, or one work."""
+        """Works of launched buckets, by index in launch order: a list, or one work."""
         self._pending: dict[int, tuple[Future[Any], torch.Tensor]] = {}
 
     def reduce(self, schedule: BucketSchedule, part: Slice) -> Reduce:

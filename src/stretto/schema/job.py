@@ -52,7 +52,7 @@ CLUSTER_PREFIX = "STRETTO_CLUSTER_"
 
 MAX_WORD_BYTES = 2**17 - 1
 MAX_WORDS_BYTES = 2**20
-"""Of a word of the command or of a variable, and of all: the kernel accepts no more."""
+"""Limits of one word of the command or of a variable, and of all: the kernel's."""
 
 MAX_GPUS = 2**20
 MAX_PRIORITY = 1000
@@ -207,7 +207,7 @@ class Job:
     """Jobs of a higher priority start first."""
 
     user: str = field(default="", metadata=_OPTIONAL)
-    """Who submitted it; the command line fills it in."""
+    """The user who submitted it; the command line fills it in."""
 
     environment: dict[str, str] = field(default_factory=dict, metadata=_OPTIONAL)
     """All variables that the job sees beside those that the cluster sets."""

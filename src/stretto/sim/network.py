@@ -66,7 +66,7 @@ class LevelFigures:
         self.idle_rates = [0.0]
         """Bytes/s of each flow after it."""
         self.speeds = [1.0]
-        """Of computation, relative to undisturbed; without contention there is one."""
+        """Speeds of computation, relative to undisturbed; one without contention."""
 
 
 @final

@@ -36,7 +36,7 @@ class LaneContent:
     """The flows of one lane, or of several with the same flows."""
 
     flows: tuple[tuple[float, float], ...]
-    """Of each flow: when it is ready, from the start of backward, and bytes on the
+    """When each flow is ready, from the start of backward, and its bytes on the
     wire."""
 
     number: int

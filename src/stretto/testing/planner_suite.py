@@ -50,7 +50,7 @@ MANY_TENSORS = 40
 """Gradients of the workloads whose times are scaled, over 20 to 200 ms of backward."""
 
 EXPONENTS = (-10, -1, 2, 10)
-"""Of 2: factors of all times, with which products and quotients are exact."""
+"""Powers of 2 that multiply all times: products and quotients stay exact."""
 
 
 def planner_checks(

@@ -372,7 +372,7 @@ def test_names_of_cuda_devices_have_a_number():
         CudaDevice("cuda:x", StandIn())
 
 
-def test_a_cuda_device_that_is_not_there_is_refused():
+def test_a_missing_cuda_device_is_refused():
     with pytest.raises(SpecError, match="no device cuda:2: PyTorch sees 2 GPUs"):
         CudaDevice("cuda:2", StandIn())
 

@@ -89,7 +89,7 @@ def test_the_loss_of_any_distribution_is_right_on_average(draw):
     assert statistics.median(found) == pytest.approx(0.2, abs=0.06)
 
 
-def test_a_block_goes_on_after_a_control_step_that_follows_another():
+def test_a_block_continues_after_a_control_step_that_follows_another():
     paired = PairedSteps()
     for number, had in enumerate([False, False, True, False, True, False]):
         record = StepRecord(duration_s=1.0 + 0.5 * had, had_task=had)

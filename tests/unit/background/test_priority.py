@@ -370,7 +370,7 @@ def test_an_empty_cgroup_that_had_this_process_id_is_removed(cgroups):
 
 
 @pytest.mark.parametrize(("is_old", "is_left"), [(True, False), (False, True)])
-def test_an_old_empty_cgroup_is_removed_whoever_has_its_process_id_now(
+def test_an_old_empty_cgroup_is_removed_if_its_process_id_is_in_use_again(
     cgroups, is_old, is_left
 ):
     left = cgroups / f"stretto-background-{os.getppid()}-00000000"

@@ -536,7 +536,7 @@ def test_run_leases_each_step_of_a_script(tmp_path):
     assert f"no foreground was seen in {tmp_path / 'run'}" in done.stderr
 
 
-def test_the_last_line_tells_a_missed_foreground_from_none(
+def test_the_last_line_distinguishes_a_missed_foreground_from_none(
     tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setenv("STRETTO_RUNTIME_DIR", str(tmp_path / "run"))
@@ -549,7 +549,7 @@ def test_the_last_line_tells_a_missed_foreground_from_none(
     assert "no foreground was seen" not in caplog.text
 
 
-def test_a_script_that_takes_no_lease_is_told(tmp_path, monkeypatch, caplog):
+def test_a_script_that_takes_no_lease_gets_a_line(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("STRETTO_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setattr(script_leases, "_WITHOUT_S", 0.0)
     with Background("exclusive:job", isolates=False) as made:
@@ -559,7 +559,7 @@ def test_a_script_that_takes_no_lease_is_told(tmp_path, monkeypatch, caplog):
     assert "this script took no lease of exclusive:job" in caplog.text
 
 
-def test_a_script_whose_processes_compute_without_a_lease_is_told(
+def test_a_script_whose_processes_compute_without_a_lease_gets_a_line(
     tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setenv("STRETTO_RUNTIME_DIR", str(tmp_path / "run"))

@@ -98,7 +98,7 @@ def test_constants_in_objects_of_the_library_are_captured(scale):
     require_equal(graph, model, (x,), None)
 
 
-def test_a_model_works_after_a_refused_capture_where_nobody_searched():
+def test_a_model_works_after_a_refused_capture_without_a_search():
     model, x = Model(as_attribute_of(lambda _: nn.Linear)), torch.randn(6, 4)
     with pytest.raises(SpecError, match="an earlier call that kept it"):
         capture(model, (x,))

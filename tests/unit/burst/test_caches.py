@@ -266,7 +266,7 @@ def masked(_model, h):
     return h if mask is None else h * mask
 
 
-def test_a_global_that_is_none_at_capture_is_noticed_when_it_is_set(monkeypatch):
+def test_an_empty_global_at_capture_is_noticed_when_it_is_set(monkeypatch):
     graph = capture(Model(masked), (torch.randn(6, 4),))
     assert graph.outdated() is None
     monkeypatch.setitem(globals(), "mask", torch.zeros(4))

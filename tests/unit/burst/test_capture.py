@@ -495,7 +495,7 @@ def test_few_numbers_of_samples_are_recorded_and_larger_ones_always():
     "function",
     [as_many_as_there_are, picks_by_place, picks_from_flat, rows_of_zeros],
 )
-def test_what_counts_the_samples_and_treats_them_alike_is_captured(function):
+def test_what_counts_the_samples_and_treats_them_equally_is_captured(function):
     model = Between(function)
     graph = capture(model, (torch.randn(3, 4),))
     graph.require_count(5)

@@ -233,7 +233,7 @@ class Decides(nn.Module):
     ],
     ids=lambda source: type(source).__name__,
 )
-def test_a_decision_that_every_call_draws_anew_is_refused(source: Any) -> None:
+def test_a_decision_that_every_call_draws_again_is_refused(source: Any) -> None:
     with pytest.raises(SpecError, match=r"in each call|from call to call"):
         capture(Decides(source), (torch.randn(4, 8),))
 

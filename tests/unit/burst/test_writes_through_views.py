@@ -63,7 +63,7 @@ def the_owner_is_written(h):
 
 
 def of_a_leading_dimension(h):
-    """As positions of several axes are interleaved, such as in Qwen3-VL."""
+    """Write as models do that interleave positions of several axes (Qwen3-VL)."""
     parts = h.view(-1, 3, 4).transpose(0, 1).contiguous()
     made = parts[0]
     for i in (1, 2):

@@ -126,7 +126,9 @@ def test_jax_on_cpu_without_the_combiner_is_fine(jax_installed):
 @pytest.mark.parametrize(
     ("platforms", "says"), [("cuda", "runs on CPUs only"), ("cpu", "one all-reduce")]
 )
-def test_jax_with_a_plugin_is_one_on_cpu_if_told_so(jax_installed, platforms, says):
+def test_jax_with_a_plugin_runs_on_the_cpu_if_a_variable_says_so(
+    jax_installed, platforms, says
+):
     jax_installed("xla_cuda12")
     (check,) = doctor.jax_checks({"JAX_PLATFORMS": platforms})
     assert says in check.found

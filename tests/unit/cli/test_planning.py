@@ -284,7 +284,7 @@ def test_ranks_must_fill_whole_hosts(files, tmp_path) -> None:
 
 
 def test_the_whole_process_works_without_torch(files, tmp_path) -> None:
-    """As a shell calls it; torch must not even be looked for."""
+    """Call it as a shell does; torch must not even be looked for."""
     program = (
         "import sys, runpy\n"
         "sys.modules['torch'] = None\n"  # an import of torch fails from here on

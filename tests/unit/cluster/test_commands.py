@@ -219,7 +219,7 @@ def test_status_lists_hosts_and_devices(run: Run) -> None:
     assert "host0: ready\n  cpu:0: free" in run("status")[1]
 
 
-def test_events_go_on_after_a_number(run: Run, tmp_path: Path) -> None:
+def test_events_continue_after_a_number(run: Run, tmp_path: Path) -> None:
     await_end(run, submitted(run, job_file(tmp_path)))
     rows = [json.loads(line) for line in run("events", "--json")[1].splitlines()]
     later = run("events", "--since", rows[-2]["seq"], "--json")[1]

@@ -309,7 +309,7 @@ def test_nothing_runs_beside_a_profiling(name):
     assert len(set(used)) == len(used)
 
 
-def test_a_profiling_beside_a_foreground_in_an_earlier_store_goes_on():
+def test_a_profiling_beside_a_foreground_in_an_earlier_store_continues():
     world = World(registry.get("deeppool"), (5,))
     foreground = world.submit(minimum=5, burst="profiled")  # two ranks never compute
     world.advance(4.0, 4)

@@ -99,7 +99,7 @@ def test_a_killed_gateway_disturbs_no_job(shared: Cluster, tmp_path: Path) -> No
     finish(shared, tmp_path, name)
 
 
-def test_a_killed_actor_is_replaced_and_its_agent_goes_on(
+def test_a_killed_actor_is_replaced_and_its_agent_continues(
     shared: Cluster, tmp_path: Path
 ) -> None:
     name = waiting(shared, tmp_path)
@@ -141,7 +141,7 @@ def test_a_killed_keeper_is_replaced_when_the_gateway_dies_too(
 # who gets in
 
 
-def test_only_this_machine_reaches_ray_and_nobody_without_its_token(
+def test_only_this_machine_with_the_token_reaches_ray(
     shared: Cluster,
 ) -> None:
     found = subprocess.run(

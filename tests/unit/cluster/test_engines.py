@@ -33,8 +33,8 @@ What fails, and the test of it, here (on both engines) unless a file is named:
 - a background: test_a_killed_background_starts_again_and_disturbs_no_foreground
 - a rank's memory: test_a_job_that_uses_too_much_memory_fails_and_says_so
 - a foreground that makes no step: test_a_job_that_makes_no_step_is_reported_and_runs_on
-- a full disk: test_a_full_disk_refuses_submissions_and_running_jobs_go_on,
-  test_what_is_killed_on_a_full_disk_starts_again_and_jobs_go_on; a locked
+- a full disk: test_a_full_disk_refuses_submissions_and_running_jobs_continue,
+  test_what_is_killed_on_a_full_disk_starts_again_and_jobs_continue; a locked
   store: test_store.py, test_a_locked_store_is_unavailable_and_says_so
 - two coordinators: test_a_second_coordinator_is_refused
 - everything above in any order, in virtual time: test_machine.py
@@ -234,7 +234,7 @@ def test_no_answer_and_no_log_quotes_a_long_request_whole(
     assert "x" * 3000 not in shared.folders.coordinator_log.read_text()
 
 
-def test_an_unknown_request_is_told_which_are_known(shared: Cluster) -> None:
+def test_an_unknown_request_lists_the_known_ones(shared: Cluster) -> None:
     with pytest.raises(SpecError, match="unknown request 'dance'; known are push, sub"):
         shared.ask("dance")
 
@@ -531,7 +531,7 @@ def test_a_keeper_that_a_signal_ends_is_replaced_and_ends_nothing(
         assert shared.pid(role) == before[role]
 
 
-def test_a_full_disk_refuses_submissions_and_running_jobs_go_on(
+def test_a_full_disk_refuses_submissions_and_running_jobs_continue(
     shared: Cluster, tmp_path: Path
 ) -> None:
     name = shared.submit(job(tmp_path, f"touch ready; {WAITS}; touch end"))
@@ -576,7 +576,7 @@ def filled(disk: Path) -> Path:
 
 
 @pytest.mark.lab
-def test_what_is_killed_on_a_full_disk_starts_again_and_jobs_go_on(
+def test_what_is_killed_on_a_full_disk_starts_again_and_jobs_continue(
     small_disk: Path, tmp_path: Path
 ) -> None:
     with cluster(small_disk / "c", hosts=1) as found:
@@ -621,7 +621,7 @@ def test_the_end_of_a_cluster_on_a_full_disk_says_what_it_waits_for(
         assert said[0].startswith(f"cannot ask {name} to stop: ")
 
 
-def test_a_cluster_goes_on_if_its_end_is_interrupted(
+def test_a_cluster_continues_if_its_end_is_interrupted(
     shared: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def drained() -> list[str]:
@@ -891,7 +891,7 @@ def test_a_host_that_is_silent_for_less_than_its_watchdog_keeps_its_job(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_cluster_that_was_down_goes_on_with_its_jobs(
+def test_a_cluster_that_was_down_continues_its_jobs(
     engine: str, tmp_path: Path
 ) -> None:
     with cluster(tmp_path / "c", engine=engine, hosts=1) as found:

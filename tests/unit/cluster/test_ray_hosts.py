@@ -223,7 +223,7 @@ def test_no_host_joins_without_the_token(pair: Pair) -> None:
     assert pair.second.run(sys.executable, "-c", check).split()[-1] == "refused"
 
 
-def test_a_job_on_a_host_whose_agent_is_killed_goes_on(pair: Pair) -> None:
+def test_a_job_on_a_host_whose_agent_is_killed_continues(pair: Pair) -> None:
     name = pair.submit(pair.shared / "agent", f"touch ready; {WAITS}", devices=2)
     await_file(pair.shared / "agent" / "ready")
     lock = "nodes/blue/hosts/blue/agent.lock"

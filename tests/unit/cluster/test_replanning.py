@@ -169,7 +169,7 @@ def test_a_request_is_read_once(tmp_path: Path) -> None:
     assert reports.next() is None
 
 
-def test_reports_are_read_once_and_what_is_none_is_skipped(tmp_path: Path) -> None:
+def test_reports_are_read_once_and_invalid_lines_are_skipped(tmp_path: Path) -> None:
     folder, reports = RequestFolder(tmp_path), JobReports(tmp_path)
     reports.add(MEASURED, 1, timings=[])
     with (tmp_path / "reports.jsonl").open("a") as file:

@@ -136,7 +136,7 @@ def test_a_page_of_large_events_has_few_of_them(tmp_path, monkeypatch):
     store.close()
 
 
-def test_a_restart_goes_on(world):
+def test_a_restart_continues(world):
     busy(world)
     world.restart()
     world.calm()
@@ -434,7 +434,7 @@ def test_a_clock_of_an_earlier_start_of_the_host_is_not_used(tmp_path, monkeypat
     assert server.steady_wall(folders)() >= 1e12
 
 
-def test_after_a_clock_was_ahead_time_goes_on_between_two_coordinators(
+def test_after_a_clock_was_ahead_time_continues_between_two_coordinators(
     tmp_path, monkeypatch, caplog
 ):
     folders = Folders(tmp_path)

@@ -422,7 +422,7 @@ def test_what_only_another_user_may_end_is_waited_for_no_longer(
             process.kill()
 
 
-def test_without_an_agent_the_attempt_goes_on_and_a_new_one_adopts_it(
+def test_without_an_agent_the_attempt_continues_and_a_new_one_adopts_it(
     folder: Path,
 ) -> None:
     command = shell("touch ready; while [ ! -e go ]; do sleep 0.01; done; exit 3")
@@ -476,7 +476,7 @@ def test_ranks_do_not_start_after_their_watchdog_has_fired(folder: Path) -> None
     assert not (folder / "ran").exists()
 
 
-def test_an_end_that_nobody_acknowledged_is_kept_in_a_file(folder: Path) -> None:
+def test_an_end_without_an_acknowledgment_is_kept_in_a_file(folder: Path) -> None:
     part = part_spec_of(folder, *shell("exit 9"), watchdog_s=1.0)
     started(folder, part).close()
     end = awaited_end(folder)
@@ -519,7 +519,7 @@ def test_a_rank_whose_supervisor_was_killed_as_it_forked_does_not_run() -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-def test_a_log_on_a_full_disk_loses_lines_and_the_job_goes_on(folder: Path) -> None:
+def test_a_log_on_a_full_disk_loses_lines_and_the_job_continues(folder: Path) -> None:
     (folder / "logs").mkdir()
     (folder / "logs/rank0.log").symlink_to("/dev/full")
     command = shell("i=0; while [ $i -lt 2000 ]; do echo line $i; i=$((i+1)); done")

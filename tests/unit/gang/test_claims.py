@@ -145,7 +145,7 @@ def test_a_rank_may_learn_of_two_losses_at_once():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_ranks_that_remain_have_each_micro_batch_once_whoever_is_lost(seed):
+def test_ranks_that_remain_have_each_micro_batch_once_for_any_losses(seed):
     rng = random.Random(seed)
     clock, count, size = Clock(), rng.randrange(1, 12), rng.randrange(2, 6)
     ranks = claims_of(size, count, clock)

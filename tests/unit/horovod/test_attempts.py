@@ -32,7 +32,7 @@ def met(store: Any, size: int) -> list[int]:
         return list(pool.map(lambda r: begin_attempt(r, store, "meet"), ranks))
 
 
-def test_ranks_count_their_attempts_alike() -> None:
+def test_ranks_count_their_attempts_equally() -> None:
     store = dist.HashStore()
     assert [met(store, 3) for _ in range(3)] == [[1] * 3, [2] * 3, [3] * 3]
 

@@ -40,7 +40,7 @@ def test_without_a_program_exit_2():
     assert caught.value.code == 2
 
 
-def test_a_program_that_is_not_there_exits_127_with_one_line(capfd):
+def test_a_missing_program_exits_127_with_one_line(capfd):
     with pytest.raises(SystemExit) as caught:
         main(["lab", "run", "--", "no-such-program-here", "--hosts", "1"])
     assert caught.value.code == 127

@@ -168,7 +168,7 @@ def test_one_keeper_decides_at_once() -> None:
     assert world.view(0).members[0].address == "h0:1"
 
 
-def test_half_of_the_ranks_goes_on_only_with_rank_0() -> None:
+def test_half_of_the_ranks_continues_only_with_rank_0() -> None:
     world = formed([2, 2])
     world.cut(0)
     world.run(6.0)
@@ -177,7 +177,7 @@ def test_half_of_the_ranks_goes_on_only_with_rank_0() -> None:
 
 
 def test_a_keeper_that_lost_ranks_keeps_their_votes() -> None:
-    """With votes for living ranks alone, both sides here would go on."""
+    """With votes of living ranks alone, both sides here would continue."""
     world = formed([3, 2])
     world.cut(0)
     world.run(6.0)

@@ -28,7 +28,7 @@ SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
         ({"RANK": "0", "WORLD_SIZE": "2"}, Launcher.OTHER),
     ],
 )
-def test_launchers_are_told_apart(
+def test_launchers_are_distinguished(
     environment: dict[str, str], launcher: Launcher
 ) -> None:
     assert launcher_of(environment) is launcher

@@ -200,7 +200,7 @@ def test_maximize_is_the_mirror_image():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("saved_at", [3, 9])
-def test_a_loaded_state_goes_on_bit_for_bit(dtype, saved_at):
+def test_a_loaded_state_continues_bit_for_bit(dtype, saved_at):
     ours = parameters_of(dtype=dtype)
     optimizer = AdamSGD(ours, lr=0.01, betas=BETAS, switch_at=6)
     train(ours, optimizer, saved_at)

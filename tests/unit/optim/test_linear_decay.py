@@ -36,7 +36,7 @@ def test_the_end_is_kept():
     )
 
 
-def test_a_loaded_schedule_goes_on():
+def test_a_loaded_schedule_continues():
     optimizer, other = sgd(), sgd()
     schedule, loaded = LinearDecay(optimizer, 10, 3), LinearDecay(other, 20, 1)
     rates(schedule, optimizer, 5)

@@ -268,7 +268,7 @@ def test_an_empty_tensor_more_changes_nothing(demo_like) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_planned_again_it_is_no_slower_than_what_was_known(seed, make_instance) -> None:
-    """Nor much slower than planned anew, and the same each time."""
+    """Nor much slower than a first plan, and the same each time."""
     workload, cluster = make_instance(seed, tensors=24, contended=seed % 2 == 1)
     joint = planners.get("joint")
     before = joint.plan(workload, cluster)

@@ -123,7 +123,7 @@ def test_a_second_file_of_what_occurs_once_is_refused(folder, report):
 
 
 @pytest.mark.parametrize("text", ['{"kind": "recipe"}', "{}", "[]", "no"])
-def test_what_is_none_of_ours_is_refused_by_name(tmp_path, text):
+def test_a_foreign_file_is_refused_by_name(tmp_path, text):
     file = tmp_path / "odd.json"
     file.write_text(text)
     with pytest.raises(SpecError, match=r"odd\.json"):

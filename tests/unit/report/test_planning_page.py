@@ -154,7 +154,7 @@ def test_a_chart_has_a_logarithmic_axis_and_labels_apart() -> None:
     assert drawing(charts_svg([chart], "label")).find(f"{SVG}style") is not None
 
 
-def test_labels_that_are_not_crowded_stand_at_their_curves_ends() -> None:
+def test_labels_that_are_not_crowded_are_at_their_curves_ends() -> None:
     columns = {"top": [1.0, 50.0], "a": [1.0, 1.01], "b": [1.0, 1.0]}
     chart = Chart(title="t", axis="", unit="s", x=(2, 4), columns=columns)
     for wide in (False, True):

@@ -91,6 +91,6 @@ def test_a_method_that_occurs_twice_is_refused(report):
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-def test_times_that_are_none_are_refused(report, value):
+def test_invalid_times_are_refused(report, value):
     with pytest.raises(SpecError, match="measured_step_s"):
         dataclasses.replace(report.methods[0], measured_step_s=value)

@@ -26,7 +26,7 @@ def cells(table, first):
     return [cell.strip() for cell in line.split("  ") if cell.strip()]
 
 
-def test_planners_stand_one_per_row_in_the_order_given():
+def test_planners_are_listed_one_per_row_in_the_order_given():
     best = ROW | {"planner": "joint", "iteration_s": 0.39, "gap": 0.114, "lanes": 4}
     table = planners_table([ROW, best])
     assert cells(table, "ddp") == [

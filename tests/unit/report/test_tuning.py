@@ -52,7 +52,7 @@ def drawn(tuning: Tuning) -> ET.Element:
 
 
 def dots(drawing: ET.Element) -> list[ET.Element]:
-    """Those of trials; the key's have no title."""
+    """Return the dots of trials; those of the key have no title."""
     found = drawing.iter(f"{SVG}circle")
     return [dot for dot in found if dot.find(f"{SVG}title") is not None]
 

@@ -114,7 +114,7 @@ def test_who_comes_too_late_stops_as_those_did_who_had_waited() -> None:
     ]
 
 
-def test_all_go_on_or_all_stop_whenever_the_last_one_comes() -> None:
+def test_all_continue_or_all_stop_whenever_the_last_one_comes() -> None:
     outcomes = set()
     for trial in range(40):
         agreements = [Agreement(r) for r in make_ranks(2, timeout_s=0.02)]

@@ -54,7 +54,7 @@ def waiting_work(cuda: FakeCuda) -> Any:
 
 
 def test_an_end_is_announced_with_an_event_behind_the_results(cuda: FakeCuda) -> None:
-    """An event that is announced before it is recorded holds nobody up."""
+    """An event that is announced before it is recorded delays no thread."""
     announced: list[Any] = []
 
     def finish(error: BaseException | None, mark: Any) -> None:

@@ -1,4 +1,4 @@
-"""Who is named when a lane cannot be opened."""
+"""The rank that is named when a lane cannot be opened."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def test_a_limit_that_none_keeps_ends_with_3_and_the_nearest(stored):
 
 
 @pytest.mark.parametrize("limit", ["nan", "inf", "0", "-1", "0.99"])
-def test_a_limit_that_is_none_is_refused(stored, limit):
+def test_an_invalid_limit_is_refused(stored, limit):
     done = run(stored, "--gpus", "4", "--batch", "8", f"--amp-limit={limit}")
     assert done.exit_code == 2
     assert "--amp-limit" in done.output

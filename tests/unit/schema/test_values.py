@@ -308,7 +308,7 @@ def test_a_cluster_of_one_host_is_bound_by_what_is_inside():
     assert Cluster(hosts=2, ranks_per_host=4, **figures).ranks == 8
 
 
-def test_tracks_stand_in_reading_order():
+def test_tracks_are_in_reading_order():
     line = Timeline(
         name="x",
         spans=tuple(

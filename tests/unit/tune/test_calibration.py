@@ -54,7 +54,7 @@ def errors(
 
 
 @pytest.mark.parametrize(("what", "factor"), [("flow", 0.8), ("link", 0.5)])
-def test_a_few_trials_mend_a_wrong_rate(
+def test_a_few_trials_correct_a_wrong_rate(
     space: Space, workload: Workload, cluster: Cluster, what: str, factor: float
 ) -> None:
     wire, fit = cluster.inter_host, cluster.allreduce
@@ -134,7 +134,7 @@ def test_one_observation_moves_only_a_little_what_it_does_not_speak_of(
     assert predicted_s == pytest.approx(true_s, rel=0.08)
 
 
-def test_a_time_that_is_none_is_refused(
+def test_an_invalid_time_is_refused(
     space: Space, workload: Workload, cluster: Cluster
 ) -> None:
     plan = space.plan(space.points[0], cluster)

@@ -56,14 +56,14 @@ def test_faster_steps_are_a_change_too() -> None:
     assert len(changes(DriftDetector(0.2), [*noisy(0.2, 56), *noisy(0.1, 40)])) == 1
 
 
-def test_a_change_that_passes_is_none() -> None:
+def test_a_change_that_passes_is_not_reported() -> None:
     steps_s = []
     for _ in range(20):
         steps_s += [*noisy(0.1, 2 * WINDOW_STEPS), *noisy(0.2, WINDOW_STEPS)]
     assert changes(DriftDetector(0.1), steps_s) == []
 
 
-def test_after_a_search_in_vain_it_waits_and_longer_each_time() -> None:
+def test_after_a_search_without_a_gain_it_waits_longer_each_time() -> None:
     watch = DriftDetector(0.1)
     reported = []
     level_s = 0.1

@@ -77,7 +77,7 @@ def test_without_half_as_many_lanes_to_compare_with_none_are_asked_for() -> None
 def test_large_messages_of_few_lanes_and_small_ones_give_the_network(
     flow: float,
 ) -> None:
-    """As a look measures: small messages pass a shaper as if there were none."""
+    """Measure as the initial profile does: small messages pass a shaper unshaped."""
     rng = random.Random(0)
     samples = [bulk(flow, lanes, rng.uniform(0.99, 1.03)) for lanes in (2, 4)]
     if more_lanes_help(samples):

@@ -65,7 +65,7 @@ class Partition:
     iteration_s: float
 
     foreground: float
-    """As in `CollocatedPlan`."""
+    """The same figure as in `CollocatedPlan`."""
 
     background: float
 

@@ -149,7 +149,7 @@ class HierarchicalLanes(AbstractLanes):
 
         self._lanes: dict[tuple[int, int], HierarchicalLane] = {}
         self._numbers: dict[tuple[int, int], int] = {}
-        """Of lanes within the host, by lane and connections."""
+        """Numbers of lanes within the host, by lane and connections."""
         self._opened = 0
 
     def open(self, needs: Sequence[Need]) -> dict[Need, Any]:

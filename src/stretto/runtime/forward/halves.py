@@ -142,13 +142,13 @@ class Halves:
         self._sender = sender
         self._ranks = ranks
         self._first: list[int] = []
-        """Of each bucket, the number of its first gradient."""
+        """The number of each bucket's first gradient."""
 
         self._parts: list[list[_Part]] = []
-        """Of each bucket; none if it is reduced whole."""
+        """The parts of each bucket; none if it is reduced whole."""
 
         self._own_spans: list[tuple[int, int, list[Span]]] = []
-        """Of a bucket that is reduced whole, the elements that this rank squares."""
+        """The elements that this rank squares of buckets that are reduced whole."""
 
         count = self._rest = 0
         for schedule, row in zip(schedules, members, strict=True):

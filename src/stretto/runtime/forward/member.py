@@ -115,7 +115,7 @@ class BucketMember:
         """Functions and factors that multiply the gradient once it is complete."""
 
         self.version: int | None = None
-        """Of a finished gradient whose norm is known: as long as nothing writes it."""
+        """A finished gradient's version if its norm is known, until it is written."""
 
         self.group = 0
         """Index of the optimizer's parameter group, while there is an update."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stretto.runtime.forward.member import BucketMember, Overlap
 
 _KEY = "stretto-finish"
-"""Of the hook among a module's; handles of other hooks have numbers."""
+"""The hook's key among a module's; handles of other hooks have numbers."""
 
 _INERT = contextlib.nullcontext().__exit__
 """Accepts what a pre-hook gets, and returns None."""

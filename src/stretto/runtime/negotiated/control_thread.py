@@ -99,7 +99,7 @@ class ControlLoop(AbstractControlLoop):
         self._wake = threading.Condition(self._lock)
         self._jobs: dict[str, PendingRequest] = {}
         self._launching: dict[str, PendingRequest] = {}
-        """Those that the control thread took from the pending ones in this round."""
+        """Requests that the control thread took from the pending ones in this round."""
         self._outstanding: set[Handle] = set()
         self._prune_at = _PRUNE_AT
         self._join: Handle | None = None

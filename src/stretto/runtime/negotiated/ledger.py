@@ -186,7 +186,7 @@ class RequestLedger:
         self._round = 0
         self._text = b""
         self._places: dict[str, str] = {}
-        """Of each sequence, what this rank was at when the round began."""
+        """This rank's request of each sequence when the round began."""
 
     # This rank's actions.
 

@@ -76,7 +76,7 @@ class Request:
     kind: CollectiveKind
 
     dtype: str = "uint8"
-    """As torch prints it, without ``torch.``: one of `DTYPES`."""
+    """The name that torch prints, without ``torch.``: one of `DTYPES`."""
 
     shape: tuple[int, ...] = ()
     """Whole shape; for all-gather and all-to-all, without the first dimension."""

@@ -108,7 +108,7 @@ REFUSED: list[tuple[str, list[Callable[[int, BackwardUse], Any]]]] = [
 
 
 @pytest.mark.parametrize("index", range(len(RIGHT)))
-def test_backward_passes_that_are_right_go_on(index: int) -> None:
+def test_backward_passes_that_are_right_are_accepted(index: int) -> None:
     uses, stopped = run(*RIGHT[index])
     meet(uses)
     assert not stopped

@@ -101,7 +101,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("index", range(len(RIGHT)))
-def test_what_is_right_goes_on(index: int, dtype: torch.dtype) -> None:
+def test_what_is_right_is_accepted(index: int, dtype: torch.dtype) -> None:
     run(RIGHT[index], dtype, steps=9)
 
 

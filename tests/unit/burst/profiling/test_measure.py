@@ -343,7 +343,7 @@ def test_arguments_of_another_kind_are_refused(given, more, message):
         profile(model, inputs, batch=2, gpus=1, **more, **CALM)
 
 
-def test_a_model_that_is_none_or_has_nothing_to_train_is_refused():
+def test_a_missing_model_or_one_with_nothing_to_train_is_refused():
     inputs = (torch.randn(2, 4),)
     with pytest.raises(SpecError, match="Module, got None"):
         profile(None, inputs, batch=2, gpus=1, **CALM)

@@ -180,7 +180,7 @@ def test_the_command_prints_all_ways_and_draws_them(vgg, tmp_path):
         ("no", "read"),
     ],
 )
-def test_a_curve_that_is_none_is_refused(vgg, tmp_path, given, message):
+def test_an_invalid_curve_is_refused(vgg, tmp_path, given, message):
     vgg.save(tmp_path / "p.json")
     done = CliRunner().invoke(
         command, ["scale", f"{tmp_path}/p.json", "--batch", "1", "--efficiency", given]

@@ -125,7 +125,7 @@ def test_one_layers_data_parallel_step_ends_with_its_all_reduce(size):
     assert [windows_as_rows(windows) for windows in step.windows] == [wanted] * 4
 
 
-def test_synchronization_is_under_the_backward_of_earlier_layers():
+def test_synchronization_overlaps_the_backward_of_earlier_layers():
     size = 6 * 10**5  # 2 * 3/4 of it: 9 ms; the backward of a: 4/3 of 32 ms
     some = profile(layer("a", each_s=16e-3), layer("b", "a", parameters=size))
     step = burst.simulate(
@@ -410,7 +410,7 @@ def test_rates_are_max_min_fair(seed):
         )
 
 
-def test_the_command_plans_for_a_cluster_and_tells_idle_time(tmp_path):
+def test_the_command_plans_for_a_cluster_and_prints_idle_time(tmp_path):
     some = profile(
         layer("a", activation=10), layer("b", "a", parameters=10**8, each_s=1e-5)
     )
