@@ -33,7 +33,7 @@ def main() -> None:
     job = joined(arguments)
     # Imports and first allocations must not affect a measured run.
     whole_run(job.stock(), 5)
-    options = TuneOptions(memory=False)
+    options = TuneOptions(plan_cache=False)
     tuned, known = [], []
     settled = None
     while not known or cycles_left(known, len(known) // 2):

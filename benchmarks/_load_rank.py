@@ -21,7 +21,7 @@ MAX_STEPS = 700
 
 def search(job: Job, folder: Path) -> dict:
     """Train until the search has settled; rank 0 saves the plan and DDP's."""
-    trainee, settled = job.tuned(TuneOptions(watch=False, memory=False))
+    trainee, settled = job.tuned(TuneOptions(watch=False, plan_cache=False))
     steps = 0
     while not settled and steps < MAX_STEPS:
         trainee.run()

@@ -41,7 +41,7 @@ BLIND = TuneOptions(
     lost_ratio=1e6,
     patience=None,
     watch=False,
-    memory=False,
+    plan_cache=False,
 )
 
 
@@ -91,7 +91,7 @@ class Job:
         return Trainee(self.task, TorchDDP(self.task.model(), **SAME_START))
 
     def look(self) -> Any:
-        options = TuneOptions(steps=0, watch=False, memory=False)
+        options = TuneOptions(steps=0, watch=False, plan_cache=False)
         trainee, settled = self.tuned(options)
         while not settled:
             trainee.run()
@@ -253,7 +253,7 @@ def story(trainee: Trainee) -> tuple[Any, ...]:
 
 def drift(job: Job, interface: str, mbit: int) -> dict:
     """Halve the link under a settled run; then measure what is possible, by grid."""
-    options = TuneOptions(memory=False)
+    options = TuneOptions(plan_cache=False)
     trainee, settled = job.tuned(options)
     while not settled:
         trainee.run()
@@ -329,7 +329,7 @@ def main() -> None:
     arguments = parser.parse_args()
     job = joined(arguments)
     memory = Path(arguments.out).with_suffix(".sqlite")
-    os.environ["STRETTO_MEMORY"] = str(memory)
+    os.environ["STRETTO_PLAN_CACHE"] = str(memory)
     if arguments.halve_to:
         result = drift(job, arguments.interface, arguments.halve_to)
         if dist.get_rank() == 0:
@@ -351,7 +351,7 @@ def main() -> None:
     plan = guided["settled"].executed
     known = [whole_run(job.planned(plan), arguments.steps) for _ in range(2)]
     say("guided run again, without the first one's memory")
-    again = tuned_run(job, TuneOptions(watch=False, memory=False), arguments.steps)
+    again = tuned_run(job, TuneOptions(watch=False, plan_cache=False), arguments.steps)
     say("blind run")
     blind = tuned_run(job, BLIND, arguments.steps + 12)
     runs = {"guided": guided, "again": again, "blind": blind}
@@ -363,16 +363,20 @@ def main() -> None:
                 lost_ratio=1e6,
                 patience=None,
                 watch=False,
-                memory=False,
+                plan_cache=False,
             )
             for name in (*ENSEMBLE, "coordinate")
         }
         alone["planner alone"] = TuneOptions(
-            techniques=(), lost_ratio=1e6, watch=False, memory=False
+            techniques=(), lost_ratio=1e6, watch=False, plan_cache=False
         )
-        alone["first plan, no trials"] = TuneOptions(steps=0, watch=False, memory=False)
+        alone["first plan, no trials"] = TuneOptions(
+            steps=0, watch=False, plan_cache=False
+        )
         alone["all together"] = TuneOptions(
-            techniques=("predicted", "coordinate", *ENSEMBLE), watch=False, memory=False
+            techniques=("predicted", "coordinate", *ENSEMBLE),
+            watch=False,
+            plan_cache=False,
         )
         for name, options in alone.items():
             say(name)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
 
-os.environ["STRETTO_MEMORY"] = "off"
+os.environ["STRETTO_PLAN_CACHE"] = "off"
 
 TAKE_TURNS = {
     "dist/test_auto.py": 4,

@@ -134,7 +134,7 @@ def test_a_package_names_its_files():
 
 
 OTHERS_NAMES = {
-    "STRETTO_MEMORY",
+    "STRETTO_PLAN_CACHE",
     "UninitializedParameter",
     "_extract_tensors",
     "jax.lax.scan",

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
-OPTIONS = TuneOptions(steps=10, watch=False, memory=False)
+OPTIONS = TuneOptions(steps=10, watch=False, plan_cache=False)
 
 STEPS = 30
 

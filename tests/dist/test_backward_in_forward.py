@@ -70,7 +70,7 @@ def trains(rank: int, _size: int) -> dict[str, tuple[bool, bool, list[str]]]:
     found = {}
     for name, backwards in BACKWARDS.items():
         theirs = train(nn.parallel.DistributedDataParallel(Manual()), rank, backwards)
-        options = TuneOptions(steps=6, watch=False, memory=False)
+        options = TuneOptions(steps=6, watch=False, plan_cache=False)
         model = stretto.DistributedDataParallel(Manual(), tune=options)
         reducer = model.reducer
         ours = train(model, rank, backwards)

@@ -180,7 +180,7 @@ def error_after_it_was_caught(side: Side) -> None:
 
 
 class Picky(torch.optim.SGD):
-    """Rejects gradients of a tensor."""
+    """Refuses gradients of a tensor."""
 
     picked: Any = None
 

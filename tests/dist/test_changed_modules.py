@@ -115,7 +115,7 @@ def losses(rank: int, kind: Any, change: Any, at: int, unused: bool) -> list[flo
 
 def changes(rank: int, size: int) -> dict[str, bool]:
     os.environ["STRETTO_TUNE_SCHEDULE"] = "forced"
-    os.environ["STRETTO_MEMORY"] = "off"
+    os.environ["STRETTO_PLAN_CACHE"] = "off"
     found = {}
     for change, unused in CHANGES:
         for at in (1, 4, 9, 16):
@@ -134,7 +134,7 @@ def test_a_module_that_changes_after_wrapping_trains_as_with_ddp(ranks: Any) -> 
 def hooked(rank: int, size: int, at: int) -> tuple[bool, int]:
     """Register a hook after so many steps; return whether losses are DDP's."""
     os.environ["STRETTO_TUNE_SCHEDULE"] = "forced"
-    os.environ["STRETTO_MEMORY"] = "off"
+    os.environ["STRETTO_PLAN_CACHE"] = "off"
     found = []
     buckets: list[int] = []
 

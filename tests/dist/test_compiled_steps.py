@@ -61,7 +61,7 @@ def without_recompiling(kind: Any, rank: int) -> list[float]:
 
 def compiles(rank: int, _size: int, name: str) -> bool:
     def ours(module: nn.Module) -> Any:
-        options = TuneOptions(steps=6, watch=False, memory=False)
+        options = TuneOptions(steps=6, watch=False, plan_cache=False)
         return stretto.DistributedDataParallel(module, tune=options)
 
     train = {"step": whole_step, "model": without_recompiling}[name]

@@ -221,7 +221,7 @@ def tuned(kind: str, rank: int) -> tuple[dict[str, Any], bool]:
     model = stretto.DDP(
         net(kind),
         on_settled=settled.append,
-        tune=TuneOptions(steps=12, lost_ratio=100.0, watch=False, memory=False),
+        tune=TuneOptions(steps=12, lost_ratio=100.0, watch=False, plan_cache=False),
     )
     deferred = deferred_plan(model).digest
     plans: list[str] = []

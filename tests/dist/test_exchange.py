@@ -20,7 +20,7 @@ from stretto.runtime.negotiated import (
     Request,
 )
 from stretto.runtime.ranks import Ranks
-from stretto.runtime.rounds import RoundRows, Rounds
+from stretto.runtime.reduction_rounds import RoundRows, Rounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable

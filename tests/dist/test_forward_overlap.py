@@ -926,7 +926,7 @@ def rank_runs_the_example(rank: int, size: int) -> list[bool]:
     os.environ[POISON_VARIABLE] = "1"
     path = Path(__file__).parents[2] / "examples" / "forward_overlap.py"
     example: dict[str, Any] = runpy.run_path(str(path))
-    os.environ.update({SCHEDULE_VARIABLE: FORCED_FORWARD, "STRETTO_MEMORY": "off"})
+    os.environ.update({SCHEDULE_VARIABLE: FORCED_FORWARD, "STRETTO_PLAN_CACHE": "off"})
     jobs = [example["Job"](overlap) for overlap in ("backward", "auto")]
     for job in jobs:
         job.train(24)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 TorchDDP = nn.parallel.DistributedDataParallel
 
 STEPS = 50
-TUNE = TuneOptions(steps=10, lost_ratio=100.0, watch=False, memory=False)
+TUNE = TuneOptions(steps=10, lost_ratio=100.0, watch=False, plan_cache=False)
 
 
 class Net(nn.Module):

@@ -470,7 +470,7 @@ def an_error_between(rank: int, size: int) -> list[Any]:
 
     import stretto.horovod.tensorflow as hvd
     from stretto.horovod.tensorflow.gradients import reduce_gradients
-    from stretto.runtime.rounds import Rounds
+    from stretto.runtime.reduction_rounds import Rounds
 
     w = tf.ones([600_000])  # larger than what is sent by one call
 

@@ -86,7 +86,7 @@ def planned(model: Any, size: int) -> Plan:
 
 def searches(rank: int, size: int, techniques: tuple[str, ...]) -> dict[str, Any]:
     options = TuneOptions(
-        steps=30, lost_ratio=5.0, techniques=techniques, watch=False, memory=False
+        steps=30, lost_ratio=5.0, techniques=techniques, watch=False, plan_cache=False
     )
     ours, settled, model = tuned(rank, options)
     ours.until(settled)
@@ -134,7 +134,7 @@ def looks(rank: int, size: int) -> list[dict[str, Any]]:
         # Of so small a model's messages a rank may see no time at all.
         look.more_lanes_help = lambda _samples, helps=helps: helps
         ours, settled, _model = tuned(
-            rank, TuneOptions(steps=0, watch=False, memory=False)
+            rank, TuneOptions(steps=0, watch=False, plan_cache=False)
         )
         ours.until(settled)
         theirs = Training(TorchDDP(net()), rank)
@@ -162,7 +162,7 @@ def blind(rank: int, size: int) -> Any:
         model=False,
         techniques=("grid", "hyperband"),
         watch=False,
-        memory=False,
+        plan_cache=False,
     )
     ours, settled, _model = tuned(rank, options)
     ours.until(settled)
@@ -179,7 +179,7 @@ def test_a_blind_search_starts_from_ddp_and_its_techniques_propose_the_rest(rank
 
 
 def remembers(rank: int, size: int, path: str) -> dict[str, Any]:
-    os.environ["STRETTO_MEMORY"] = path
+    os.environ["STRETTO_PLAN_CACHE"] = path
     options = TuneOptions(steps=12, watch=False)
     first, settled, _model = tuned(rank, options)
     first.until(settled)
@@ -221,7 +221,7 @@ def test_a_second_run_starts_with_the_settled_plan(ranks, tmp_path):
 
 
 def breaks(rank: int, size: int, path: str) -> Any:
-    os.environ["STRETTO_MEMORY"] = path
+    os.environ["STRETTO_PLAN_CACHE"] = path
     lines = Lines(logging.WARNING)
     ours, settled, _model = tuned(rank, TuneOptions(steps=8, watch=False))
     ours.until(settled)
@@ -249,7 +249,7 @@ def refuses(rank: int, size: int) -> dict[str, Any]:
         techniques=("grid",),
         patience=None,  # noise alone may keep six plans in a row from being faster
         watch=False,
-        memory=False,
+        plan_cache=False,
     )
     ours, settled, model = tuned(rank, options)
     build = model._build_group
@@ -281,7 +281,7 @@ def test_a_trial_that_runs_out_of_memory_falls_back_on_every_rank(ranks):
 
 def drifts(rank: int, size: int) -> dict[str, Any]:
     fit._MAX_ERROR = math.inf  # a busy machine's times fit no model
-    options = TuneOptions(steps=8, memory=False)
+    options = TuneOptions(steps=8, plan_cache=False)
     ours, settled, model = tuned(rank, options)
     ours.until(settled)
     ours.steps((REFERENCE_WINDOWS + 1) * WINDOW_STEPS)
@@ -308,7 +308,7 @@ def test_a_lasting_change_re_opens_the_search_and_it_settles_again(ranks):
 
 def evaluates(rank: int, size: int) -> dict[str, Any]:
     """Rank 0 evaluates after every third step; one run is shorter than the budget."""
-    options = TuneOptions(steps=30, lost_ratio=5.0, watch=False, memory=False)
+    options = TuneOptions(steps=30, lost_ratio=5.0, watch=False, plan_cache=False)
     ours, settled, _model = tuned(rank, options)
     while not settled and ours.number < MAX_STEPS:
         ours.steps(3)
@@ -337,7 +337,7 @@ def test_evaluations_in_between_do_not_count_and_a_short_run_just_ends(ranks):
 
 
 def joins(rank: int, size: int) -> dict[str, Any]:
-    options = TuneOptions(steps=10, memory=False)
+    options = TuneOptions(steps=10, plan_cache=False)
     ours, settled, model = tuned(rank, options)
     before = model.plan
     with model.join():
@@ -357,7 +357,7 @@ def test_a_model_with_uneven_inputs_is_not_tuned_and_trains_on(ranks):
 def decides(rank: int, size: int) -> dict[str, Any]:
     """Plans applied by hand in the middle of the look, of the trials, and after."""
     found: dict[str, Any] = {}
-    options = TuneOptions(steps=60, lost_ratio=5.0, memory=False)
+    options = TuneOptions(steps=60, lost_ratio=5.0, plan_cache=False)
     for name, steps in (("look", 5), ("trials", 20), ("watch", None)):
         ours, settled, model = tuned(rank, options)
         if steps is None:
@@ -395,7 +395,7 @@ def misreads(rank: int, size: int) -> dict[str, Any]:
     if rank == 1:
         for module in (controller, look):
             module.perf_counter = lambda: 1e6 + 1.33 * time.perf_counter()
-    options = TuneOptions(steps=20, lost_ratio=5.0, watch=False, memory=False)
+    options = TuneOptions(steps=20, lost_ratio=5.0, watch=False, plan_cache=False)
     ours, settled, model = tuned(rank, options)
     ours.until(settled)
     theirs = Training(TorchDDP(net()), rank)

@@ -117,7 +117,7 @@ def goes_on(rank: int) -> dict[str, Any]:
 
 def two_runs(rank: int, size: int, folder: str) -> dict[str, Any]:
     memory = Path(folder) / "plans.sqlite"
-    os.environ["STRETTO_MEMORY"] = str(memory)
+    os.environ["STRETTO_PLAN_CACHE"] = str(memory)
     found = {"short": ends_before_it_has_settled(Path(folder), rank)}
     if rank == 0:
         found["kept"] = PlanCache(memory, strict=True).all()
@@ -258,7 +258,7 @@ def test_a_script_that_ends_in_an_error_keeps_what_is_known(tmp_path: Path) -> N
     script, plan = tmp_path / "train.py", tmp_path / "plan.json"
     script.write_text(SCRIPT)
     memory = tmp_path / "plans.sqlite"
-    options = ["--save-plan", str(plan), "--memory", str(memory), "--standalone"]
+    options = ["--save-plan", str(plan), "--plan-cache", str(memory), "--standalone"]
     for _ in range(4):
         done = subprocess.run(
             [

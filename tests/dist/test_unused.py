@@ -143,7 +143,7 @@ def rank_tunes(rank: int, size: int) -> list[dict[str, Any]]:
         model = stretto.DDP(
             net(),
             on_settled=settled.append,
-            tune=TuneOptions(steps=12, lost_ratio=100.0, watch=False, memory=False),
+            tune=TuneOptions(steps=12, lost_ratio=100.0, watch=False, plan_cache=False),
             **settings,
         )
         ours = train(model, rank, MAX_STEPS, settled=settled, **case)

@@ -60,7 +60,7 @@ def _blocks(language):
 def one_rank(tmp_path, monkeypatch):
     """A process group of one rank, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("STRETTO_MEMORY", "off")
+    monkeypatch.setenv("STRETTO_PLAN_CACHE", "off")
     dist.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )

@@ -49,6 +49,7 @@ def options_of_the_library(value: Any) -> dict[str, Callable[[], object]]:
     inputs = (torch.zeros(2, 2),)
     return {
         "watch": lambda: stretto.TuneOptions(watch=value),
+        "plan_cache": lambda: stretto.TuneOptions(plan_cache=value),
         "memory": lambda: stretto.TuneOptions(memory=value),
         "model": lambda: stretto.TuneOptions(model=value),
         "maximize": lambda: AdamSGD([weight], maximize=value),

@@ -117,7 +117,7 @@ def run(home: Path, *command: str | Path, cwd: Path) -> subprocess.CompletedProc
             "PATH": f"{home / 'bin'}:{environment['PATH']}",
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
-            "STRETTO_MEMORY": "off",
+            "STRETTO_PLAN_CACHE": "off",
         },
         capture_output=True,
         text=True,

@@ -46,7 +46,7 @@ def problem(
     Args:
         profile: Layers and their times.
         gpus: Number of GPUs that a plan may use.
-        batch: Samples of an iteration over all GPUs.
+        batch: Samples of a step over all GPUs.
         amplification_limit: Limit of each layer's GPU time relative to that on one GPU.
         widths: The numbers of GPUs a layer may get: ``powers``, ``divisors``, ``all``,
             or numbers up to ``gpus``.
@@ -84,7 +84,7 @@ def plan(problem: BurstProblem) -> BurstPlan:
 
 
 def front(problem: BurstProblem) -> list[BurstPlan]:
-    """Return the Pareto front of iteration time against GPU time, fastest plan first.
+    """Return the Pareto front of step time against GPU time, fastest plan first.
 
     Raises:
         Infeasible: no plan keeps the limit; the error names the nearest feasible limit.

@@ -5,7 +5,7 @@ Other forwards may run before a forward's backward, with other shares of the bat
 other parameters frozen. So each output refers to its own forward. A backward belongs to
 the forward of the first output that it reaches: the one computed last, on every rank. A
 gradient that reaches a parameter directly may arrive earlier, and waits for that
-output. Outputs that one backward can't treat equally are rejected, from what all ranks
+output. Outputs that one backward can't treat equally are refused, from what all ranks
 know.
 """
 
@@ -297,7 +297,7 @@ class BackwardPass:
         forward.sync.add_direct(parameter, grad * share)
 
     def _require_none_left_over(self) -> None:
-        """Reject gradients from before the model was set up, except zeros.
+        """Refuse gradients from before the model was set up, except zeros.
 
         Raises:
             StrettoError: the backward would add to one.

@@ -356,7 +356,7 @@ class Captures:
             ) from exc
 
     def _refuse_new_parameters(self, graph: LayerGraph) -> None:
-        """Reject a capture that reads parameters that the model did not have before.
+        """Refuse a capture that reads parameters that the model did not have before.
 
         They are in a module that was added: see `Structure` for others.
         """

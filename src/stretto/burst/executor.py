@@ -476,7 +476,7 @@ class BurstParallel(nn.Module):
         A job of `stretto cluster` whose file has ``"replan": true`` calls this after
         each ``optimizer.step()``, on every rank, before the next forward. The ranks
         look for requests about once in a second. Elsewhere it does nothing. A plan that
-        `apply_plan` would reject is not used: rank 0 logs why, and training continues.
+        `apply_plan` would refuse is not used: rank 0 logs why, and training continues.
 
         Args:
             optimizers: as for `apply_plan`.

@@ -1,4 +1,4 @@
-"""Reject a loss on gathered outputs of ranks with other numbers of samples.
+"""Refuse a loss on gathered outputs of ranks with other numbers of samples.
 
 # Note [Gathered outputs]
 Where a function with a gradient gathers outputs, such as for a contrastive loss, its

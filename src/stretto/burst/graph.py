@@ -94,7 +94,7 @@ def _naming_types(
 
 
 def _refuse_own_call(module: nn.Module) -> None:
-    """Reject a model whose class changes what a call does besides forward."""
+    """Refuse a model whose class changes what a call does besides forward."""
     for kind in type(module).__mro__:
         for name in _CALLS:
             call = vars(kind).get(name)

@@ -1,4 +1,4 @@
-"""Reject a loss on an activation that a forward hook inside the model has kept.
+"""Refuse a loss on an activation that a forward hook inside the model has kept.
 
 # Note [Activations that hooks keep]
 Such a tensor is inside the model, where gradients are of the mean loss over the global

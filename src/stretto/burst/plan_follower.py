@@ -102,7 +102,7 @@ class PlanFollower:
         return all(e.gpus == self._parts.ranks.size for e in self.plan.layers)
 
     def _require_own_parameters(self) -> None:
-        """Reject parameters that another burst model keeps on some ranks only.
+        """Refuse parameters that another burst model keeps on some ranks only.
 
         A model over the same module is one that this one replaces, if this rank has
         the current values.

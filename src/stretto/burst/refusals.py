@@ -1,4 +1,4 @@
-"""Inform waiting ranks when a rank rejects a call.
+"""Inform waiting ranks when a rank refuses a call.
 
 # Note [What others learn of a refusal]
 A read of values that are not current, or an error in forward or backward, raises on the
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from stretto.runtime.agreement import Ranks
 
 GRACE_S = 30.0
-"""Seconds that a rank may take until its next call after it rejected something."""
+"""Seconds that a rank may take until its next call after it refused something."""
 
 _POLL_S = 0.5
 
 
 @final
 class Refusals:
-    """This rank's rejected calls, and a watch on the others while it waits."""
+    """This rank's refused calls, and a watch on the others while it waits."""
 
     def __init__(self, ranks: Ranks, serial: int, stop: Callable[[str], None]) -> None:
         self._ranks = ranks
@@ -56,7 +56,7 @@ class Refusals:
                 daemon=True,
             ).start()
 
-    # On the rank that rejects.
+    # On the rank that refuses.
 
     def tell(self, error: BaseException, *, inside: bool = False) -> None:
         """Publish an error to the other ranks; ``inside`` a step, it ends that step."""
@@ -108,7 +108,7 @@ class Refusals:
             self._since = before
 
     def look(self) -> None:
-        """End a wait for a rank that has rejected the awaited call."""
+        """End a wait for a rank that has refused the awaited call."""
         since = self._since
         if since is None or perf_counter() - since[0] < _POLL_S:
             self._seen.clear()
@@ -123,7 +123,7 @@ class Refusals:
                 return
 
     def explain(self, place: str) -> str:
-        """Return why a wait failed, if another rank had rejected a call; else ``""``.
+        """Return why a wait failed, if another rank had refused a call; else ``""``.
 
         A rank whose process ends after its error closes its connections, which the
         others may notice before they look for its error.

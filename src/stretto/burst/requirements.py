@@ -204,7 +204,7 @@ def _refuse_nested(module: nn.Module) -> None:
 
 
 def _refuse_overlaps(module: nn.Module) -> None:
-    """Reject parameters that share memory: each would be updated by its own ranks."""
+    """Refuse parameters that share memory: each would be updated by its own ranks."""
     rows = sorted(
         (p.device.type, p.untyped_storage().data_ptr(), *_extent(p), name)
         for name, p in module.named_parameters()
@@ -228,7 +228,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def refuse_sparse(graph: LayerGraph) -> None:
-    """Reject layers whose gradients are sparse.
+    """Refuse layers whose gradients are sparse.
 
     Raises:
         SpecError: naming the layer.
@@ -245,7 +245,7 @@ def refuse_sparse(graph: LayerGraph) -> None:
 def refuse_callers(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Reject wrappers and transforms around a model.
+    """Refuse wrappers and transforms around a model.
 
     Raises:
         StrettoError: naming the wrapper or transform.

@@ -312,7 +312,7 @@ def schedule_of(plan: ExecutionPlan, layouts: Layouts, rank: int) -> RankSchedul
 
 
 def _require_samples_alone(node: LayerNode) -> None:
-    """Reject layers that can't run sample by sample, as random numbers require."""
+    """Refuse layers that can't run sample by sample, as random numbers require."""
     what = "updates a buffer in forward" if node.keeps_state else ""
     for part in node.module.modules():
         if isinstance(part, BatchNorm) and (part.training or part.running_mean is None):

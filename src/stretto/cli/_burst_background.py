@@ -1,4 +1,4 @@
-"""Output of ``stretto burst plan --background``."""
+"""Output of ``stretto burst plan --collocation``."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def require_cluster(cluster: Cluster | None, gpus: int) -> Cluster:
 
     if cluster is None:
         raise click.UsageError(
-            "--background needs --cluster: idle windows are those of a simulated "
+            "--collocation needs --cluster: idle windows are those of a simulated "
             "step. `stretto zoo cluster deeppool -o cluster.json` writes DeepPool's"
         )
     if gpus > burst.MAX_SIMULATED:
         raise click.UsageError(
-            f"--background simulates at most {burst.MAX_SIMULATED} GPUs, got {gpus}"
+            f"--collocation simulates at most {burst.MAX_SIMULATED} GPUs, got {gpus}"
         )
     return cluster
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import click
 
 from stretto.errors import StrettoError
 from stretto.units import parse_bytes, parse_rate_bytes_per_s
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _LARGEST = 10**9
 """The largest number of an option without a limit of its own."""
@@ -141,3 +144,21 @@ class Sizes(click.ParamType[tuple[int, ...]]):
             return value
         size = Size(least=1)
         return tuple(size.convert(part, param, ctx) for part in str(value).split(","))
+
+
+class RenamedOption(click.Option):
+    """An option that is accepted under former names too, which the help omits."""
+
+    def __init__(self, *args: Any, former: Sequence[str] = (), **kwargs: Any) -> None:
+        """Accept the names ``former`` beside those of a usual option."""
+        super().__init__(*args, **kwargs)
+        self.former = tuple(former)
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        """Add the option to click's parser, with its former names."""
+        shown = self.opts
+        self.opts = [*shown, *self.former]
+        try:
+            super().add_to_parser(parser, ctx)
+        finally:
+            self.opts = shown

@@ -14,7 +14,7 @@ from stretto.cli import (
     _planning,
 )
 from stretto.cli._outputs import OutputCommands, plan_output, writable
-from stretto.cli._values import Real, Whole
+from stretto.cli._values import Real, RenamedOption, Whole
 from stretto.units import counted, format_s
 
 if TYPE_CHECKING:
@@ -93,8 +93,10 @@ command.add_command(_burst_scale.scale_command)
     help="Numbers of GPUs that a layer may get: powers, divisors, all, or 1,2,4.",
 )
 @click.option(
-    "--background",
+    "--collocation",
     "background_file",
+    cls=RenamedOption,
+    former=("--background",),
     metavar="COLLOCATION",
     help="Add a background job beside each rank: measured pairs, from `stretto run "
     "--collocation`. Needs --cluster.",
@@ -104,7 +106,7 @@ command.add_command(_burst_scale.scale_command)
     "page",
     callback=writable,
     metavar="HTML",
-    help="With --front and --background: write a page with the plot.",
+    help="With --front and --collocation: write a page with the plot.",
 )
 @plan_output
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -130,7 +132,7 @@ def plan_command(
     during backward and waiting. Otherwise, and for --front alone, it is the sum of the
     published model: compare steps of one kind only.
 
-    With --background it shows the step beside a background job on each rank and the
+    With --collocation it shows the step beside a background job on each rank and the
     background's rate. With --front as well it shows the Pareto front of both.
     """
     from stretto._api import burst
@@ -173,17 +175,17 @@ def _check_options(
             "-o writes one plan, but --front gives several: choose one of them"
         )
     if page is not None and not (front and background is not None):
-        raise click.UsageError("--report needs --front and --background")
+        raise click.UsageError("--report needs --front and --collocation")
 
 
 def _check_cores(cores: float | None, gpus: int, *, is_simulated: Any) -> None:
-    """Reject --cores where no step is simulated, which would ignore it."""
+    """Refuse --cores where no step is simulated, which would ignore it."""
     from stretto._api import burst
 
     if cores is not None and not (is_simulated and gpus <= burst.MAX_SIMULATED):
         raise click.UsageError(
             "--cores applies to simulated steps only: it needs --cluster, at most "
-            f"{burst.MAX_SIMULATED} GPUs, and with --front also --background"
+            f"{burst.MAX_SIMULATED} GPUs, and with --front also --collocation"
         )
 
 

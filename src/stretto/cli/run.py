@@ -14,6 +14,7 @@ import click
 from stretto.cli._elastic import MODULE, OPTIONS, run_elastic
 from stretto.cli._outputs import OutputCommand, why_not_writable
 from stretto.cli._rank_options import check_options
+from stretto.cli._values import RenamedOption
 from stretto.errors import SpecError, StrettoError
 from stretto.main_module import require_script
 
@@ -29,7 +30,7 @@ SETTINGS = {
     "trace": "STRETTO_TRACE",
     "report": "STRETTO_REPORT",
     "tuning": "STRETTO_TUNING",
-    "memory": "STRETTO_MEMORY",
+    "plan_cache": "STRETTO_PLAN_CACHE",
     "lane_backend": "STRETTO_LANE_BACKEND",
     "overlap": "STRETTO_OVERLAP",
     "clipping": "STRETTO_CLIPPING",
@@ -56,7 +57,7 @@ class _Command(OutputCommand):
             name: not getattr(param, "is_flag", False)
             for param in self.get_params(ctx)
             if isinstance(param, click.Option)
-            for name in param.opts
+            for name in (*param.opts, *getattr(param, "former", ()))
         }
         return super().parse_args(ctx, _sorted(args, takes_value))
 
@@ -126,7 +127,9 @@ def _torchrun_options() -> dict[str, argparse.Action]:
     "--tuning", metavar="FILE", help="Save what tuning tried, and why, to this file."
 )
 @click.option(
-    "--memory",
+    "--plan-cache",
+    cls=RenamedOption,
+    former=("--memory",),
     metavar="FILE|off",
     help="Cache of settled plans for the next run.  [default: a file in the user's "
     "cache folder]",
@@ -179,7 +182,7 @@ def _torchrun_options() -> dict[str, argparse.Action]:
     "--collocation",
     metavar="FILE",
     help="With --background: add what both jobs lose and get to this file, for "
-    "`stretto burst plan --background FILE`.",
+    "`stretto burst plan --collocation FILE`.",
 )
 @click.option(
     "--names",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto.cli._outputs import OutputCommands, plan_output
-from stretto.cli._values import Whole
+from stretto.cli._values import RenamedOption, Whole
 from stretto.errors import SpecError
 from stretto.units import counted, format_s
 
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from stretto.tune.plan_cache import CachedPlan, PlanCache, Unreadable
 
 _WHERE = click.option(
-    "--memory",
+    "--plan-cache",
     "path",
+    cls=RenamedOption,
+    former=("--memory",),
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="File of kept plans.  [default: STRETTO_MEMORY, or plans.sqlite in the user's "
-    "cache]",
+    help="File of kept plans.  [default: STRETTO_PLAN_CACHE, or plans.sqlite in the "
+    "user's cache]",
 )
 _NUMBER = Whole(1, 2**63 - 1)
 """SQLite's range."""
@@ -146,13 +148,15 @@ def _cache(path: Path | None) -> PlanCache | None:
 
     where = path or default_path()
     if where is None:
-        raise SpecError(f"{VARIABLE} is off or there is no home: give --memory FILE")
+        raise SpecError(
+            f"{VARIABLE} is off or there is no home: give --plan-cache FILE"
+        )
     if where.exists():
         return PlanCache(where, strict=True)
     if path is not None:
         raise SpecError(
-            f"{path}: no such file. Give --memory the file that {VARIABLE} named in "
-            "the training"
+            f"{path}: no such file. Give --plan-cache the file that {VARIABLE} named "
+            "in the training"
         )
     return None
 

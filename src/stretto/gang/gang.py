@@ -11,7 +11,7 @@ time. With the claims of a step (`Gang.state_dict`) it can be replayed bit for b
 A member's gradients stay apart from the sum until all members have the sum and the step
 has ended (`membership.py`). If a member is lost before, the sum is dropped, the others
 compute its micro-batches, and sum again over connections without it. That is why the
-sum belongs to the iteration over claims: it may have to yield more of them.
+sum belongs to the loop over claims: it may have to yield more of them.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Gang:
     def claims(self) -> Iterator[int]:
         """Yield the micro-batches of the step that this rank computes.
 
-        The iteration ends when all micro-batches of the step have been computed and
+        The loop ends when all micro-batches of the step have been computed and
         their gradients are summed. What the loop's body adds to ``.grad`` counts when
         the next index is asked for. If the body raises an error or leaves the loop,
         another rank computes its micro-batch.

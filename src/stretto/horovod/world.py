@@ -24,7 +24,7 @@ from stretto.logs import get_logger
 from stretto.members.wire import SOCKET_VARIABLE
 from stretto.runtime.agreement import Agreement
 from stretto.runtime.negotiated import Engine, EngineOptions
-from stretto.runtime.rounds import Rounds
+from stretto.runtime.reduction_rounds import Rounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

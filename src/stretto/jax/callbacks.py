@@ -24,7 +24,7 @@ from stretto.jax import ranks
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stretto.runtime.rounds import RoundRows
+    from stretto.runtime.reduction_rounds import RoundRows
 
 VARIABLE = "STRETTO_JAX_CALLBACKS"
 

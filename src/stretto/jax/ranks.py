@@ -13,7 +13,7 @@ from stretto.horovod import world
 from stretto.horovod.process_sets import global_process_set
 from stretto.logs import get_logger
 from stretto.runtime.negotiated import Engine
-from stretto.runtime.rounds import Rounds
+from stretto.runtime.reduction_rounds import Rounds
 
 _log = get_logger(__name__)
 

@@ -24,7 +24,7 @@ import numpy as np
 from stretto.errors import SpecError
 from stretto.jax import callbacks
 from stretto.runtime.exchange import ArrayRow
-from stretto.runtime.rounds import RoundRows
+from stretto.runtime.reduction_rounds import RoundRows
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -139,7 +139,7 @@ class Draft:
         return sum(self.slices)
 
     def iteration_s(self, model: StepModel) -> float:
-        """Return the draft's iteration time by a model of its workload."""
+        """Return the draft's step time by a model of its workload."""
         return model.iteration_s(
             self.ends,
             self.lanes,
@@ -232,7 +232,7 @@ def with_prediction(
 
 
 def predicted_s(plan: Plan) -> float:
-    """Return the predicted iteration time of a plan that a planner made."""
+    """Return the predicted step time of a plan that a planner made."""
     if plan.predicted is None:
         raise AssertionError("a planner's plan has its prediction")
     return plan.predicted.iteration_s

@@ -49,7 +49,7 @@ class ExhaustivePlanner(AbstractPlanner):
     launch order with overlap ``forward``, and sending nothing before backward has ended
     (`single`).
 
-    Lanes are equal, so a bucket opens no lane beyond the first unused one. Rejects more
+    Lanes are equal, so a bucket opens no lane beyond the first unused one. Refuses more
     than 8 tensors.
     """
 

@@ -114,7 +114,7 @@ class JointPlanner(AbstractPlanner):
     communication, the link idles. Real systems also pay more for each collective and
     each lane than the model predicts. So, unless ``robust`` is false, it considers the
     plans within 0.5 % of the fastest one that are no slower than any other planner's.
-    Among them it minimizes the sum of iteration times at backward's measured pace, half
+    Among them it minimizes the sum of step times at backward's measured pace, half
     slower and a quarter faster. Of the plans within 0.1 % of this sum it takes the one
     with the fewest collectives, then lanes, then buckets.
     """

@@ -14,8 +14,8 @@
 - `regroup` makes the groups of a new membership (`stretto.members`).
 - `backends` open lanes, `negotiated` is the engine for any order, `forward` overlaps
   communication with the next forward, and `recording` records steps. `exchange` reduces
-  NumPy arrays on the engine and `rounds` number these reductions, for frameworks other
-  than PyTorch (`stretto.jax`, `stretto.horovod.tensorflow`).
+  NumPy arrays on the engine and `reduction_rounds` number these reductions, for
+  frameworks other than PyTorch (`stretto.jax`, `stretto.horovod.tensorflow`).
 """
 
 # Import first, so that its exit handler runs last.

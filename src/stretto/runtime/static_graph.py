@@ -1,12 +1,12 @@
 """Count how often each gradient arrives in a backward of a static graph.
 
 # Note [A new Reducer for a static graph]
-A Reducer of a static graph learns in its first iteration how often each gradient
-arrives, and communicates at the end of that backward. A forward under ``no_sync``, a
-forward whose loss is dropped or two forwards before a backward break that first
-iteration. In DDP it happens once, at the start, where programs are simple; with a new
-plan it could happen anywhere. If each gradient arrives once, a Reducer without that
-mode does the same without a first iteration, so a new plan gets such a Reducer.
+A Reducer of a static graph learns in its first step how often each gradient arrives,
+and communicates at the end of that backward. A forward under ``no_sync``, a forward
+whose loss is dropped or two forwards before a backward break that first step. In DDP it
+happens once, at the start, where programs are simple; with a new plan it could happen
+anywhere. If each gradient arrives once, a Reducer without that mode does the same
+without a first step, so a new plan gets such a Reducer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @final
 class GradientCounts:
-    """Counts how often each parameter's gradient arrives in one iteration."""
+    """Counts how often each parameter's gradient arrives in one step."""
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._names = [name for name, _ in parameters]
@@ -38,7 +38,7 @@ class GradientCounts:
         ]
 
     def begin(self) -> None:
-        """Start an iteration."""
+        """Start a step."""
         self._counts = [0] * len(self._counts)
 
     def end(self) -> dict[str, int]:

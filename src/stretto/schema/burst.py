@@ -259,25 +259,25 @@ class BurstPrediction:
     iteration_s: float
 
     gpu_s: float
-    """Active GPU time of an iteration: each layer's time times its GPUs."""
+    """Active GPU time of a step: each layer's time times its GPUs."""
 
     amplification: float
-    """``gpu_s`` relative to the computation of an iteration on one GPU."""
+    """``gpu_s`` relative to the computation of a step on one GPU."""
 
     max_amplification: float
     """The largest amplification of a single layer."""
 
     data_parallel_s: float
-    """Iteration time with every layer on the largest number of GPUs allowed."""
+    """Step time with every layer on the largest number of GPUs allowed."""
 
     single_width: int | None = field(default=None, metadata=_LATER)
     """The best number of GPUs if every layer must have the same."""
 
     single_width_s: float | None = field(default=None, metadata=_LATER)
-    """Iteration time with ``same_width_gpus`` for every layer."""
+    """Step time with ``same_width_gpus`` for every layer."""
 
     idle_gpu_s: float | None = field(default=None, metadata=_LATER)
-    """GPU time of an iteration in which the plan's GPUs are idle: everything except
+    """GPU time of a step in which the plan's GPUs are idle: everything except
     layers, updates and, if it is counted after backward, synchronization."""
 
     def __post_init__(self) -> None:
@@ -306,7 +306,7 @@ class BurstPlan:
     """Number of GPUs that the plan may use."""
 
     batch: int
-    """Samples of an iteration over all GPUs."""
+    """Samples of a step over all GPUs."""
 
     amplification_limit: float | None
     """Amplification limit of each layer; ``None``: no limit."""

@@ -1,7 +1,7 @@
 """The only reader and writer of stretto's files.
 
 Files are UTF-8 JSON, one object, keys sorted. Each begins with ``kind``,
-``schema_version`` and ``made_by``; the value's own fields follow. Reading rejects
+``schema_version`` and ``made_by``; the value's own fields follow. Reading refuses
 anything unknown, naming file, place, rule and value; writing is atomic.
 """
 

@@ -93,7 +93,7 @@ class Prediction:
     """Part of ``backward_s`` in which no computation runs."""
 
     lower_bound_s: float
-    """No plan's iteration can be shorter under the same model."""
+    """No plan's step can be shorter under the same model."""
 
     gap: float
     """``iteration_s / lower_bound_s - 1``."""

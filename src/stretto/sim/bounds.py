@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowerBound:
-    """Bounds on the iteration time of every plan, in seconds."""
+    """Bounds on the step time of every plan, in seconds."""
 
     compute_s: float
     """Undisturbed computation."""
@@ -33,7 +33,7 @@ class LowerBound:
     """All bytes at the link's full rate after the first gradient."""
 
     value_s: float
-    """The largest of the bounds: no plan's iteration is shorter."""
+    """The largest of the bounds: no plan's step is shorter."""
 
     interval_s: float | None = None
     """By linear programming (`stretto.sim.certificate`), if it was requested."""
@@ -50,7 +50,7 @@ def lower_bound(
     certificate: str = "fast",
     max_lanes: int | None = None,
 ) -> LowerBound:
-    r"""Return bounds on `stretto.sim.simulate_step`'s iteration time over all plans.
+    r"""Return bounds on `stretto.sim.simulate_step`'s step time over all plans.
 
     With forward $t_f$, backward $t_b$, gradient $l$ of $m_l$ bytes ready at $\tau_l$,
     least start-up $a$ and least wire factor $\rho$:

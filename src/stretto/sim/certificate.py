@@ -114,7 +114,7 @@ def interval_bound_s(
     max_lanes: int | None = None,
     intervals: int = INTERVALS,
 ) -> float:
-    r"""Return a bound on the iteration time of every plan, from linear programs.
+    r"""Return a bound on the step time of every plan, from linear programs.
 
     The work from the first gradient on is cut into intervals at ready times. In
     interval $i$ of work $\Delta_i$, time $t_{im} \ge 0$ is spent in mode $m$, which

@@ -39,7 +39,7 @@ class StepOnRanks:
     """No plan with this one's overlap and algorithms is faster at this point."""
 
     efficiency_ratio: float
-    """Computation alone / iteration: throughput per rank relative to one rank's."""
+    """Computation alone / step: throughput per rank relative to one rank's."""
 
 
 def cluster_at(cluster: Cluster, ranks: int) -> Cluster:

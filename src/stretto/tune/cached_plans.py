@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 CHECK_WARMUP_STEPS = 2
 CHECK_STEPS = 5
 """A cached plan runs for this many steps before it is accepted, and for as
-many again before it is rejected."""
+many again before it is dropped."""
 
 AGREES_RATIO = 0.10
-"""A cached plan is rejected if its step is slower than before by more than this."""
+"""A cached plan is dropped if its step is slower than before by more than this."""
 
 
 @final
@@ -99,7 +99,7 @@ def profile_again(
 
     Raises:
         Infeasible: the planner finds no plan.
-        SpecError: the planner rejects its options.
+        SpecError: the planner refuses its options.
     """
     return ProfileResult(
         workload=found.workload,

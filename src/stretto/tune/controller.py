@@ -172,7 +172,7 @@ class AutoPlan:
         self._sync = TuningMeeting(ranks, serial=model._agreement.serial)  # noqa: SLF001
         self._forced = is_forced()
         caches = (
-            self._options.memory
+            self._options.plan_cache
             and self._options.model
             and self._sync.rank == 0
             and not self._forced

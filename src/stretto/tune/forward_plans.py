@@ -94,7 +94,7 @@ def forward_or_why(
 
     Raises:
         Infeasible: there is no plan.
-        SpecError: the planner rejects its options.
+        SpecError: the planner refuses its options.
     """
     if verdict["prevents"] is not None:
         return None, verdict["prevents"]

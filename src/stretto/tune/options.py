@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from stretto.boolean_options import bool_option
 from stretto.errors import SpecError
@@ -52,14 +52,19 @@ class TuneOptions:
     """Whether to watch step times after settling, and to reopen the search on a lasting
     change."""
 
-    memory: bool = True
-    """Whether settled plans are stored for the next run (path: `STRETTO_MEMORY`)."""
+    plan_cache: bool = True
+    """Whether settled plans are kept for the next run (path: `STRETTO_PLAN_CACHE`)."""
 
     seed: int = 0
     """Random seed of the techniques that sample."""
 
-    def __post_init__(self) -> None:
-        for name in ("model", "watch", "memory"):
+    memory: InitVar[bool | None] = None
+    """The former name of ``plan_cache``."""
+
+    def __post_init__(self, memory: bool | None) -> None:
+        if memory is not None:
+            object.__setattr__(self, "plan_cache", bool_option("memory", memory))
+        for name in ("model", "watch", "plan_cache"):
             value = bool_option(name, getattr(self, name))
             object.__setattr__(self, name, value)  # ranks compare the text of all
         if self.steps < 0:

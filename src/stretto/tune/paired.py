@@ -46,10 +46,10 @@ _CLEAR_LOG = 0.3
 """A single pair decides if it exceeds this by `_SURE_AT_ONCE` standard errors."""
 
 HOPE = 1.5
-"""Standard errors: a plan that would not win with this much luck is rejected."""
+"""Standard errors: a plan that would not win with this much luck is dropped."""
 
 MIN_PAIRS = 2
-"""Pairs needed before a plan is rejected, unless the caller sets another number."""
+"""Pairs needed before a plan is dropped, unless the caller sets another number."""
 
 _REMEMBERED_STEPS = 60
 _REMEMBERED_JUMPS = 20

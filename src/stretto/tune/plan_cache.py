@@ -26,8 +26,11 @@ _log = get_logger(__name__)
 VERSION = 1
 """Version of the file's layout; a file with another version is not touched."""
 
-VARIABLE = "STRETTO_MEMORY"
+VARIABLE = "STRETTO_PLAN_CACHE"
 """The file's path, or ``off``."""
+
+_FORMER_VARIABLE = "STRETTO_MEMORY"
+"""The variable's name up to version 0.2.0, which is read if the other is not set."""
 
 KEPT = 500
 """Maximum number of entries; the oldest beyond it are deleted."""
@@ -120,7 +123,7 @@ class Unreadable:
 
 def default_path() -> Path | None:
     """Return the file for plans; ``None`` if it is disabled or has no folder."""
-    named = os.environ.get(VARIABLE)
+    named = os.environ.get(VARIABLE, os.environ.get(_FORMER_VARIABLE))
     if named is not None:
         return None if named in ("", "off") else Path(named)
     base = os.environ.get("XDG_CACHE_HOME")

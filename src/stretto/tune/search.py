@@ -54,11 +54,11 @@ BETTER_RATIO = 0.005
 """The same threshold between two plans other than DDP's."""
 
 _LITTLE_HOPE = 0.5
-"""Standard errors of luck with which a technique's proposal must win, or is rejected:
+"""Standard errors of luck with which a technique's proposal must win, or is dropped:
 there are always more of these."""
 
 START_PAIRS = 40
-"""Pairs after which a plan known before the search is rejected if it has not won ..."""
+"""Pairs after which a plan known before the search is dropped if it has not won ..."""
 
 PROPOSAL_PAIRS = 5
 """... the same for a technique's proposal ..."""

@@ -289,7 +289,7 @@ def test_parameters_that_a_recurrent_module_lists_are_no_cache(kind):
 
 
 class Frozen(OrderedDict):
-    """A dictionary that rejects changes, such as the configuration of diffusers."""
+    """A dictionary that refuses changes, such as the configuration of diffusers."""
 
     def __setitem__(self, key, value):
         if hasattr(self, "is_made"):
@@ -310,7 +310,7 @@ class Configured(nn.Module):
         return self.layer(x) * self.config["scale"]
 
 
-def test_a_configuration_that_rejects_changes_is_left_alone():
+def test_a_configuration_that_refuses_changes_is_left_alone():
     config = Frozen(scale=2.0, sizes=[1, 2])
     config.is_made = True
     capture(Configured(config), (torch.randn(3, 4),))

@@ -83,14 +83,14 @@ def run(*args: object) -> Result:
 
 
 def rows(memory: Path) -> list[dict[str, Any]]:
-    result = run("list", "--memory", memory, "--json")
+    result = run("list", "--plan-cache", memory, "--json")
     assert result.exit_code == 0
     found: list[dict[str, Any]] = json.loads(result.stdout)["plans"]
     return found
 
 
 def test_the_list_has_the_newest_first_and_its_columns_apart(memory: Path) -> None:
-    result = run("list", "--memory", memory)
+    result = run("list", "--plan-cache", memory)
     assert result.exit_code == 0
     head, newest, older = result.stdout.splitlines()
     assert head.split()[:5] == ["number", "model", "ranks", "step", "DDP"]
@@ -123,7 +123,7 @@ def test_the_list_as_json_is_one_object(memory: Path) -> None:
 
 def test_a_plan_is_shown_and_kept_as_a_file(memory: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    result = run("show", 2, "--memory", memory, "-o", path)
+    result = run("show", 2, "--plan-cache", memory, "-o", path)
     assert result.exit_code == 0
     assert f"{LONG} on 4 x 2 ranks" in result.stdout
     assert "in torch 2.13, cpu, gloo" in result.stdout
@@ -131,24 +131,27 @@ def test_a_plan_is_shown_and_kept_as_a_file(memory: Path, tmp_path: Path) -> Non
     buckets = [line for line in result.stdout.splitlines() if "1 MiB" in line]
     assert len(buckets) == 2
     assert Plan.load(path) == settled(LONG, ddp_step_s=None).plan
-    assert "DDP" not in run("show", 1, "--memory", memory).stdout
-    assert json.loads(run("show", 1, "--memory", memory, "--json").stdout)["lanes"] == 2
+    assert "DDP" not in run("show", 1, "--plan-cache", memory).stdout
+    assert (
+        json.loads(run("show", 1, "--plan-cache", memory, "--json").stdout)["lanes"]
+        == 2
+    )
 
 
 def test_one_plan_is_forgotten_or_all(memory: Path) -> None:
-    assert run("forget", 1, "--memory", memory).stdout == "forgot 1 plan\n"
+    assert run("forget", 1, "--plan-cache", memory).stdout == "forgot 1 plan\n"
     assert [row["number"] for row in rows(memory)] == [2]
     with pytest.raises(SpecError, match="there is no plan 1: see `stretto tune list`"):
-        run("forget", 1, "--memory", memory)
-    assert run("forget", "--all", "--memory", memory).stdout == "forgot 1 plan\n"
-    assert run("forget", "--all", "--memory", memory).stdout == "forgot 0 plans\n"
-    assert run("list", "--memory", memory).stdout == "no plans are kept yet\n"
+        run("forget", 1, "--plan-cache", memory)
+    assert run("forget", "--all", "--plan-cache", memory).stdout == "forgot 1 plan\n"
+    assert run("forget", "--all", "--plan-cache", memory).stdout == "forgot 0 plans\n"
+    assert run("list", "--plan-cache", memory).stdout == "no plans are kept yet\n"
     assert rows(memory) == []
 
 
 @pytest.mark.parametrize("args", [["forget"], ["forget", "1", "--all"]])
 def test_what_to_forget_must_be_said_once(memory: Path, args: list[str]) -> None:
-    result = run(*args, "--memory", memory)
+    result = run(*args, "--plan-cache", memory)
     assert result.exit_code == 2
     assert "give the NUMBER of a plan, or --all" in result.stderr
     assert len(rows(memory)) == 2
@@ -157,12 +160,12 @@ def test_what_to_forget_must_be_said_once(memory: Path, args: list[str]) -> None
 @pytest.mark.parametrize("number", ["0", "x", str(2**63)])
 def test_what_is_no_number_of_a_plan_is_wrong_input(memory: Path, number: str) -> None:
     for command in ("show", "forget"):
-        result = run(command, number, "--memory", memory)
+        result = run(command, number, "--plan-cache", memory)
         assert result.exit_code == 2
         assert "NUMBER" in result.stderr
         assert number in result.stderr
     with pytest.raises(SpecError, match=f"there is no plan {2**63 - 1}"):
-        run("show", 2**63 - 1, "--memory", memory)
+        run("show", 2**63 - 1, "--plan-cache", memory)
 
 
 def test_a_file_of_another_layout_is_refused_and_left_alone(memory: Path) -> None:
@@ -172,7 +175,7 @@ def test_a_file_of_another_layout_is_refused_and_left_alone(memory: Path) -> Non
     before = memory.read_bytes()
     for args in (["list"], ["show", "1"], ["forget", "--all"]):
         with pytest.raises(SpecError) as caught:
-            run(*args, "--memory", memory)
+            run(*args, "--plan-cache", memory)
         words = str(caught.value)
         assert str(memory) in words
         assert f"its layout is version 9, this stretto reads {VERSION}" in words
@@ -186,9 +189,9 @@ def test_what_is_no_memory_is_refused_and_left_alone(tmp_path: Path) -> None:
     before = path.read_bytes()
     for args in (["list"], ["show", "1"], ["forget", "--all"]):
         with pytest.raises(SpecError, match="file is not a database"):
-            run(*args, "--memory", path)
+            run(*args, "--plan-cache", path)
     with pytest.raises(SpecError, match="unable to open database file"):
-        run("list", "--memory", tmp_path)
+        run("list", "--plan-cache", tmp_path)
     assert path.read_bytes() == before
 
 
@@ -196,7 +199,7 @@ def test_an_entry_that_can_not_be_read_can_be_forgotten(memory: Path) -> None:
     with sqlite3.connect(memory) as file:
         file.execute('UPDATE settled SET plan = \'{"kind": "plan"\' WHERE id = 1')
     file.close()
-    result = run("list", "--memory", memory)
+    result = run("list", "--plan-cache", memory)
     assert result.exit_code == 0
     _, newest, broken = result.stdout.splitlines()
     assert "500 ms" in newest
@@ -204,34 +207,36 @@ def test_an_entry_that_can_not_be_read_can_be_forgotten(memory: Path) -> None:
     assert broken.endswith("unreadable")
     assert result.stderr.startswith("entry 1 cannot be read: ")
     assert result.stderr.endswith("`stretto tune forget 1` removes it\n")
-    found = json.loads(run("list", "--memory", memory, "--json").stdout)
+    found = json.loads(run("list", "--plan-cache", memory, "--json").stdout)
     assert [row["number"] for row in found["plans"]] == [2]
     (row,) = found["unreadable"]
     assert (row["number"], row["name"]) == (1, "small")
     assert row["why"] in result.stderr
     with pytest.raises(SpecError, match=r"entry 1 cannot be read.*tune forget 1"):
-        run("show", 1, "--memory", memory)
-    assert run("forget", 1, "--memory", memory).stdout == "forgot 1 plan\n"
+        run("show", 1, "--plan-cache", memory)
+    assert run("forget", 1, "--plan-cache", memory).stdout == "forgot 1 plan\n"
     assert [row["number"] for row in rows(memory)] == [2]
 
 
 def test_an_unfinished_plan_is_marked_as_such(memory: Path) -> None:
     kept = PlanCache(memory, strict=True)
     kept.store(replace(settled("early", ddp_step_s=None), unfinished_steps=40))
-    lines = run("list", "--memory", memory).stdout.splitlines()
+    lines = run("list", "--plan-cache", memory).stdout.splitlines()
     assert lines[0].endswith("state")
     assert lines[1].endswith("unfinished after 40 steps")
     assert lines[2].endswith("settled")
     assert [row["unfinished_steps"] for row in rows(memory)] == [40, None, None]
-    assert "unfinished after 40 steps, " in run("show", 3, "--memory", memory).stdout
-    assert "settled, " in run("show", 2, "--memory", memory).stdout
+    assert (
+        "unfinished after 40 steps, " in run("show", 3, "--plan-cache", memory).stdout
+    )
+    assert "settled, " in run("show", 2, "--plan-cache", memory).stdout
 
 
 def test_looking_makes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = tmp_path / "no" / "plans.sqlite"
     for args in (["list"], ["show", "1"], ["forget", "--all"]):
         with pytest.raises(SpecError, match="no such file"):
-            run(*args, "--memory", missing)
+            run(*args, "--plan-cache", missing)
     # Where no run has settled yet, there is nothing wrong.
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -250,16 +255,23 @@ def test_the_variable_says_where(memory: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(VARIABLE, "off")
     with pytest.raises(SpecError, match=f"{VARIABLE} is off or there is no home: give"):
         run("list")
-    assert "small" in run("list", "--memory", memory).stdout
+    assert "small" in run("list", "--plan-cache", memory).stdout
 
 
 def test_an_error_is_one_line_and_exit_code_2(
     memory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for args in (
-        ["show", "7", "--memory", str(memory)],
-        ["show", "1", "--memory", str(memory), "-o", str(tmp_path / "no" / "p.json")],
-        ["list", "--memory", str(tmp_path / "no.sqlite")],
+        ["show", "7", "--plan-cache", str(memory)],
+        [
+            "show",
+            "1",
+            "--plan-cache",
+            str(memory),
+            "-o",
+            str(tmp_path / "no" / "p.json"),
+        ],
+        ["list", "--plan-cache", str(tmp_path / "no.sqlite")],
     ):
         with pytest.raises(SystemExit) as stopped:
             main(["tune", *args])

@@ -83,7 +83,7 @@ def test_groups_join_small_gradients_only():
     from stretto.horovod.tensorflow import gradients
     from stretto.runtime.exchange import ArrayRow
     from stretto.runtime.negotiated import Op
-    from stretto.runtime.rounds import RoundRows
+    from stretto.runtime.reduction_rounds import RoundRows
 
     sizes = [10, 300_000, 100, 100, 200_000, 5]
     rows = tuple(

@@ -23,7 +23,7 @@ def test_a_plan_that_holds_is_accepted_after_its_warm_up_and_a_few_steps():
     assert not PlanCheck(1.0).is_slower(1.05)
 
 
-def test_a_slow_moment_at_the_start_does_not_reject_a_plan():
+def test_a_slow_moment_at_the_start_does_not_drop_a_plan():
     slow = CHECK_STEPS // 2 + 1
     steps_s = [*SLOW_START, *[2.0] * slow, *[1.0] * 2 * CHECK_STEPS]
     number, now_s = decided(steps_s)
@@ -33,7 +33,7 @@ def test_a_slow_moment_at_the_start_does_not_reject_a_plan():
 
 
 @pytest.mark.parametrize(("step_s", "now_s"), [(2.0, 2.0), (math.inf, math.inf)])
-def test_a_slower_plan_is_rejected_after_twice_as_many_steps(step_s, now_s):
+def test_a_slower_plan_is_dropped_after_twice_as_many_steps(step_s, now_s):
     found = decided([*SLOW_START, *[step_s] * 20])
     assert found == (CHECK_WARMUP_STEPS + 2 * CHECK_STEPS, now_s)
     assert PlanCheck(1.0).is_slower(now_s)

@@ -13,6 +13,7 @@ import pytest
 
 from stretto.errors import SpecError
 from stretto.schema import codec
+from stretto.tune import TuneOptions
 from stretto.tune.job_similarity import RateTopology
 from stretto.tune.plan_cache import (
     CachedPlan,
@@ -140,7 +141,7 @@ def test_a_file_that_can_not_be_used_costs_one_warning_and_nothing_else(
     assert len(caplog.records) == 1
     line = caplog.records[0].getMessage()
     assert str(path) in line
-    assert "STRETTO_MEMORY" in line
+    assert "STRETTO_PLAN_CACHE" in line
     with pytest.raises(SpecError, match=r"plans\.sqlite: can't look plans up"):
         PlanCache(path, strict=True).all()
 
@@ -315,16 +316,30 @@ def test_several_jobs_write_at_once_and_none_is_lost(
 def test_the_environment_says_where_or_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settled: CachedPlan
 ) -> None:
-    monkeypatch.setenv("STRETTO_MEMORY", str(tmp_path / "here.sqlite"))
+    monkeypatch.setenv("STRETTO_PLAN_CACHE", str(tmp_path / "here.sqlite"))
     assert default_path() == tmp_path / "here.sqlite"
-    monkeypatch.setenv("STRETTO_MEMORY", "off")
+    monkeypatch.setenv("STRETTO_PLAN_CACHE", "off")
     assert default_path() is None
     memory = PlanCache(default_path(), strict=True)
     memory.store(settled)
     assert memory.all() == []
-    monkeypatch.delenv("STRETTO_MEMORY")
+    monkeypatch.delenv("STRETTO_PLAN_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_path() == tmp_path / "stretto" / "plans.sqlite"
+
+
+def test_the_former_variable_is_read_if_the_other_is_not_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRETTO_MEMORY", "off")
+    monkeypatch.setenv("STRETTO_PLAN_CACHE", str(tmp_path / "here.sqlite"))
+    assert default_path() == tmp_path / "here.sqlite"
+    monkeypatch.delenv("STRETTO_PLAN_CACHE")
+    assert default_path() is None
+
+
+def test_the_former_option_means_the_same() -> None:
+    assert TuneOptions(memory=False) == TuneOptions(plan_cache=False)
 
 
 def test_without_a_home_no_plan_is_kept(
@@ -333,11 +348,11 @@ def test_without_a_home_no_plan_is_kept(
     def home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.delenv("STRETTO_MEMORY", raising=False)
+    monkeypatch.delenv("STRETTO_PLAN_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", home)
     assert default_path() is None
-    assert "set HOME, or name a file in STRETTO_MEMORY" in caplog.text
+    assert "set HOME, or name a file in STRETTO_PLAN_CACHE" in caplog.text
 
 
 def test_the_former_names_do_the_same(tmp_path: Path, settled: CachedPlan) -> None:

@@ -36,7 +36,7 @@ from stretto.horovod.tensorflow.host_calls import (
 from stretto.horovod.tensorflow.operations import gathered_slices
 from stretto.runtime.exchange import ArrayRow
 from stretto.runtime.negotiated import Op
-from stretto.runtime.rounds import RoundRows, Rounds
+from stretto.runtime.reduction_rounds import RoundRows, Rounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

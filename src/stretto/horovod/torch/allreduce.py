@@ -22,7 +22,7 @@ from stretto.horovod.torch.submission import (
     through,
 )
 from stretto.runtime.negotiated import CollectiveKind
-from stretto.runtime.rounds import SEQUENCE
+from stretto.runtime.reduction_rounds import SEQUENCE
 from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:

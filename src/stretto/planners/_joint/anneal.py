@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from stretto.planners.base import Draft
 
 HOT, COLD = 2e-3, 1e-6
-"""First and last temperature, as a share of the iteration time."""
+"""First and last temperature, as a share of the step time."""
 
 
 class Neighbors:

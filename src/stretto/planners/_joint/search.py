@@ -102,7 +102,7 @@ class DraftSearch:
     effort: Effort = FULL
 
     floor_s: float = 0.0
-    """Lower bound on every plan's iteration."""
+    """Lower bound on every plan's step."""
 
     time_limit_s: float | None = None
 
@@ -147,7 +147,7 @@ class DraftSearch:
         return time.monotonic() >= self._deadline_s
 
     def value_s(self, draft: Draft) -> float:
-        """Return the iteration time of a draft, simulated once."""
+        """Return the step time of a draft, simulated once."""
         value = self._values.get(draft)
         if value is None:
             self._count(draft)
@@ -194,7 +194,7 @@ class DraftSearch:
         self._work += work
 
     def climb(self, draft: Draft) -> None:
-        """Climb from a draft toward the shortest iteration time.
+        """Climb from a draft toward the shortest step time.
 
         A draft that sends nothing during backward has no moves and is unchanged.
         """
@@ -299,7 +299,7 @@ class DraftSearch:
         return draft
 
     def _score(self, draft: Draft) -> float:
-        """Return the sum of iteration times at the measured pace and at the others."""
+        """Return the sum of step times at the measured pace and at the others."""
         score = self._scores.get(draft)
         if score is None:
             score = self.value_s(draft)

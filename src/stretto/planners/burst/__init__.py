@@ -5,7 +5,7 @@
   four methods of scaling.
 - `problem` holds one problem with its costs as arrays, and a decision. `evaluate`
   computes a decision's cost directly from the definitions, as the reference.
-- `tree` parses a series-parallel graph, and `search` finds its shortest iteration, with
+- `tree` parses a series-parallel graph, and `search` finds its shortest step, with
   `edges` (relaxation over one edge), `sharing` (GPUs among branches) and `front` (the
   Pareto front of time against GPU time). `crossing` plans graphs whose branches cross,
   with layers joined by `cuts`.

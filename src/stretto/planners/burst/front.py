@@ -1,4 +1,4 @@
-"""Pareto front of iteration time against GPU time."""
+"""Pareto front of step time against GPU time."""
 
 from __future__ import annotations
 

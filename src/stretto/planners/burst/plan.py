@@ -39,7 +39,7 @@ def plan(problem: BurstProblem) -> BurstPlan:
 
 
 def plans_of_front(problem: BurstProblem) -> list[BurstPlan]:
-    """Return the Pareto front of iteration time and GPU time, the fastest first.
+    """Return the Pareto front of step time and GPU time, the fastest first.
 
     See `front` for what is exact.
 
@@ -103,7 +103,7 @@ def plan_of(problem: BurstProblem, choice: Choice) -> BurstPlan:
 
 
 def same_width_times(problem: BurstProblem) -> dict[int, float]:
-    """Return the iteration time with all layers on the same number of GPUs, by number.
+    """Return the step time with all layers on the same number of GPUs, by number.
 
     Nothing moves then, so it is the sum of the layers.
     """

@@ -32,7 +32,7 @@ TOLERANCE = 1e-9
 @final
 @dataclass(frozen=True, kw_only=True)
 class BurstProblem:
-    """Choose each layer's GPUs for the shortest iteration within a limit.
+    """Choose each layer's GPUs for the shortest step within a limit.
 
     The limit holds for each edge into a layer (algorithm 1, in the reading that makes
     it exact): (comm + comp + sync) * gpus <= limit * comp on one GPU, for the first

@@ -35,7 +35,7 @@ class ScalingPoint:
     iteration_s: float
 
     target_s: float
-    """Iteration / batch * samples to the target: seconds if samples are counted."""
+    """Step / batch * samples to the target: seconds if samples are counted."""
 
     speedup: float
     """Relative to one GPU with the given batch."""

@@ -1,4 +1,4 @@
-"""The shortest iteration of a series-parallel graph, exact.
+"""The shortest step of a series-parallel graph, exact.
 
 A chain is a shortest path over widths. A block of branches becomes one table, by the
 widths of the layers before and after it. In a block some branches take turns on the

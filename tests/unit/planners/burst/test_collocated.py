@@ -183,7 +183,7 @@ def files(tmp_path, problem, network):
 
 def planned(files, *more, pairs="pairs.json", gpus=8):
     words = ["plan", str(files / "vgg.json"), "--gpus", str(gpus), "--batch", "32"]
-    words += ["--background", str(files / pairs), *more]
+    words += ["--collocation", str(files / pairs), *more]
     if "--no-cluster" in words:
         words.remove("--no-cluster")
     else:
@@ -244,7 +244,7 @@ def test_one_gpu_has_a_front_too(files):
 @pytest.mark.parametrize(
     ("more", "pairs", "words"),
     [
-        (["--no-cluster"], "pairs.json", "--background needs --cluster"),
+        (["--no-cluster"], "pairs.json", "--collocation needs --cluster"),
         (["--report", "x.html"], "pairs.json", "--report needs --front and"),
         ([], "missing.json", "missing.json"),
         ([], "vgg.json", "must be 'collocation'"),
