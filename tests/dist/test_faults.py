@@ -18,6 +18,7 @@ from stretto.schema import Plan, tensors_digest
 from support.checks import raised
 from support.nets import mlp
 from support.plans import plan_in_turn, reversed_names
+from support.ranks import Ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -72,23 +73,46 @@ def rank_disagrees(rank: int, size: int) -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_disagreeing_ranks_all_report_both_values(ranks: Any) -> None:
-    everyone = ranks(rank_disagrees, 2)
-    for found in everyone:
-        for case in ("plans", "plan or none", "models", "models and plans", "apply"):
-            kind, text = found[case]
-            assert kind == "RankDisagreement", (case, text)
-            assert "rank 0 reported" in text
-            assert "rank 1 reported" in text
-        assert "sha256:" in found["plans"][1]
-        assert "no plan" in found["plan or none"][1]
+@pytest.fixture(scope="module")
+def disagreeing(tmp_path_factory: Any, rank_servers: Any) -> Any:
+    """Return what each of two ranks raised that disagreed."""
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"), rank_servers)
+    return ranks(rank_disagrees, 2)
+
+
+@pytest.mark.parametrize(
+    "case", ["plans", "plan or none", "models", "models and plans", "apply"]
+)
+def test_disagreeing_ranks_all_report_both_values(disagreeing: Any, case: str) -> None:
+    for found in disagreeing:
+        kind, text = found[case]
+        assert kind == "RankDisagreement", (case, text)
+        assert "rank 0 reported" in text
+        assert "rank 1 reported" in text
+
+
+def test_ranks_with_different_plans_get_one_text_with_digests(disagreeing: Any) -> None:
+    assert disagreeing[0]["plans"] == disagreeing[1]["plans"]
+    assert "sha256:" in disagreeing[0]["plans"][1]
+    assert all("no plan" in found["plan or none"][1] for found in disagreeing)
+
+
+def test_a_plan_of_another_model_is_a_mismatch_on_every_rank(disagreeing: Any) -> None:
+    for found in disagreeing:
         assert found["another model"][0] == "PlanMismatch"
         assert "stretto profile" in found["another model"][1]
         assert found["names"][0] == "PlanMismatch"
         assert "'2.bias'" in found["names"][1]
-    assert everyone[0]["plans"] == everyone[1]["plans"]
-    assert everyone[0]["one rank's model"][0] == "RankDisagreement"
-    for rank, found in enumerate(everyone):
+
+
+def test_a_model_that_one_rank_alone_builds_is_a_disagreement(disagreeing: Any) -> None:
+    assert disagreeing[0]["one rank's model"][0] == "RankDisagreement"
+
+
+def test_ranks_in_different_calls_name_the_rank_they_waited_for(
+    disagreeing: Any,
+) -> None:
+    for rank, found in enumerate(disagreeing):
         kind, text = found["build or apply"]
         assert kind == "CommTimeout"
         # One may have ended before the other's time is over.

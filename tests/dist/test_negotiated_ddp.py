@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import stretto
 from stretto.errors import CommTimeout, SpecError, StrettoError
 from stretto.runtime.negotiated import CollectiveKind, Engine, EngineOptions, Request
+from support.ranks import Ranks
 
 pytestmark = pytest.mark.dist
 
@@ -249,27 +250,43 @@ def _refusals(model: Any) -> list[str]:
     return texts
 
 
-def test_gradients_are_ddps_and_what_ddp_promises_holds(ranks) -> None:
-    found = ranks(_like_ddp, 2, timeout_s=100)
-    for one in found:
-        assert all(one["steps"])
-        assert one["kept"]
-        assert one["state"]
-        assert one["copy"]
-        assert one["gone"]
-        for name in ("unused", "orders", "checkpoint"):
-            assert all(one[name]), (name, one[name])
-        assert len(one["refused"]) == 5
-        assert "apply_plan is not supported" in one["refused"][0]
-        assert "a communication hook is not" in one["refused"][1]
-        assert "nan is not supported" in one["refused"][2]
-        assert "order must be 'static' or 'negotiated'" in one["refused"][3]
-        assert "lanes is for order='negotiated'" in one["refused"][4]
-    assert found[0]["error"] == [
+@pytest.fixture(scope="module")
+def like_ddp(tmp_path_factory, rank_servers):
+    """What each of two ranks found out beside DDP."""
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"), rank_servers)
+    return ranks(_like_ddp, 2, timeout_s=100)
+
+
+@pytest.mark.parametrize("what", ["steps", "unused", "orders", "checkpoint"])
+def test_gradients_are_ddps(like_ddp, what) -> None:
+    for one in like_ddp:
+        assert all(one[what]), one[what]
+
+
+@pytest.mark.parametrize("what", ["kept", "state", "copy", "gone"])
+def test_what_ddp_promises_holds(like_ddp, what) -> None:
+    assert all(one[what] for one in like_ddp)
+
+
+def test_unsupported_arguments_are_refused_by_name(like_ddp) -> None:
+    expected = [
+        "apply_plan is not supported",
+        "a communication hook is not",
+        "nan is not supported",
+        "order must be 'static' or 'negotiated'",
+        "lanes is for order='negotiated'",
+    ]
+    for one in like_ddp:
+        for text, words in zip(one["refused"], expected, strict=True):
+            assert words in text
+
+
+def test_an_error_in_backward_is_reported_on_the_other_rank(like_ddp) -> None:
+    assert like_ddp[0]["error"] == [
         "2 another rank left this step's backward",
         "5 the user's own",
     ]
-    assert found[1]["error"] == ["2 the user's own", "5 the user's own"]
+    assert like_ddp[1]["error"] == ["2 the user's own", "5 the user's own"]
 
 
 def _gone() -> bool:

@@ -21,7 +21,6 @@ from stretto.measure.load import backward, convolutions
 from stretto.measure.network import device_of
 from stretto.runtime import backends
 from stretto.runtime.agreement import Agreement
-from stretto.runtime.backends.nccl import max_ctas_of
 from stretto.runtime.lanes import LanePool, ResourceLaunch
 from stretto.runtime.store import ranks_of
 
@@ -135,10 +134,10 @@ def probe_device(
         )
     device = device or torch.device("cuda", torch.cuda.current_device())
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    max_ctas = max_ctas_of(count)
-    if max(resources) > max_ctas:
+    limit = backends.for_device(device.type).max_resource(device)
+    if limit is not None and max(resources) > limit:
         raise SpecError(
-            f"resources must be <= {max_ctas}, half of this device's {count} "
+            f"resources must be <= {limit}, half of this device's {count} "
             f"multiprocessors, got {max(resources)}"
         )
     bench = SyntheticBench(

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -181,9 +181,9 @@ def nccl_check(
     built: tuple[int, ...] | None, loaded: tuple[int, ...] | None, devices: int
 ) -> MachineCheck:
     """Check that torch was built with the NCCL version that is loaded."""
-    from stretto.runtime.backends.nccl import NcclBackend
+    from stretto.runtime import backends
 
-    name = NcclBackend.name
+    name = backends.for_device("cuda").name
     if built is None:
         return MachineCheck(
             name=name,
@@ -203,19 +203,6 @@ def nccl_check(
     return MachineCheck(
         name=name, status=OK, found=f"{texts[0]}, as built and as loaded"
     )
-
-
-def nccl_versions() -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Return the built and the loaded version, as far as torch reports them."""
-    import torch
-    from torch import distributed
-
-    if not distributed.is_nccl_available():
-        return None, None
-    built: Any = torch.cuda.nccl.version()
-    kind: Any = distributed.ProcessGroupNCCL
-    ask = getattr(kind, "get_runtime_nccl_version", None)
-    return tuple(built), None if ask is None else tuple(ask())
 
 
 def mps_check(environment: Mapping[str, str], program: str | None) -> MachineCheck:
@@ -247,14 +234,15 @@ def machine_checks(environment: Mapping[str, str]) -> Iterator[MachineCheck]:
     """Run all of these checks on this machine."""
     import torch
 
-    from stretto.runtime.backends.nccl_settings import nccl_settings
+    from stretto.runtime import backends
 
+    nccl = backends.for_device("cuda")
     names = [name for _, name in socket.if_nameindex()]
     yield from interface_checks(environment, names)
     yield from gloo_checks(try_gloo(), environment)
     yield from limit_checks(**own_limits())
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    yield nccl_check(*nccl_versions(), devices)
+    yield nccl_check(*nccl.library_versions(), devices)
     if devices:
         yield mps_check(environment, shutil.which("nvidia-cuda-mps-control"))
-    yield from file_checks(nccl_settings(environment))
+    yield from file_checks(nccl.settings(environment))

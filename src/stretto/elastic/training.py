@@ -27,6 +27,7 @@ from stretto.members.launchers import loss_warning
 from stretto.members.wire import HOST_VARIABLE, MIN_RANKS_VARIABLE
 from stretto.resume.manifests import Manifest
 from stretto.resume.snapshots import JobSnapshots, copy_of
+from stretto.runtime import backends
 from stretto.runtime.failure import forget_frames
 from stretto.runtime.presence import is_communication_error
 from stretto.runtime.regroup import MemberGroup
@@ -458,7 +459,10 @@ class Elastic:
             self._compare()
 
     def _compares(self) -> bool:
-        return self.size > 1 and self.model._backend == "gloo"  # noqa: SLF001
+        """Return whether the group sends digests, which are values on the CPU."""
+        backend = backends.of_group(self.model._backend)  # noqa: SLF001
+        sends_them = backend is not None and backend.device_type == "cpu"
+        return self.size > 1 and sends_them
 
     def _compare(self) -> None:
         """Compare parameters with other ranks', those of the last step first."""

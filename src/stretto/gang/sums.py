@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from stretto.errors import StrettoError
+from stretto.runtime import backends
 from stretto.runtime.lanes import LanePool
 
 if TYPE_CHECKING:
@@ -58,9 +59,8 @@ class MemberSums:
             size=len(members),
             names=tuple(ranks.names[member] for member in members),
         )
-        pool = LanePool(
-            place, serial=serial, backend="gloo", device=torch.device("cpu")
-        )
+        on_cpu = torch.device("cpu")
+        pool = LanePool(place, serial=serial, backend=backends.ON_HOST, device=on_cpu)
         try:
             self._lane = pool.lane(0)
         except (StrettoError, RuntimeError) as exc:

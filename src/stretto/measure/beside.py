@@ -1,6 +1,6 @@
 """Measure computation beside real collectives of a given resource.
 
-On CUDA nothing here has been run on a GPU yet.
+Experimental on CUDA: this module has been run on CPUs only.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.errors import CommTimeout, PlanMismatch
+from stretto.runtime import backends
 from stretto.runtime.ranks import timeout_of
 from stretto.runtime.sockets import (
     Socket,
@@ -66,8 +67,10 @@ def why_fixed(model: DistributedDataParallel) -> str | None:
         return "a communication hook may hold the old ranks' process group"
     if model.static_graph:
         return "static_graph=True counts gradients with the ranks it began with"
-    if model._backend != "gloo":  # noqa: SLF001
-        return f"the process group's backend is {model._backend}, not gloo"  # noqa: SLF001
+    name = model._backend  # noqa: SLF001
+    backend = backends.of_group(name)
+    if backend is None or not backend.regroups:
+        return f"the process group's backend is {name}, not {backends.ON_HOST}"
     plan = model._own_plan  # noqa: SLF001
     if plan is not None and plan.overlap == "forward":
         return "the plan overlaps with forward, where steps are partly under way"
@@ -196,7 +199,7 @@ class AbstractMemberGroup(abc.ABC):
         # and newcomers count from 0.
         dist.distributed_c10d._world.group_count = 0  # noqa: SLF001
         dist.init_process_group(
-            "gloo",
+            backends.ON_HOST,
             store=PrefixStore(f"stretto/{generation}", store),
             rank=rank,
             world_size=size,

@@ -58,7 +58,11 @@ class PlanCheck:
         return now_s < (1 - AGREES_RATIO) * self._then_s
 
 
-def packed(found: CachedPlan) -> tuple[bytes, float, float | None, int | None]:
+PackedPlan = tuple[bytes, float, float | None, int | None]
+"""A cached plan for a broadcast: plan, its and DDP's step times, unfinished steps."""
+
+
+def packed(found: CachedPlan) -> PackedPlan:
     """Return what every rank needs to apply a cached plan, for a broadcast."""
     plan = codec.encode(found.plan)
     return plan, found.step_s, found.ddp_step_s, found.unfinished_steps

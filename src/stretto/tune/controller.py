@@ -45,6 +45,7 @@ from stretto.runtime.weak_call import weakly
 from stretto.schema import Plan, codec, tensors_digest
 from stretto.schema.tuning import Tuning, TuningEvent
 from stretto.tune.cached_plans import (
+    PackedPlan,
     PlanCheck,
     ddp_step_s_at,
     decoded,
@@ -63,7 +64,7 @@ from stretto.tune.forced import (
     is_forced,
 )
 from stretto.tune.initial_profile import InitialProfiler, ProfileResult, deferred_plan
-from stretto.tune.online_search import OnlineSearch
+from stretto.tune.online_search import Judgment, OnlineSearch
 from stretto.tune.options import TuneOptions
 from stretto.tune.plan_cache import (
     CachedPlan,
@@ -116,7 +117,7 @@ class StepReport(TypedDict):
 
     host: str
 
-    trial: NotRequired[Any]
+    trial: NotRequired[list[float | None]]
     """In `Phase.SEARCH`, the message of `OnlineSearch` or `ForcedSearch`."""
 
 
@@ -129,10 +130,10 @@ class MeetingAnswer(TypedDict):
     hosts: NotRequired[int]
     """In `Phase.WARM_UP`."""
 
-    offer: NotRequired[Any]
+    offer: NotRequired[PackedPlan | None]
     """In `Phase.WARM_UP`, an equal job's plan (`cached_plans.packed`), or ``None``."""
 
-    trial: NotRequired[Any]
+    trial: NotRequired[Judgment]
     """In `Phase.SEARCH`, what the search judged."""
 
 
@@ -385,7 +386,7 @@ class AutoPlan:
         hosts = len(set(names))
         return hosts if self._sync.size % hosts == 0 else self._sync.size
 
-    def _cached_plan(self, hosts: int) -> Any:
+    def _cached_plan(self, hosts: int) -> PackedPlan | None:
         """Return an equal job's cached plan as a message, or ``None``; on rank 0."""
         job = self._job(hosts)
         found = within(
@@ -410,7 +411,7 @@ class AutoPlan:
             ),
         )
 
-    def _start(self, hosts: int, offer: Any) -> None:
+    def _start(self, hosts: int, offer: PackedPlan | None) -> None:
         self._hosts = hosts
         self._known.job = self._job(hosts)
         found, self._known.checked = self._known.checked, None
@@ -470,7 +471,7 @@ class AutoPlan:
             self._continue()
 
     def _settle_cached(self, now_s: float) -> None:
-        offer: Any = None
+        offer: tuple[dict[str, Any], float | None] | None = None
         found = self._known.checked
         if found is not None:
             ddp_step_s = ddp_step_s_at(found, now_s)
@@ -484,7 +485,7 @@ class AutoPlan:
 
     def _continue(self) -> None:
         """Search on from a plan whose step time is unchanged; do not profile again."""
-        offer: Any = None
+        offer: dict[str, Any] | str | None = None
         found = self._known.checked
         if found is not None:
             try:
@@ -495,12 +496,12 @@ class AutoPlan:
                 )
             except (Infeasible, SpecError) as exc:
                 offer = str(exc)
-        offer = self._sync.broadcast_object(offer)
-        if isinstance(offer, str):
-            self._record("changed", f"{offer}: measuring again")
+        given: dict[str, Any] | str = self._sync.broadcast_object(offer)
+        if isinstance(given, str):
+            self._record("changed", f"{given}: measuring again")
             self._profile()
             return
-        self._planned(ProfileResult(**decoded(offer), probe_s=0.0))
+        self._planned(ProfileResult(**decoded(given), probe_s=0.0))
 
     # PROFILE: a profile of the first steps and the network, and its plan.
 
@@ -688,7 +689,7 @@ class AutoPlan:
             return None
         return retargeted(deferred_plan(self._model), settled.workload, settled.cluster)
 
-    def _trial_step(self, found: Any) -> None:
+    def _trial_step(self, found: Judgment) -> None:
         assert self._online is not None  # noqa: S101 - set where trials begin
         if not self._online.advance(found):
             self._end_trials()

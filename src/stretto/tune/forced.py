@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from stretto.runtime import DistributedDataParallel
     from stretto.tune.forward_plans import ForwardVerdict
+    from stretto.tune.online_search import Judgment
     from stretto.tune.tuning_meeting import TuningMeeting
 
 SCHEDULE_VARIABLE = "STRETTO_TUNE_SCHEDULE"
@@ -172,15 +173,16 @@ class ForcedSearch:
     def note(self, step_s: float) -> None:
         """Record a step of this rank; the measurement decides nothing."""
 
-    def message(self) -> float:
-        """Return this rank's message for `judge`."""
-        return 0.0
+    def message(self) -> list[float | None]:
+        """Return this rank's steps for `judge`: none, as nothing is measured."""
+        return []
 
-    def judge(self, rows: Sequence[float]) -> int:
-        """Return the number of ranks that have arrived."""
-        return len(rows)
+    def judge(self, rows: Sequence[Sequence[float | None]]) -> Judgment:
+        """Return that the trials continue and meet after each step."""
+        del rows
+        return {"over": False, "ahead": 1}
 
-    def advance(self, found: int) -> bool:
+    def advance(self, found: Judgment) -> bool:
         """Continue after a step; return whether the trials continue."""
         self._sync.broadcast_object(found)
         self._steps += 1

@@ -49,20 +49,38 @@ def test_the_first_result_counts_and_the_second_is_dropped():
     assert slow.finished == fast.finished == 1
 
 
-def test_what_is_overdue_is_claimed_by_one_rank_and_later_by_another():
+@pytest.fixture
+def overdue():
+    """Two ranks and the clock: a third has claimed 0 and is dead, 1 is finished."""
     clock = Clock()
     dead, one, two = claims_of(3, 2, clock)
-    assert dead.claim() == 0
-    assert one.claim() == 1
-    assert one.finish(1)
-    assert one.claim() is None
-    assert two.claim() is None
+    dead.claim()
+    one.claim()
+    one.finish(1)
+    assert [one.claim(), two.claim()] == [None, None]  # time counts from here
+    return one, two, clock
+
+
+def test_what_a_dead_rank_has_is_not_claimed_before_it_is_overdue(overdue):
+    one, _, _ = overdue
     assert one.claim_overdue(5.0) is None
+
+
+def test_what_is_overdue_is_claimed_by_one_rank_and_later_by_another(overdue):
+    one, two, clock = overdue
     clock.now_s = 6.0
     assert one.claim_overdue(5.0) == 0
     assert two.claim_overdue(5.0) is None  # one has it
     clock.now_s = 11.0
     assert two.claim_overdue(5.0) == 0  # one did not finish it either
+
+
+def test_the_first_result_of_what_was_overdue_counts(overdue):
+    one, two, clock = overdue
+    clock.now_s = 6.0
+    one.claim_overdue(5.0)
+    clock.now_s = 11.0
+    two.claim_overdue(5.0)
     assert two.finish(0)
     assert not one.finish(0)
     clock.now_s = 99.0
@@ -80,20 +98,31 @@ def test_removed_keys_begin_again():
     assert again.claim() == 0
 
 
-def test_what_a_lost_rank_has_claimed_is_claimed_again_at_once():
+@pytest.fixture
+def lost():
+    """Two ranks that know that a third is lost: it had finished 0 and claimed 2."""
     dead, one, two = claims_of(3, 4)
     assert [dead.claim(), one.claim(), dead.claim(), two.claim()] == [0, 1, 2, 3]
-    assert dead.finish(0)
-    assert one.finish(1)
-    assert two.finish(3)
-    assert one.claim() is None
-    assert two.claim() is None
+    dead.finish(0)
+    one.finish(1)
+    two.finish(3)
     one.lose({0})
     two.lose({0})
+    return one, two
+
+
+def test_what_a_lost_rank_has_claimed_is_claimed_again_at_once(lost):
+    one, two = lost
     assert one.claim() == 0  # its result is lost with it
     assert two.claim() == 2  # it did not finish this one
     assert one.claim() is None
     assert two.claim() is None
+
+
+def test_a_step_is_complete_once_what_a_lost_rank_had_is_finished(lost):
+    one, two = lost
+    one.claim()
+    two.claim()
     assert one.finish(0)
     assert not one.is_complete
     assert two.finish(2)

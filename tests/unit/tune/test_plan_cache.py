@@ -180,32 +180,57 @@ def test_an_entry_that_can_not_be_read_costs_one_warning_and_no_other_entry(
     assert memory.exact(settled.job) is not None
 
 
-def test_an_unfinished_plan_never_replaces_a_settled_one_that_holds(
-    tmp_path: Path, settled: CachedPlan
+def kept_of(memory: PlanCache, job: TunedJob) -> tuple[float, int | None]:
+    """Return the step time and the unfinished steps of a job's plan."""
+    found = memory.exact(job)
+    assert found is not None
+    return found.step_s, found.unfinished_steps
+
+
+@pytest.fixture
+def early(settled: CachedPlan) -> CachedPlan:
+    """Return the settled plan's job with a plan of a run that ended early."""
+    return replace(settled, step_s=0.3, unfinished_steps=20)
+
+
+def test_a_later_plan_of_a_job_replaces_an_unfinished_one(
+    tmp_path: Path, settled: CachedPlan, early: CachedPlan
 ) -> None:
     memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
-    early = replace(settled, step_s=0.3, unfinished_steps=20)
-
-    def kept() -> tuple[float, int | None]:
-        found = memory.exact(settled.job)
-        assert found is not None
-        return found.step_s, found.unfinished_steps
-
     assert memory.store(early)
-    assert kept() == (0.3, 20)
     assert memory.store(replace(early, step_s=0.28, unfinished_steps=40))
-    assert kept() == (0.28, 40)
+    assert kept_of(memory, settled.job) == (0.28, 40)
     assert memory.store(settled)
-    assert kept() == (0.25, None)
+    assert kept_of(memory, settled.job) == (0.25, None)
+
+
+def test_an_unfinished_plan_never_replaces_a_settled_one_that_holds(
+    tmp_path: Path, settled: CachedPlan, early: CachedPlan
+) -> None:
+    memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
+    memory.store(settled)
     assert not memory.store(early)
     assert not memory.store(early, refuted=999)
-    assert kept() == (0.25, None)
-    # Another job's is no hindrance.
+    assert kept_of(memory, settled.job) == (0.25, None)
+
+
+def test_an_unfinished_plan_of_another_job_is_stored(
+    tmp_path: Path, settled: CachedPlan, early: CachedPlan
+) -> None:
+    memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
+    memory.store(settled)
     assert memory.store(replace(early, job=replace(early.job, model="sha256:2")))
+
+
+def test_an_unfinished_plan_replaces_a_settled_one_that_it_refutes(
+    tmp_path: Path, settled: CachedPlan, early: CachedPlan
+) -> None:
+    memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
+    memory.store(settled)
     found = memory.exact(settled.job)
     assert found is not None
     assert memory.store(early, refuted=found.number)
-    assert kept() == (0.3, 20)
+    assert kept_of(memory, settled.job) == (0.3, 20)
 
 
 EARLIER_LAYOUT = """

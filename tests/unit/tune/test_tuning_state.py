@@ -121,29 +121,49 @@ def test_the_best_so_far_needs_three_counted_steps(profile: ProfileResult) -> No
     assert best_so_far(failed) is None
 
 
-def test_what_a_short_run_found_out_is_cached_as_unfinished_and_logged_in_one_line(
-    profile: ProfileResult, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
+@pytest.fixture
+def short_run(profile: ProfileResult) -> TuningState:
+    """Return a run of 17 steps in which DDP's buckets were faster than the plan."""
     search = search_of(profile)
     pairs(search, 0.3, 0.2)
     known = TuningState(name="small", steps=17, job=JOB, profile=profile, search=search)
     known.events.append(TuningEvent(step=9, what="tried", why="", values={}))
-    files = Files()
-    with caplog.at_level(logging.INFO):
-        save_unfinished(known, memory, files)
+    return known
+
+
+def test_what_a_short_run_found_out_is_cached_as_unfinished(
+    profile: ProfileResult, short_run: TuningState, tmp_path: Path
+) -> None:
+    memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
+    save_unfinished(short_run, memory, Files())
     found = memory.exact(JOB)
     assert found is not None
     assert found.plan == profile.ddp
     assert (found.step_s, found.ddp_step_s) == (pytest.approx(0.2), found.step_s)
     assert found.unfinished_steps == 17  # those whose backward has reduced
     assert (found.workload, found.cluster) == (profile.workload, profile.cluster)
+
+
+def test_what_a_short_run_found_out_is_given_to_its_files(
+    profile: ProfileResult, short_run: TuningState, tmp_path: Path
+) -> None:
+    files = Files()
+    save_unfinished(short_run, PlanCache(tmp_path / "plans.sqlite", strict=True), files)
     (given,) = files.given
     assert given is not None
     assert given.plan == profile.ddp
-    assert given.bound_s == search.bound_s
+    assert short_run.search is not None
+    assert given.bound_s == short_run.search.bound_s
     assert given.record is not None
     assert [event.what for event in given.record.events] == ["tried"]
+
+
+def test_what_a_short_run_found_out_is_logged_in_one_line(
+    short_run: TuningState, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = PlanCache(tmp_path / "plans.sqlite", strict=True)
+    with caplog.at_level(logging.INFO):
+        save_unfinished(short_run, memory, Files())
     (record,) = caplog.records
     line = record.getMessage()
     assert line.startswith("tuning had not settled after 17 steps; best so far, ")

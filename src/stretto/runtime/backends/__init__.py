@@ -94,6 +94,11 @@ def _class_of(name: str) -> type[AbstractBackend]:
     return installed
 
 
+def of_group(name: str) -> AbstractBackend | None:
+    """Return a process group's backend; None if plans can't run on it."""
+    return get(name) if supported(name) else None
+
+
 def for_device(device_type: str) -> AbstractBackend:
     """Return the usual backend that sends tensors of a type of device.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from stretto.errors import CommTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     import torch
     import torch.distributed as dist
@@ -153,6 +153,10 @@ class AbstractBackend(abc.ABC):
     """Whether sends and receives are paired by their order alone, without tags, and
     must be posted as one group to not wait for each other."""
 
+    regroups: ClassVar[bool] = False
+    """Whether a process can make its groups again for other ranks, while an older
+    group's peers are lost."""
+
     ends_at_exit: ClassVar[bool]
     """Whether its lanes must be closed while the interpreter still runs."""
 
@@ -164,6 +168,20 @@ class AbstractBackend(abc.ABC):
     def is_available(self) -> bool:
         """Return whether this machine and this build of torch have it."""
         return True
+
+    def max_resource(self, device: torch.device) -> int | None:
+        """Return the resource that all lanes together may use, or None for no limit."""
+        del device
+        return None
+
+    def library_versions(self) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Return its library's version as torch was built and as loaded, if known."""
+        return None, None
+
+    def settings(self, environment: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+        """Return each variable that its library reads: the value and its source."""
+        del environment
+        return {}
 
     def prepare_process(self) -> None:  # noqa: B027 - most need nothing
         """Set what must be set before a model's first collective in this process."""

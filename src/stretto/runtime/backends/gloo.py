@@ -149,6 +149,7 @@ class GlooBackend(AbstractBackend):
     name = "gloo"
     device_type = "cpu"
     completes_on_host = True
+    regroups = True
     # Closing would wait for work under way, possibly for a peer that failed.
     ends_at_exit = False
 

@@ -73,7 +73,7 @@ from stretto.runtime.ranks import timeout_of
 from stretto.runtime.time_limit import call_within
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
@@ -285,6 +285,24 @@ class NcclBackend(AbstractBackend):
     def is_available(self) -> bool:
         """Return whether there is a device, and torch was built with NCCL."""
         return torch.cuda.is_available() and dist.is_nccl_available()
+
+    def max_resource(self, device: torch.device) -> int:
+        """Return the CTAs that all lanes together may use on a device."""
+        return max_ctas_of(
+            torch.cuda.get_device_properties(device).multi_processor_count
+        )
+
+    def library_versions(self) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Return the built and the loaded version, as far as torch reports them."""
+        if not dist.is_nccl_available():
+            return None, None
+        built: Any = torch.cuda.nccl.version()
+        ask = getattr(dist.ProcessGroupNCCL, "get_runtime_nccl_version", None)
+        return tuple(built), None if ask is None else tuple(ask())
+
+    def settings(self, environment: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+        """Return NCCL's variables, from the environment and from its files."""
+        return nccl_settings(environment)
 
     def prepare_process(self) -> None:
         """Choose the launch order before NCCL reads it, at its first launch.
