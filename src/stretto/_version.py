@@ -1,6 +1,6 @@
 """The versions of the package (also read by the build) and of the torch it needs."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 FIRST_TORCH, LAST_TORCH = (2, 11), (2, 14)
 """First and last minor version of torch that stretto was written for."""

@@ -194,11 +194,18 @@ def test_one_version_everywhere():
     version = stretto.__version__
     assert importlib.metadata.version("stretto") == version
     assert version in CliRunner().invoke(group, ["--version"]).output
-    assert re.fullmatch(r"\d+\.\d+\.\d+", version)
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev0)?", version)
+
+
+def test_a_development_version_has_unreleased_changes_and_a_release_its_section():
     changes = ROOT / "CHANGELOG.md"
-    if changes in tracked():
-        text = changes.read_text()
-        assert version in text or "Unreleased" in text
+    if changes not in tracked():
+        pytest.skip("the changelog is not beside the tests")
+    version, text = stretto.__version__, changes.read_text()
+    wanted = "Unreleased" if version.endswith(".dev0") else version
+    newest = re.search(r"^## \[?([^]\s]+)", text, flags=re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == wanted
 
 
 def imported_by(file):

@@ -640,6 +640,7 @@ def interrupted_at(number, call):
         return look
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # or Python 3.12 traces no instructions
     sys.settrace(trace)
     try:
         call()
