@@ -64,7 +64,7 @@ class BackwardUse:
         """Whether this rank holds trained parameters now."""
         self._even = (1 / ranks.size,) * ranks.size
         self._shares: tuple[float, ...] | None = None
-        """Of all forwards so far, before they differed."""
+        """Shares of all forwards so far, before they differed."""
         self._has_varied = False
         self._is_assumed_even = False
         """Whether gradients that differ by rank had the same weight everywhere, before

@@ -71,7 +71,7 @@ _CONVERSIONS = frozenset(
 """Return the tensor itself if it has the type and device already."""
 
 _ALIASES = frozenset(("view_as", "expand_as"))
-"""Of a tensor and itself they return another one, whose node is its own in autograd."""
+"""They return another tensor for one and itself, with a node of its own in autograd."""
 
 _CALLS = frozenset(("apply_", "map_", "map2_"))
 """Work in place, but pass values to a function of the program."""

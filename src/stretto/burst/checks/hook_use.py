@@ -94,7 +94,7 @@ class HookUse:
         self._active: set[Place] = set()
         """Hooks on gradients that have changed some in a check."""
         self._quiet: set[tuple[str, str, int]] = set()
-        """Those that have not."""
+        """Hooks that have not."""
         self.proven: Proven | None = None
         """The check of the capture that runs."""
         self._accepted: set[tuple[tuple[int, ...], ...]] = set()

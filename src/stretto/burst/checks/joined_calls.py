@@ -7,7 +7,7 @@ makes one call for each of its own parameters, so calls for different parameters
 Therefore calls carry what they are for. All ranks may pass the same parameters, or
 those of all gradients that they hold. A rank that passes none shows that the program
 does not leave calls out. The last case looks the same as a call for one layer on each
-rank if no rank passes more than one layer; it is rejected.
+rank if no rank passes more than one layer; it is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reject hooks of all modules that were registered later and change a result.
+"""Refuse hooks of all modules that were registered later and change a result.
 
 # Note [Hooks of all modules]
 PyTorch calls hooks such as those of ``register_module_forward_hook`` for each module.
@@ -7,9 +7,9 @@ they happen: see Note [Later hooks] in `later_hooks`. The operations of all othe
 modules were recorded, and no module is called. So a hook of all modules that is
 registered after the capture is tried: the model runs forward and backward on a few
 random rows, with other values of its parameters, and the hook is called for those
-modules. One that changes something is rejected. As it may decide by state, what it
+modules. One that changes something is refused. As it may decide by state, what it
 reads is compared in each step, and it is tried again after a change. One that may
-decide by what it changes itself, such as a counter, is rejected.
+decide by what it changes itself, such as a counter, is refused.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 TOLERANCE = 1e-9
-"""Of options: ranks with other processors may round a schedule's rate differently."""
+"""Tolerance of options: other processors may round a schedule's rate differently."""
 
 _SMALLEST, _LARGEST = 1e-30, 1e270
 """Smaller and larger numbers, infinity among them, count as equal."""

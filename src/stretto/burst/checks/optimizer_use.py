@@ -140,7 +140,7 @@ class OptimizerUse:
         self._names = [name for name, _ in parameters]
         self._own = [i for i, (_, p) in enumerate(parameters) if runs(p)]
         self._stepped: list[_Use] = []
-        """Of the optimizers that took a step before the last exchange."""
+        """Uses of the optimizers that took a step before the last exchange."""
         self._accepted: tuple[tuple[int, int, int], ...] = ()
         self._compared: list[Optimizer] = []
         self._steps: list[str] = []

@@ -439,7 +439,7 @@ def _set_rates(optimizer: Optimizer, largest: float | None) -> None:
 
 
 class _NoMessages(TorchDispatchMode):
-    """Rejects communication: ranks need not try an optimizer at the same time."""
+    """Refuses communication: ranks need not try an optimizer at the same time."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -69,7 +69,7 @@ class StaleParameterGuard:
         self._guard, self._buffer_guard = guards_of(self, self._leftover)
         self._foreign_parameters: tuple[nn.Parameter, ...] = ()
         self._versions: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-        """Of the parameters that run here and of the others, when they had arrived."""
+        """Versions of the parameters that run here and of the others, on arrival."""
         self._is_unstepped = False
         """Whether there may be gradients that no known optimizer has applied."""
         self._has_operands = False

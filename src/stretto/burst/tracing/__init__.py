@@ -12,12 +12,12 @@ A recording:
   `patching`, `recorder` and `recordings`).
 - `records`: what a recording consists of (for `recorder` too).
 - `source_lines`: the lines of the user's code (for `recorder` too).
-- `addresses`: reject code that asks which memory a tensor has (for `recorder` and
+- `addresses`: refuse code that asks which memory a tensor has (for `recorder` and
   `trial`).
 - `around`: modes and hooks around a call (for `recorder`, `reads`, `backward_reads`,
   `custom_backward`, `proof` and `proven`).
 - `questions`: what code does with its rank, or the seed (for `recorder` and `proof`).
-- `writes`: which writes of a forward are rejected, and why (for `recorder`).
+- `writes`: which writes of a forward are refused, and why (for `recorder`).
 - `views`: writes in place through a view of another tensor (for `recorder`).
 - `torch_modules`: kinds of modules that are treated in ways of their own (for
   `recorder`, `layers`, and files of `burst`).

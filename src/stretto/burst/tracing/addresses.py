@@ -1,4 +1,4 @@
-"""Reject code of the user's that asks which memory or object a tensor is.
+"""Refuse code of the user's that asks which memory or object a tensor is.
 
 Or whether inference mode is on, which layers can't know either.
 """
@@ -48,7 +48,7 @@ _METHODS_OF = ("torch.overrides", "torch._tensor")
 
 
 def refuse_address(func: Any) -> None:
-    """Reject a call by the user's code of a function that shows which tensor one is.
+    """Refuse a call by the user's code of a function that shows which tensor one is.
 
     To be called by ``__torch_function__`` of a mode.
 
@@ -72,7 +72,7 @@ def refuse_address(func: Any) -> None:
 
 @contextlib.contextmanager
 def identities_refused(inputs: Collection[int]) -> Iterator[None]:
-    """Reject code of the user's that asks for the ``id`` or the hash of an input.
+    """Refuse code of the user's that asks for the ``id`` or the hash of an input.
 
     A program may keep such a number and compare it in a later step. Layers compute with
     other tensors, whose numbers it can't know.
@@ -107,7 +107,7 @@ def identities_refused(inputs: Collection[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _inference_unread(thread: int) -> Iterator[None]:
-    """Reject code of the user's that asks whether inference mode is on.
+    """Refuse code of the user's that asks whether inference mode is on.
 
     Models are recorded outside of it, where tensors may be kept.
     """

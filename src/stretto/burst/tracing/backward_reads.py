@@ -4,11 +4,11 @@
 A check of a backward holds for the values that its code reads: a factor that is zero
 now may let samples mix once it is not. While forward is recorded no backward runs, so
 what backwards read is recorded while layers are checked with values. A capture is valid
-while these values stay as they are, and a forward's backward is rejected if one has
+while these values stay as they are, and a forward's backward is refused if one has
 changed since that forward.
 
 What this code itself changes, such as a list of norms, can't be compared. If it may
-decide what a function returns, the model is rejected. A hook of a module that changed
+decide what a function returns, the model is refused. A hook of a module that changed
 nothing in the check may not change anything later, whatever it reads: see Note [Later
 hooks] in `stretto.burst.checks.later_hooks`.
 """

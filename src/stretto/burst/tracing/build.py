@@ -413,7 +413,7 @@ def graph_of(
 
 
 def require_no_state(node: fx.Node, build: Build) -> None:
-    """Reject an operation without users that would update statistics or buffers."""
+    """Refuse an operation without users that would update statistics or buffers."""
     changes = bool(node.meta.get("keeps_state"))
     also = ""
     for name in node.meta.get("norms", ()):

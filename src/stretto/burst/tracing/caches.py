@@ -506,7 +506,7 @@ def _contents(container: Any) -> list[Any]:
 def _restore_contents(container: Any, content: Sequence[Any]) -> None:
     """Give a container its earlier items, if it has others.
 
-    By the methods of the class that it is derived from: its own may reject changes.
+    By the methods of the class that it is derived from: its own may refuse changes.
     """
     now = _contents(container)
     if len(now) == len(content) and all(map(operator.is_, now, content)):

@@ -88,7 +88,7 @@ class Traced:
     """For a count that follows the batch: its value for one sample."""
 
     rows: set[fx.Node]
-    """Those of ``ops`` that return one tensor with a row for each sample."""
+    """Nodes of ``ops`` that return one tensor with a row for each sample."""
 
     shapes: dict[fx.Node, tuple[tuple[int, ...], torch.dtype]]
     """Shape of a sample, and type, of the source and of those in ``rows``."""
@@ -122,7 +122,7 @@ class Traced:
     """The facts that the last check of the layers depends on; None without one."""
 
     positions: set[fx.Node] = field(default_factory=set)
-    """Those of ``ops`` whose rows are samples' positions in the batch."""
+    """Nodes of ``ops`` whose rows are samples' positions in the batch."""
 
     caches: list[Cache] = field(default_factory=list)
     """The caches in which its forward keeps constants, as they were at capture."""
@@ -320,7 +320,7 @@ def _is_constant(node: fx.Node, build: Build, ops: set[fx.Node]) -> bool:
 
 
 def _require_all_rows_written(traced: Traced, node: fx.Node) -> None:
-    """Reject ``h[6:] = 0``: each rank would write other samples."""
+    """Refuse ``h[6:] = 0``: each rank would write other samples."""
     if node.target is not set_item or node.args[0] not in traced.rows:
         return
     index: Any = node.args[1]
@@ -414,7 +414,7 @@ def _require_apart_inside(node: fx.Node) -> None:
 
 
 def _refuse_pairs(build: Build, node: fx.Node) -> None:
-    """Reject a matrix over pairs of samples, if a node is made from one."""
+    """Refuse a matrix over pairs of samples, if a node is made from one."""
     work, found = [node], None
     while work:
         at = work.pop()

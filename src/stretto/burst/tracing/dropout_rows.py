@@ -6,7 +6,7 @@ is not the batch: samples folded with windows or heads, ``(batch * heads, time, 
 or time before the batch, ``(time, batch, channels)``. There the graph moves samples to
 the front before the dropout and back after it. This takes them for the outer part of
 what they are folded with. If they are the inner part, as after ``x.repeat(2, 1)``, the
-layers' proof finds that the moved rows mix samples. It also rejects values that are
+layers' proof finds that the moved rows mix samples. It also refuses values that are
 equal in both orders, which would hide that.
 """
 
@@ -100,7 +100,7 @@ def not_outside(place: str) -> SpecError:
 def require_rows(
     given: Any, batch: int, place: str, within: nn.Module | None = None
 ) -> None:
-    """Reject a dropout of a tensor that has no row for each sample.
+    """Refuse a dropout of a tensor that has no row for each sample.
 
     Args:
         given: What the dropout gets.

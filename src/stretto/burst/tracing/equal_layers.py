@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _PLAIN = (*ATOMS, torch.layout, torch.memory_format, type(...))
 
 _MAX_BYTES = 1 << 24
-"""Of values that are compared."""
+"""Size of values that are compared."""
 
 
 class _Unequal(Exception):

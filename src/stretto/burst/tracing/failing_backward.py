@@ -57,7 +57,7 @@ class _Write(NamedTuple):
     line: str
 
     shapes: tuple[list[int], list[int]]
-    """Of the tensor that is written, and of the one that it is a view of."""
+    """Shapes of the tensor that is written, and of the one that it is a view of."""
 
     made_by: str
     """The operation that made the tensor, as PyTorch's error says it."""

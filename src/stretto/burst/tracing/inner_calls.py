@@ -48,7 +48,7 @@ class InnerCall:
     reads or writes at places that are computed from samples or parameters."""
 
     is_row_wise: bool = False
-    """Of an operator of another library: whether it was declared to keep rows apart."""
+    """Whether an operator of another library was declared to keep rows apart."""
 
     by_mask: bool = False
     """Whether ``index_put`` writes where a mask is true."""

@@ -3,7 +3,7 @@
 # Note [What follows the batch]
 The module is recorded for two numbers of samples, and twice for one of them. A number
 that differs in the ratio of the batches follows the batch. Anything else that differs
-is a decision or a value that layers on other ranks would not repeat, and is rejected.
+is a decision or a value that layers on other ranks would not repeat, and is refused.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _rerun(
 def _call(
     module: nn.Module, arguments: Arguments, packed: Tensor
 ) -> tuple[Any, list[Tensor]]:
-    """Call forward; reject one that changes the containers that it is given.
+    """Call forward; refuse one that changes the containers that it is given.
 
     Return its output, and the tensors that it was given.
     """
@@ -228,7 +228,7 @@ def _are_same(one: tuple[list[Any], Any], two: tuple[list[Any], Any]) -> bool:
 def _refuse_counts(
     module: nn.Module, first: PackedResults, other: PackedResults
 ) -> None:
-    """Reject outputs that are not tensors and follow the number of samples."""
+    """Refuse outputs that are not tensors and follow the number of samples."""
     for a, b in zip(first.others, other.others, strict=False):
         if a is not b and (type(a) is not type(b) or a != b):
             raise SpecError(
@@ -240,7 +240,7 @@ def _refuse_counts(
 
 
 def _refuse_scripted(module: nn.Module) -> None:
-    """Reject modules of TorchScript, whose parts can't be watched or replaced."""
+    """Refuse modules of TorchScript, whose parts can't be watched or replaced."""
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             owner, _, key = name.rpartition(".")
@@ -254,7 +254,7 @@ def _refuse_scripted(module: nn.Module) -> None:
 
 
 def _refuse_compiled(module: nn.Module) -> None:
-    """Reject modules of torch.compile, whose operations can't be recorded."""
+    """Refuse modules of torch.compile, whose operations can't be recorded."""
     for name, part in module.named_modules():
         is_whole = type(part).__module__.startswith("torch._dynamo")
         if is_whole or (name and part._compiled_call_impl is not None):  # noqa: SLF001
@@ -267,7 +267,7 @@ def _refuse_compiled(module: nn.Module) -> None:
 
 
 def _refuse_sparse(module: nn.Module) -> None:
-    """Reject sparse parameters and buffers, which have no storage to be recorded."""
+    """Refuse sparse parameters and buffers, which have no storage to be recorded."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.layout != torch.strided:
             owner, _, key = name.rpartition(".")
@@ -278,7 +278,7 @@ def _refuse_sparse(module: nn.Module) -> None:
 
 
 def _refuse_lazy(module: nn.Module) -> None:
-    """Reject parameters and buffers whose shapes are not known yet."""
+    """Refuse parameters and buffers whose shapes are not known yet."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             owner, _, key = name.rpartition(".")
@@ -294,7 +294,7 @@ _RESERVED = set(dir(fx.GraphModule({}, fx.Graph()))) - set(dir(nn.Module()))
 
 
 def _refuse_reserved(module: nn.Module) -> None:
-    """Reject parts of the model whose names the captured module needs itself."""
+    """Refuse parts of the model whose names the captured module needs itself."""
     held = (module._modules, module._parameters, module._buffers)  # noqa: SLF001
     for name in (name for names in held for name in names):
         if name in _RESERVED:
@@ -334,7 +334,7 @@ def _held_tensors(recording: Recording, module: nn.Module) -> set[str]:
 
 
 def _refuse_views(recording: Recording, module: nn.Module, build: Build) -> None:
-    """Reject views of parameters that were made outside of forward.
+    """Refuse views of parameters that were made outside of forward.
 
     Their gradients would bypass the parameter's layer.
     """

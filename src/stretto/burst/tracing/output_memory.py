@@ -31,7 +31,7 @@ class RowView:
     """Whether the other one is an input of the model."""
 
     number: int
-    """Of the other one, among outputs or among inputs."""
+    """The other one's number, among outputs or among inputs."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

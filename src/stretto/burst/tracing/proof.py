@@ -578,7 +578,7 @@ class _Check:
         return True
 
     def _require_repeatable(self, packed: Tensor) -> None:
-        """Reject a module that gives other results for equal values."""
+        """Refuse a module that gives other results for equal values."""
         found = RecordedResults(), RecordedResults()
         wholes = []
         for around in found:
@@ -744,7 +744,7 @@ class _Check:
         return "Please report the model"
 
     def _refuse_answers(self, what: str) -> None:
-        """Reject code that asked for ranks, see Note [Questions about the job]."""
+        """Refuse code that asked for ranks, see Note [Questions about the job]."""
         if place := self._questions.place():
             raise SpecError(
                 f"{place}. The {what} of {self._graph.name} depend on it, and a burst "

@@ -163,7 +163,7 @@ def _full(name: str) -> str:
 
 @contextlib.contextmanager
 def seeds_refused() -> Iterator[None]:
-    """Reject code of the user's that asks for the seed of random numbers."""
+    """Refuse code of the user's that asks for the seed of random numbers."""
 
     def ask(call: Any, args: Any, kwargs: Any) -> Any:
         if is_users_frame(sys._getframe(3)):  # noqa: SLF001
@@ -180,7 +180,7 @@ def seeds_refused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collectives_refused() -> Iterator[None]:
-    """Reject collectives of the user's code."""
+    """Refuse collectives of the user's code."""
 
     def refuse(name: str, call: Any, args: Any, kwargs: Any) -> Any:
         if is_users_frame(sys._getframe(3), (_LOGGER,)):  # noqa: SLF001

@@ -221,7 +221,7 @@ class Reads:
         return self._line_reached
 
     def refuse_seed(self) -> None:
-        """Reject code that asked a generator for its seed.
+        """Refuse code that asked a generator for its seed.
 
         Raises:
             SpecError: it did; the message names the line.

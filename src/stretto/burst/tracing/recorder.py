@@ -240,7 +240,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         return Fixed(name)
 
     def _refuse_unregistered(self, given: Any, result: Any, place: str = "") -> None:
-        """Reject a parameter of no module if a gradient would arrive at it."""
+        """Refuse a parameter of no module if a gradient would arrive at it."""
         found = next(
             (
                 tensor
@@ -483,7 +483,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             self._depth -= 1
 
     def _refuse_modes_within(self) -> None:
-        """Reject hooks on saved tensors and modes of operators that forward enters."""
+        """Refuse hooks on saved tensors and modes of operators that forward enters."""
         what = ""
         if (now := saved_hooks_now()) != self._saved and is_of_user(now):
             what = "torch.autograd.graph.saved_tensors_hooks"
@@ -712,7 +712,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             self._in_dropout -= 1
 
     def _require_own_time(self, module: nn.RNNBase, args: Any, kwargs: Any) -> None:
-        """Reject a recurrent module whose steps are the samples, before it takes them.
+        """Refuse a recurrent module whose steps are the samples, before it takes them.
 
         Without values each of many steps is slow.
         """
@@ -775,7 +775,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         return self.operation("call_module", name, run, (input,), {})
 
     def _refuse_leaf(self, module: nn.Module, place: str) -> None:
-        """Reject a module that would do other things when it runs as an operation."""
+        """Refuse a module that would do other things when it runs as an operation."""
         if (change := self._settings.change_in(module)) is not None:
             raise SpecError(f"{place}: {change}")
         if (
@@ -812,7 +812,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         )
 
     def _require_no_writes(self, storages: Collection[Any], place: str) -> None:
-        """Reject what hooks of a module write into buffers of other modules."""
+        """Refuse what hooks of a module write into buffers of other modules."""
         if not storages:
             return
         for name, buffer, owner in buffers_of(self._root):
@@ -892,7 +892,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         self._draws += 1
 
     def _require_own_seed(self) -> None:
-        """Reject a forward that draws and sets the generator."""
+        """Refuse a forward that draws and sets the generator."""
         if self._last_draw and torch.initial_seed() != self._seed:
             raise SpecError(
                 f"{self._last_draw}: draws random numbers where forward sets a seed or "
@@ -1073,7 +1073,7 @@ def set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
 
 
 def _require_uncached(module: nn.Module, place: str) -> None:
-    """Reject a parametrization with state or random numbers that is cached."""
+    """Refuse a parametrization with state or random numbers that is cached."""
     held: Any = parametrize
     if held._cache_enabled and parametrize.is_parametrized(module):  # noqa: SLF001
         raise SpecError(
@@ -1084,7 +1084,7 @@ def _require_uncached(module: nn.Module, place: str) -> None:
 
 
 def _require_own_forwards(module: nn.Module, name: str) -> None:
-    """Reject a user-defined batch norm or dropout inside a module that has hooks.
+    """Refuse a user-defined batch norm or dropout inside a module that has hooks.
 
     Elsewhere its operations are recorded. Here torch's forward would replace it.
     """

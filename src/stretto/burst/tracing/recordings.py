@@ -112,7 +112,7 @@ _OF_TYPES = re.compile(
 )
 
 OTHER_TYPE = "This line can't compute with tensors of that type"
-"""Of PyTorch's errors about types; a capture adds the example's."""
+"""The reason for PyTorch's errors about types; a capture adds the example's."""
 
 
 @dataclass
@@ -254,7 +254,7 @@ def untouched(
 def _constants_kept(
     recording: Recording, module: nn.Module, holders: list[Holder]
 ) -> list[Kept]:
-    """Return the constants that forward keeps in caches; reject other tensors."""
+    """Return the constants that forward keeps in caches; refuse other tensors."""
     varying = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name, part in module.named_modules():
         if isinstance(part, nn.modules.batchnorm._NormBase):  # noqa: SLF001
@@ -371,7 +371,7 @@ def record_once(
 def _require_set_once(
     context: contextvars.Context, again: Callable[[], object], name: str
 ) -> bool:
-    """Reject a context variable that forward sets to another number in each call.
+    """Refuse a context variable that forward sets to another number in each call.
 
     Return whether it sets one to a number.
     """
@@ -501,7 +501,7 @@ def _line_changing(
 
 
 def _refuse_counted(module: nn.Module, watch: Watch, line: Callable[[], str]) -> None:
-    """Reject values that forward reads and changes in every call."""
+    """Refuse values that forward reads and changes in every call."""
     if (changed := watch.changed()) is not None:
         raise SpecError(
             f"{line()}: forward of {type(module).__name__} changes {changed!r} in each "
@@ -520,7 +520,7 @@ def _hooks_in(module: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 def _refuse_new_hooks(module: nn.Module, before: dict[str, tuple[Any, ...]]) -> None:
-    """Reject a forward that registers hooks: layers run without that forward."""
+    """Refuse a forward that registers hooks: layers run without that forward."""
     for name, keys in _hooks_in(module).items():
         if before.get(name, keys) != keys:
             raise SpecError(

@@ -1,4 +1,4 @@
-"""Reject operations that depend on a sample's position in the batch.
+"""Refuse operations that depend on a sample's position in the batch.
 
 # Note [Positions of samples]
 A tensor made only from the number of samples, such as ``arange(batch)``, is made on

@@ -121,7 +121,7 @@ _QUIET = {
     torch.rrelu_,
 }
 _QUIET_NAMES = {"scaled_dot_product_attention"}
-"""Those that may draw nothing."""
+"""Names of operations that may draw nothing."""
 
 
 @final
@@ -142,7 +142,7 @@ class ConstantDraws(TorchFunctionMode):
             self._seed, self._state = torch.initial_seed(), torch.get_rng_state()
 
     def _require_forwards(self, kwargs: Any) -> None:
-        """Reject new random numbers in backward."""
+        """Refuse new random numbers in backward."""
         if not self._is_backward or _is_running_again():
             return
         is_set_back = (
@@ -220,7 +220,7 @@ class Result:
     """The result of an operation."""
 
     line: str
-    """Of the user's code, which calls it."""
+    """The line of the user's code that calls it."""
 
     value: Tensor | None
 
