@@ -132,7 +132,7 @@ class Recorded:
     """Whether forward changes plain state, see `call_history`."""
 
     changed: list[Holder]
-    """What holds the state that forward changes."""
+    """Holders of the state that forward changes."""
 
     stays: set[tuple[int, Any]]
     """The entries of these that do not depend on the number of samples, by the ids of
