@@ -66,7 +66,7 @@ class _Place:
     def __init__(self, held: Mapping[str, Any], key: str) -> None:
         self._held, self._key = held, key
         self.tensor: Any = None
-        """What is there when forward begins."""
+        """The tensor that is there when forward begins."""
 
     def begin(self) -> None:
         """Note what is there now."""
@@ -190,7 +190,7 @@ class TorchCall(NamedTuple):
     modes: tuple[Any, ...]
 
     settings: list[_Setting]
-    """Of a module: what it reads when it is called, as it was."""
+    """A module's settings that a call reads, as they were."""
 
 
 _READS = frozenset(
@@ -249,7 +249,7 @@ class TorchCalls:
     def __init__(self, modules: Iterable[nn.Module], device: str) -> None:
         self._places: dict[int, _Place] = {}
         self.places: dict[int, list[_Place]] = {}
-        """Those of each module, by its id."""
+        """Places of each module, by its id."""
         for part in modules:
             own = self.places[id(part)] = []
             for held in (part._parameters, part._buffers):  # noqa: SLF001
