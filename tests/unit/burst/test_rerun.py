@@ -626,3 +626,15 @@ def test_an_activation_that_forward_begins_to_keep_differs():
     HELD.set()
     assert graph.rerun_difference() is not None
     assert not hasattr(model, "features")
+
+
+def test_a_function_that_calls_itself_is_compared():
+    def between(_, h):
+        def again(x, left=2):
+            return again(x, left - 1) if left else x * get_rate(options)
+
+        return Applied.apply(h, again)
+
+    _, graph = captured(between)
+    assert graph.can_rerun
+    assert graph.rerun_difference() is None

@@ -105,12 +105,13 @@ class _Other:
     __slots__ = ("kind", "parts")
 
     def __init__(self, kind: type, parts: Any) -> None:
+        """Prepare; ``parts`` is None inside of the object itself."""
         self.kind, self.parts = kind, parts
 
     def is_same(self, value: Any) -> bool:
         """Return whether an object has the same type and content."""
-        if type(value) is not self.kind:
-            return False
+        if type(value) is not self.kind or self.parts is None:
+            return type(value) is self.kind
         if isinstance(value, (tuple, list, dict)):
             plain = next(k for k in (tuple, list, dict) if isinstance(value, k))
             content, attributes = self.parts
@@ -257,6 +258,8 @@ class TorchCalls:
                     own.append(_Place(held, key))
                     self._places.setdefault(id(tensor), own[-1])
         self._values: dict[int, _Value] = {}
+        self._path: set[int] = set()
+        """The objects that are being copied, by id."""
         self.device = device
         self.calls: list[TorchCall] = []
         self.has_functions = False
@@ -325,7 +328,13 @@ class TorchCalls:
             return {key: self._kept(inner) for key, inner in value.items()}
         if kind is slice:
             return slice(*map(self._kept, (value.start, value.stop, value.step)))
-        return _Other(kind, self._parts(value))
+        if id(value) in self._path:  # such as a function that calls itself
+            return _Other(kind, None)
+        self._path.add(id(value))
+        try:
+            return _Other(kind, self._parts(value))
+        finally:
+            self._path.discard(id(value))
 
     def _parts(self, value: Any) -> Any:
         """Return a copy of the content of another object, see `_Other`."""
