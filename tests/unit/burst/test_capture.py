@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -953,3 +954,51 @@ def test_a_setting_changed_through_the_dictionary_is_refused(write, is_undone):
     with pytest.raises(SpecError, match=r"test_capture.py:\d+: changes .* in forward"):
         capture(model, (torch.randn(4, 3),))
     assert model.norm.training
+
+
+class Meanwhile(nn.Module):
+    """Lets another thread use modules and functions while it is recorded."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if isinstance(x, FakeTensor):
+            thread = threading.Thread(target=_use_another_model)
+            thread.start()
+            thread.join(10)
+        return self.layer(x)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+OTHERS: list[object] = []
+keep = OTHERS.append
+
+
+def _use_another_model():
+    other = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    try:
+        other.eval()
+        with torch.autocast("cpu", torch.bfloat16):
+            other(torch.ones(1, 2))
+        other.zero_grad()
+        keep(Twice.apply(torch.ones(1)).item())
+    except Exception as exc:  # noqa: BLE001
+        keep(exc)
+
+
+def test_other_threads_use_modules_and_functions_while_a_model_is_captured():
+    OTHERS.clear()
+    capture(Meanwhile(), (torch.randn(2, 4),))
+    assert OTHERS
+    assert set(OTHERS) == {2.0}

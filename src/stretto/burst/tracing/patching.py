@@ -115,20 +115,26 @@ def patched(recorder: CallRecorder) -> Iterator[None]:
     """Route calls of modules, functions and autocast through the recorder."""
     module_call = nn.Module.__call__
     enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    thread = threading.get_ident()
+
+    def is_elsewhere() -> bool:
+        return threading.get_ident() != thread
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_elsewhere():
+            return module_call(module, *args, **kwargs)
         return recorder.module(module_call, module, args, kwargs)
 
     def entered(self: Any) -> Any:
         found = enter(self)  # type: ignore[no-untyped-call]
-        if not recorder.is_within:
+        if not (is_elsewhere() or recorder.is_within):
             recorder.autocast_entered(
                 (self.device, self.fast_dtype, self._enabled, self._cache_enabled)
             )
         return found
 
     def left(self: Any, *error: Any) -> Any:
-        if not recorder.is_within:
+        if not (is_elsewhere() or recorder.is_within):
             recorder.autocast_left()
         return leave(self, *error)
 
@@ -208,9 +214,10 @@ def _replaced(name: str, method: Any) -> Iterator[None]:
 def _settings_kept() -> Iterator[None]:
     """Refuse a forward that assigns to a setting of a module; see `settings`."""
     own: Any = nn.Module.__setattr__
+    thread = threading.get_ident()
 
     def assign(module: nn.Module, name: str, value: Any) -> None:
-        if is_change(module, name, value):
+        if threading.get_ident() == thread and is_change(module, name, value):
             raise SpecError(f"{source_line()}: {changes(module, name)}")
         own(module, name, value)
 
@@ -221,8 +228,13 @@ def _settings_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def _gradients_kept() -> Iterator[None]:
     """Refuse a forward that clears gradients, which layers would not."""
+    own: Any = nn.Module.zero_grad
+    thread = threading.get_ident()
 
-    def refuse(_module: nn.Module, *_: Any, **__: Any) -> None:
+    def refuse(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if threading.get_ident() != thread:
+            own(module, *args, **kwargs)
+            return
         raise SpecError(
             f"{source_line()}: clears gradients in forward, which layers on other "
             "ranks would not: do it in the training loop"

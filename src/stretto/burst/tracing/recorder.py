@@ -15,6 +15,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -133,6 +134,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         calls: TorchCalls,
     ) -> None:
         super().__init__()
+        self._thread = threading.get_ident()
         self._batch = batch
         self._check = check
         self._calls = calls
@@ -829,6 +831,8 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         self, call: Callable[..., Any], kind: Any, args: Any, kwargs: Any
     ) -> Any:
         """Run an ``autograd.Function`` as one operation."""
+        if threading.get_ident() != self._thread:
+            return call(kind, *args, **kwargs)
         if self._depth:
             if kind is torch.utils.checkpoint.CheckpointFunction:
                 raise SpecError(
