@@ -137,7 +137,7 @@ class Traced:
     """Runs its forward's code again; None if that can't be compared."""
 
     watch_of_layers: Watch | None = None
-    """Values that its layers read or replace, if all other reads are its forward's own."""
+    """Values that its layers read or replace, if its forward reads all others."""
 
     without_gradient: str = ""
     """The line that reads that a tensor needs no gradient, unless the input does."""
