@@ -124,6 +124,15 @@ def connect_store(
             return store
 
 
+def _release(parts: list[Any]) -> None:
+    """Release process groups and lanes while training goes on.
+
+    A group's destructor waits for its threads. It was seen to wait for good, which
+    must not stop a rank.
+    """
+    threading.Thread(target=parts.clear, name="stretto-release", daemon=True).start()
+
+
 class AbstractMemberGroup(abc.ABC):
     """Makes the default group for each membership, and ends what waits in old ones."""
 
@@ -260,11 +269,13 @@ class AbstractMemberGroup(abc.ABC):
     def release_one(self) -> None:
         """Release one part of an old generation, if there is any."""
         if self._parked:
-            self._parked.pop(0)
+            _release([self._parked.pop(0)])
 
     def _park(self, parts: list[Any]) -> None:
         """Keep the parts of the last generation, and release those of earlier ones."""
-        self._parked = [part for part in parts if part is not None]
+        earlier, self._parked = self._parked, [p for p in parts if p is not None]
+        if earlier:
+            _release(earlier)
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
