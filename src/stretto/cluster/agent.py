@@ -335,7 +335,10 @@ class Agent:
             # Not ended while a process lives, such as one in a lost file system.
             self._loop.call_in(1.0, lambda: self._on_supervisor_dead(fence, part))
             return
-        found = supervisor_start.read_end(part.folder) or _end_of_killed(part)
+        found = supervisor_start.read_end(part.folder)
+        if found is None or (found["code"] != 0 and _is_of_earlier_boot(part)):
+            # As its host ended, it may have failed for want of what ended before.
+            found = _end_of_killed(part)
         self._ended(fence, part, found)
 
     def _on_report(
@@ -461,12 +464,18 @@ def _end_of_killed(part: _Part) -> dict[str, Any]:
         # The host may have been started again: that counts as no failure of the job.
         why = f"no process of it is left, and {part.folder / PART_FILE} is unreadable"
         return {"code": None, "why": why, "signaled": True}
-    if spec.boot and spec.boot != boot_id():
+    if _is_of_earlier_boot(part):
         # As a lost host, which counts as no failure of the job.
         why = "its host was started again while it ran"
         return {"code": None, "why": why, "signaled": True}
     why = "the supervisor of the attempt was killed"
     return {"code": 128 + signal.SIGKILL, "why": why, "signaled": False}
+
+
+def _is_of_earlier_boot(part: _Part) -> bool:
+    """Return whether the host was started again since an attempt started."""
+    boot = "" if part.spec is None else part.spec.boot
+    return bool(boot) and boot != boot_id()
 
 
 def _stop_message(command: StopPart) -> dict[str, Any]:

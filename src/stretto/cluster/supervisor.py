@@ -10,6 +10,13 @@ The supervisor's lock is taken before it is started and held to its end: while i
 held, the attempt may run. If the supervisor is killed, the kernel kills the ranks with
 it, and its guard what they have started (Note [Guards] of `supervisor_start`). If both
 are killed, the agent ends what has the variable that marks an attempt's processes.
+
+# Note [Shutdowns]
+Agents use the socket, so a SIGTERM to a supervisor says that its host shuts down. The
+ranks get one, too, maybe earlier, and may end with any code because of it: 0 after they
+have saved their work. So the attempt is lost with its host, whatever they say, and a
+rank's own end waits a moment for such a signal before it counts. The end is written at
+once, because the supervisor may be killed before its ranks have ended.
 """
 
 from __future__ import annotations
@@ -63,6 +70,12 @@ _RETRY_S = 1.0
 _LEAVE_S = 5.0
 """A rank whose device is taken away is killed after this time, or its grace."""
 
+_FAILED_WAIT_S, _DONE_WAIT_S = 0.3, 0.05
+"""From the end of the last rank, after a failure or not, until it counts as the ranks'
+own: Note [Shutdowns]."""
+
+_SHUTS_DOWN = "its host shut down while it ran"
+
 _MEMORY_S = 0.5
 """Between two looks at the ranks' memory."""
 
@@ -95,6 +108,11 @@ class Supervisor:
         self._code: int | None = 0
         """``None`` if the watchdog ends it: the host is to blame, not the job."""
         self._failed_rank: int | None = None
+        self._failed_s = 0.0
+        self._counts_s = 0.0
+        """When the ranks' end counts as their own."""
+
+        self._host_shuts_down = False
         self._memory_kills = out_of_memory_kills()
         self._stop_name, self._is_signaled = "", False
         self._kill_timer: Timer | None = None
@@ -115,7 +133,7 @@ class Supervisor:
         self._loop.on_signals(
             {
                 signal.SIGCHLD: self._on_child,
-                signal.SIGTERM: lambda: self._stop("by a signal", "TERM", _LEAVE_S),
+                signal.SIGTERM: self._on_shutdown,
                 signal.SIGHUP: lambda: None,
                 signal.SIGINT: lambda: None,
             }
@@ -228,6 +246,7 @@ class Supervisor:
             self._use_wanted()
         elif rank.code and not self._why:
             self._why, self._failed_rank = rank.failure(), rank.number
+            self._failed_s = now_s()
             if rank.code == -signal.SIGKILL:
                 self._why += self._memory_hint()
             self._code = rank.code if rank.code > 0 else 128 - rank.code
@@ -239,6 +258,10 @@ class Supervisor:
             # What the ranks have left behind may keep their outputs open.
             processes.kill_children()
             self._loop.call_in(_DRAIN_S, self._finish)
+            if not self._is_signaled:
+                wait_s = _FAILED_WAIT_S if self._why else _DONE_WAIT_S
+                self._counts_s = now_s() + wait_s
+                self._loop.call_in(wait_s, self._end_if_over)
             self._end_if_over()
 
     def _check_memory(self) -> None:
@@ -271,7 +294,7 @@ class Supervisor:
         return self._wanted is None and not any(rank.runs for rank in self._ranks)
 
     def _end_if_over(self) -> None:
-        if self._has_ended and not self._outputs:
+        if self._has_ended and not self._outputs and now_s() >= self._counts_s:
             self._finish()
 
     # other devices
@@ -350,6 +373,21 @@ class Supervisor:
         why = str(message.get("why", "on request"))
         self._stop(why, name if grace_s > 0.0 else "KILL", grace_s)
 
+    def _on_shutdown(self) -> None:
+        """End the attempt as lost with its host, whatever its ranks say of it."""
+        self._on_child()
+        if self._end is not None:
+            return
+        failed_before = now_s() - self._failed_s > _FAILED_WAIT_S
+        if self._failed_rank is None or not failed_before:
+            self._host_shuts_down, self._is_signaled = True, True
+            self._why, self._code, self._failed_rank = _SHUTS_DOWN, None, None
+            self._wanted, self._counts_s = None, 0.0
+            with contextlib.suppress(OSError):
+                write_json(self._folder / END_FILE, self._outcome())
+        self._stop(self._why, "TERM", _LEAVE_S)
+        self._end_if_over()
+
     def _stop(self, why: str, name: str, grace_s: float) -> None:
         """End the ranks; the first cause is the outcome, the shortest grace holds."""
         self._on_child()  # ranks that have ended did so by themselves
@@ -385,16 +423,20 @@ class Supervisor:
         if self._end is not None:
             return
         self._report_steps()
-        if self._ranks and all(rank.code == 0 for rank in self._ranks):
+        is_done = self._ranks and all(rank.code == 0 for rank in self._ranks)
+        if is_done and not self._host_shuts_down:
             self._code = 0
-        self._end = {
+        self._end = self._outcome()
+        self._write_end()
+        self._emit("ended", **self._end)
+
+    def _outcome(self) -> dict[str, Any]:
+        return {
             "code": self._code,
             "why": self._why,
             "rank": self._failed_rank,
             "signaled": self._is_signaled,
         }
-        self._write_end()
-        self._emit("ended", **self._end)
 
     def _write_end(self) -> None:
         try:

@@ -291,6 +291,43 @@ def test_a_rank_that_had_ended_when_it_was_stopped_has_ended_by_itself(
     assert (end["code"], end["signaled"]) == (0, False)
 
 
+def test_a_rank_that_saves_its_work_as_the_host_shuts_down_is_not_done(
+    folder: Path,
+) -> None:
+    command = shell("trap 'exit 0' TERM; touch ready; while :; do sleep 0.01; done")
+    agent = started(folder, part_spec_of(folder, *command))
+    await_file(folder / "ready")
+    os.kill(int(agent.event("started")["pid"]), signal.SIGTERM)
+    assert agent.event("ended")["code"] is None
+
+
+def test_a_rank_that_a_shutdown_ends_before_its_supervisor_hears_has_not_failed(
+    folder: Path,
+) -> None:
+    agent = started(folder, part_spec_of(folder, *shell("exec sleep 600")))
+    pid = int(agent.event("started")["pid"])
+    (rank,) = processes.children_of(pid)
+    os.kill(pid, signal.SIGSTOP)
+    os.kill(rank, signal.SIGTERM)
+    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGCONT)
+    assert agent.event("ended")["code"] is None
+
+
+def test_a_supervisor_that_a_shutdown_kills_has_left_its_attempts_end(
+    folder: Path,
+) -> None:
+    command = shell("trap '' TERM; touch ready; while :; do sleep 0.01; done")
+    agent = started(folder, part_spec_of(folder, *command))
+    await_file(folder / "ready")
+    pid = int(agent.event("started")["pid"])
+    os.kill(pid, signal.SIGTERM)
+    await_file(folder / END_FILE)
+    os.kill(pid, signal.SIGKILL)
+    agent.close()
+    assert awaited_end(folder)["code"] is None
+
+
 def test_what_ignores_the_signal_is_killed_after_the_grace(folder: Path) -> None:
     command = shell("trap '' TERM; touch ready; while :; do sleep 0.01; done")
     agent = started(folder, part_spec_of(folder, *command))
