@@ -125,7 +125,7 @@ def connect_store(
 
 
 def _release(parts: list[Any]) -> None:
-    """Release process groups and lanes while training goes on.
+    """Release process groups and lanes while the rank trains.
 
     A group's destructor waits for its threads. It was seen to wait for good, which
     must not stop a rank.
