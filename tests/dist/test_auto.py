@@ -14,7 +14,7 @@ from torch import nn
 import stretto
 from stretto.errors import SpecError
 from stretto.schema import Bucket
-from stretto.tune import initial_profile
+from stretto.tune import controller, initial_profile
 from support.checks import Lines
 from support.nets import mlp
 
@@ -103,27 +103,51 @@ def test_all_steps_of_an_automatic_run_are_ddp_s(ranks, micro_steps):
     assert found[1]["lines"] == []
 
 
-def falls_back(rank: int, size: int) -> dict[str, Any]:
-    """Measuring that never succeeds must not end the training."""
+def fails_to_measure(rank: int, size: int, probes: int) -> dict[str, Any]:
+    """Train where the first ``probes`` probes of the network fail."""
     lines = Lines()
+    real, left = initial_profile.probe_network, [probes]
 
-    def refuse(**_options: Any) -> Any:
+    def refuse(**options: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            return real(**options)
         raise SpecError("no probe today")
 
     initial_profile.probe_network = refuse
-    theirs = train(TorchDDP(net()), rank, steps=30)
-    model = stretto.DistributedDataParallel(net())
-    ours = train(model, rank, steps=30)
-    return {"same": ours == theirs, "plan": model.plan, "lines": lines.lines}
+    controller.WAIT_STEPS = (4, 4)
+    theirs = train(TorchDDP(net()), rank, steps=45)
+    options = stretto.TuneOptions(steps=0, watch=False, plan_cache=False)
+    model = stretto.DistributedDataParallel(net(), tune=options)
+    ours = train(model, rank, steps=45)
+    return {
+        "same": ours == theirs,
+        "plan": model.plan,
+        "lines": lines.lines,
+        "probes": probes - left[0],
+    }
+
+
+WAITS = "cannot measure the network: no probe today; next attempt in 4 steps"
+
+
+def test_a_network_too_noisy_at_first_is_measured_later(ranks):
+    first, second = ranks(fails_to_measure, 2, 3)
+    assert first["same"]
+    assert second["same"]
+    assert first["lines"][0] == WAITS
+    assert first["probes"] > 3
 
 
 def test_training_continues_as_ddp_where_measuring_fails(ranks):
-    first, second = ranks(falls_back, 2)
+    first, second = ranks(fails_to_measure, 2, 1000)
     assert first["same"]
     assert second["same"]
     assert first["plan"] is second["plan"] is None
     assert first["lines"] == [
-        "cannot make a plan, DDP's own rule stays in use: no probe today"
+        WAITS,
+        WAITS,
+        "cannot make a plan, DDP's own rule stays in use: no probe today (3 attempts)",
     ]
     assert second["lines"] == []
 

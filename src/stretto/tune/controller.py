@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast, final
 import torch
 
 from stretto._version import __version__
-from stretto.errors import Infeasible, SpecError, StrettoError
+from stretto.errors import Infeasible, NoisyProfile, SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.planners.base import predicted_s
 from stretto.runtime.weak_call import weakly
@@ -63,7 +63,12 @@ from stretto.tune.forced import (
     ForcedSearch,
     is_forced,
 )
-from stretto.tune.initial_profile import InitialProfiler, ProfileResult, deferred_plan
+from stretto.tune.initial_profile import (
+    InitialProfiler,
+    ProfileResult,
+    UnclearNetwork,
+    deferred_plan,
+)
 from stretto.tune.online_search import Judgment, OnlineSearch
 from stretto.tune.options import TuneOptions
 from stretto.tune.plan_cache import (
@@ -93,6 +98,10 @@ _log = get_logger(__name__)
 WARM_UP_STEPS = 1
 """DDP rebuilds its buckets after the first step."""
 
+WAIT_STEPS = (50, 500)
+"""Steps from a profile that found the network too noisy to the next one. A neighbor's
+burst of traffic ends at some time; the last profile's failure ends tuning."""
+
 CACHE_S = 2.0
 """Training waits at most this long for the plan cache's disk."""
 
@@ -103,6 +112,7 @@ class Phase(enum.Enum):
     WARM_UP = "warm up"
     CHECK = "check"
     PROFILE = "profile"
+    WAIT = "wait"
     SEARCH = "search"
     CONFIRM = "confirm"
     WATCH = "watch"
@@ -198,6 +208,9 @@ class AutoPlan:
         self._profiler: InitialProfiler | ForcedProfiler | None = None
         self._profiled_from: tuple[int, float] | None = None
         """The step after which the last profile began, and when."""
+        self._waits = 0
+        """Profiles that failed since the last one that did not."""
+        self._failed_probes_s = 0.0
         self._online: OnlineSearch | ForcedSearch | None = None
         self._continues = False
         self._checking: PlanCheck | None = None
@@ -329,6 +342,8 @@ class AutoPlan:
                 self._check(step_s)
             case Phase.PROFILE:
                 self._profile_step()
+            case Phase.WAIT:
+                self._profile()
             case Phase.SEARCH:
                 self._trial_step(found["trial"])
             case Phase.CONFIRM:
@@ -531,10 +546,17 @@ class AutoPlan:
 
     def _profile_step(self) -> None:
         assert self._profiler is not None  # noqa: S101 - set where the phase begins
-        profile = self._profiler.advance()
+        try:
+            profile = self._profiler.advance()
+        except UnclearNetwork as exc:
+            if self._waits == len(WAIT_STEPS):
+                raise NoisyProfile(f"{exc} ({self._waits + 1} attempts)") from exc
+            self._wait(exc)
+            return
         if profile is None:
             return
         self._profiler = None
+        self._waits = 0
         self._record(
             "profiled",
             "steps with deferred communication, then the network",
@@ -545,6 +567,23 @@ class AutoPlan:
             link_bytes_per_s=profile.cluster.bottleneck.bandwidth_bytes_per_s,
         )
         self._planned(profile)
+
+    def _wait(self, exc: UnclearNetwork) -> None:
+        """Continue with the plan of before, and profile again later."""
+        self._profiler = None
+        self._failed_probes_s += exc.probe_s
+        if self._settled is None:
+            self._model._restore_rule()  # noqa: SLF001
+        else:
+            self._change(self._settled.executed)
+        steps = WAIT_STEPS[self._waits]
+        self._waits += 1
+        self._phase = Phase.WAIT
+        self._next_meeting = self._known.steps + steps
+        why = f"cannot measure the network: {exc}; next attempt in {steps} steps"
+        self._record("profiled", why, probe_s=exc.probe_s)
+        if self._sync.rank == 0:
+            _log.info("%s", why)
 
     def _planned(self, profile: ProfileResult) -> None:
         self._known.profile = profile
@@ -634,12 +673,13 @@ class AutoPlan:
 
     def _lost_in_profile(self, profile: ProfileResult) -> float:
         """Return the time lost since the last settled plan, compared with this plan."""
+        lost_s, self._failed_probes_s = self._failed_probes_s, 0.0
         if self._profiled_from is None:
-            return 0.0
+            return lost_s
         (step, at_s), self._profiled_from = self._profiled_from, None
         steps = self._known.steps - step
         took_s = perf_counter() - at_s
-        return max(0.0, took_s - steps * predicted_s(profile.plan))
+        return lost_s + max(0.0, took_s - steps * predicted_s(profile.plan))
 
     def _try_forced(self) -> None:
         self._online = ForcedSearch(self._model, self._sync, weakly(self._change))

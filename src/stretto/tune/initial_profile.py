@@ -286,6 +286,15 @@ PROBE_REPETITIONS = 3
 _GROWTH = 1e-3
 
 
+class UnclearNetwork(NoisyProfile):
+    """No probe could be explained; raised on all ranks together."""
+
+    def __init__(self, why: str, *, probe_s: float) -> None:
+        """Prepare; ``probe_s`` is how long the probes paused training."""
+        super().__init__(why)
+        self.probe_s = probe_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileResult:
     """The result of a profile; equal on all ranks."""
@@ -425,10 +434,10 @@ class InitialProfiler:
         """Continue after a step; return the result once the profile is complete.
 
         Raises:
-            Infeasible: no plan or no model of the network exists.
-            NoisyProfile: the network's times contradict each other.
+            NoisyProfile: too few steps could be profiled.
             SpecError: the same.
             Stopped: another rank can't continue.
+            UnclearNetwork: no plan or no model of the network exists.
         """
         if self._number < len(self._lanes):
             self._apply(self._lanes[self._number - 1])
@@ -538,7 +547,7 @@ class InitialProfiler:
             if "retry" not in found:
                 break
         if "retry" in found:
-            raise NoisyProfile(found["retry"])
+            raise UnclearNetwork(found["retry"], probe_s=perf_counter() - begin_s)
         return ProfileResult(
             workload=workload,
             cluster=codec.decode(found["cluster"], Cluster),
