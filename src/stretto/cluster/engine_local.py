@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Any, final
 from stretto.cluster import channel, processes, store_release
 from stretto.cluster.folders import Folders, Settings
 from stretto.cluster.loop import Loop, now_s
-from stretto.cluster.part_spec import LOCK_FILE
+from stretto.cluster.part_spec import END_FILE, LOCK_FILE
 from stretto.cluster.roles import (
     Role,
     StoppedHolders,
+    continue_process,
     continue_stopped,
     end_holders,
+    kill,
 )
 from stretto.cluster.store import DATABASE
 from stretto.errors import ClusterError, Infeasible, SpecError, StrettoError
@@ -38,7 +40,12 @@ if TYPE_CHECKING:
 COORDINATOR_ENDS = ": the coordinator ends: "
 """In the line with which a coordinator says why it cannot run."""
 
+_SERVER, _AGENT = "stretto.cluster.server", "stretto.cluster.agent"
+_KEEPER, _RAY_HEAD = "stretto.cluster.engine_local", "stretto.cluster.ray_head"
 GATEWAY = "stretto.cluster.ray_gateway"
+
+_MODULES = _KEEPER, _SERVER, _AGENT, GATEWAY, _RAY_HEAD
+"""What serves a cluster on this host."""
 
 _MAYBE_DONE = {
     "submit": "; it may have the job already, see `stretto cluster list` before you "
@@ -71,7 +78,7 @@ class ClusterKeeper:
         self._stages = stages(folders, settings)
         # On Ray, actors look after the hosts.
         self._hosts = [] if settings.ray is not None else list(settings.hosts)
-        self._stopped = StoppedHolders(self._locks)
+        self._stopped = StoppedHolders(self._locks, itertools.chain(*self._stages))
         self._loop = Loop()
 
     def run(self) -> None:
@@ -122,7 +129,7 @@ def stages(folders: Folders, settings: Settings) -> list[list[Role]]:
     """Return the processes of a cluster on this host, in the order of their end."""
     root, ray = str(folders.root), settings.ray
     coordinator = Role(
-        "stretto.cluster.server",
+        _SERVER,
         [root],
         folders.coordinator_lock,
         folders.coordinator_log,
@@ -135,7 +142,7 @@ def stages(folders: Folders, settings: Settings) -> list[list[Role]]:
         folders.gateway_lock,
         folders.gateway_log,
     )
-    head = Role("stretto.cluster.ray_head", [root], folders.ray_lock, folders.ray_log)
+    head = Role(_RAY_HEAD, [root], folders.ray_lock, folders.ray_log)
     # The gateway ends what runs on other hosts, through Ray.
     return [[gateway], [coordinator, head] if ray.is_started else [coordinator]]
 
@@ -144,7 +151,7 @@ def _agents(folders: Folders, settings: Settings) -> Iterator[Role]:
     for host in settings.hosts:
         folders.host(host).mkdir(mode=0o700, parents=True, exist_ok=True)
         yield Role(
-            "stretto.cluster.agent",
+            _AGENT,
             [str(folders.root), host],
             folders.agent_lock(host),
             folders.host(host) / "agent.log",
@@ -175,7 +182,7 @@ def start_keeper(folders: Folders) -> None:
     if settings is None or not settings.has_keeper:
         return
     processes.start_detached(
-        [*processes.PYTHON, "-m", __name__, str(folders.root)], folders.keeper_log
+        [*processes.PYTHON, "-m", _KEEPER, str(folders.root)], folders.keeper_log
     )
 
 
@@ -410,7 +417,7 @@ def down(
                 )
         has_ended = _await_ends(folders, timeout_s, report)
         _end_processes(folders)
-    return has_ended
+    return _await_attempts(folders) and has_ended
 
 
 def _await_ends(
@@ -433,6 +440,24 @@ def _await_ends(
         if text != said and (status["trouble"] or passed_s > _QUIET_S):
             said = text
             report(text)
+        time.sleep(0.05)
+
+
+def _await_attempts(folders: Folders) -> bool:
+    """Wait until no attempt is left on this host, but not for long; return whether so.
+
+    What a signal has stopped is continued: no watchdog would end it.
+    """
+    deadline_s = now_s() + _KEEPER_S
+    while True:
+        found = processes.lock_holders(folders.root, LOCK_FILE)
+        for pid in itertools.chain(*found.values()):
+            continue_process(pid)
+        # A supervisor may stay until its watchdog fires, with the end in its file.
+        if all((lock.parent / END_FILE).exists() for lock in found):
+            return True
+        if now_s() > deadline_s:
+            return False
         time.sleep(0.05)
 
 
@@ -485,6 +510,19 @@ def _end_processes(folders: Folders) -> None:
     if ray is not None and not ray.is_started and not folders.actors_ended.exists():
         _end_actors(folders)
     end_holders(keeper, timeout_s=2 * _ANSWER_S)
+    for pid in _unlocked(folders):
+        kill(pid)
+
+
+def _unlocked(folders: Folders) -> list[int]:
+    """Return what was to serve the cluster on this host and holds no lock.
+
+    A signal may have stopped it as it started. Supervisors are forks of agents, with
+    the same command.
+    """
+    attempts = processes.lock_holders(folders.root, LOCK_FILE).values()
+    found = [processes.processes_of("-m", m, str(folders.root)) for m in _MODULES]
+    return list(set(itertools.chain(*found)).difference(itertools.chain(*attempts)))
 
 
 def _end_actors(folders: Folders) -> None:

@@ -23,6 +23,9 @@ locale is of who started it."""
 
 _PROC = Path("/proc")
 
+_REMOVED = " (deleted)"
+"""Follows the path of an open file that was removed, in ``/proc``."""
+
 _CLEAN_LOOKS = 3
 """Looks at all processes, one after the other, that must find none."""
 
@@ -105,6 +108,57 @@ def kill_marked(variable: str, value: str, *more: str, attempts: int = 50) -> bo
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
     return False
+
+
+def lock_holders(root: Path, name: str) -> dict[Path, list[int]]:
+    """Return this user's processes that hold locks of files below a folder.
+
+    It looks at the processes, so a lock whose file was removed is found, too. This
+    takes longer than `is_locked`: a few milliseconds per hundred processes.
+
+    Args:
+        root: the folder.
+        name: of the files.
+
+    Returns:
+        The processes by the path that the file has, or had.
+    """
+    base = os.path.realpath(root) + "/"
+    found: dict[Path, list[int]] = {}
+    for entry in _PROC.iterdir():
+        if not entry.name.isdigit():
+            continue
+        # Another user's process, or one that ends meanwhile, cannot be looked at.
+        with contextlib.suppress(OSError):
+            for number in os.listdir(entry / "fd"):  # noqa: PTH208
+                link = os.readlink(f"{entry}/fd/{number}")  # noqa: PTH115
+                path = link.removesuffix(_REMOVED)
+                if not (path.startswith(base) and path.endswith(f"/{name}")):
+                    continue
+                if "FLOCK" in (entry / "fdinfo" / number).read_text():
+                    found.setdefault(root / path[len(base) :], []).append(
+                        int(entry.name)
+                    )
+    return found
+
+
+def processes_of(*arguments: str) -> list[int]:
+    """Return the living processes of this user whose command has some arguments.
+
+    Args:
+        arguments: what the command has, one after the other.
+    """
+    wanted = b"\0" + b"\0".join(map(os.fsencode, arguments)) + b"\0"
+    found = []
+    for entry in _PROC.iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            if entry.stat().st_uid != os.geteuid():
+                continue
+            if wanted in (entry / "cmdline").read_bytes():  # empty of an ended one
+                found.append(int(entry.name))
+    return found
 
 
 def lock(path: Path, *, shared: bool = False, patience_s: float = 0.2) -> int | None:

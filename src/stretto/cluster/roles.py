@@ -32,6 +32,9 @@ _DETACHED_PAUSE_S = 2.0
 
 _STEADY_S = 10.0
 
+_ENDED = "ZX"
+"""States of a process that has ended."""
+
 STOPPED_S = 2.0
 """How long a signal may stop a process before it is continued: an agent, before its
 host counts as silent."""
@@ -73,13 +76,19 @@ class Role:
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s, self._pause_s = 0.0, 0.0
 
+    @property
+    def child(self) -> int | None:
+        """The process that `look` has started last, if it runs."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
+
     def look(self) -> None:
         """Start the process if none runs and its pause has passed.
 
         Raises:
             OSError: it cannot be started for now.
         """
-        if self._process is not None and self._process.poll() is None:
+        if self.child is not None:
             return
         if processes.is_locked(self.lock):  # started by another one
             return
@@ -110,14 +119,24 @@ class StoppedHolders:
     coordinator answers no agent, so the watchdogs of all jobs would fire.
     """
 
-    def __init__(self, locks: Callable[[], Iterable[Path]]) -> None:
-        """Look after the holders of what ``locks`` returns at each look."""
-        self._locks = locks
+    def __init__(
+        self, locks: Callable[[], Iterable[Path]], roles: Iterable[Role] = ()
+    ) -> None:
+        """Look after processes.
+
+        Args:
+            locks: returns the locks whose holders are looked after at each look.
+            roles: whose processes are looked after before they hold their locks, too.
+        """
+        self._locks, self._roles = locks, tuple(roles)
         self._since_s: dict[int, float] = {}
 
     def look(self) -> None:
         """Continue those that have been stopped for `STOPPED_S`."""
         found = stopped_holders(self._locks())
+        for role in self._roles:
+            if (pid := role.child) is not None and _is_stopped(pid):
+                found[pid] = role.lock
         for pid in self._since_s.keys() - found.keys():
             del self._since_s[pid]
         for pid, lock in found.items():
@@ -130,11 +149,29 @@ def stopped_holders(locks: Iterable[Path]) -> dict[int, Path]:
     """Return the processes that hold a lock and are stopped by a signal."""
     found = {}
     for lock in locks:
-        pid = holder_of(lock)
-        row = None if pid is None else stat_row(pid)
-        if pid is not None and row is not None and row[0] == "T":
-            found[pid] = lock
+        for pid in _holders(lock):
+            if _is_stopped(pid):
+                found[pid] = lock
     return found
+
+
+def _holders(lock: Path) -> list[int]:
+    """Return the processes that hold a lock.
+
+    A guard holds the lock of its supervisor, too, and beyond the end of that one.
+    """
+    if not processes.is_locked(lock):
+        return []
+    pid = _noted(lock)
+    row = None if pid is None else stat_row(pid)
+    if pid is not None and row is not None and row[0] not in _ENDED:
+        return [pid]
+    return processes.lock_holders(lock.parent, lock.name).get(lock, [])
+
+
+def _is_stopped(pid: int) -> bool:
+    row = stat_row(pid)
+    return row is not None and row[0] == "T"
 
 
 def continue_stopped(locks: Iterable[Path]) -> bool:
@@ -143,6 +180,17 @@ def continue_stopped(locks: Iterable[Path]) -> bool:
     for pid in found:
         _signal(pid, signal.SIGCONT)
     return bool(found)
+
+
+def continue_process(pid: int) -> None:
+    """Continue a process if a signal has stopped it."""
+    if _is_stopped(pid):
+        _signal(pid, signal.SIGCONT)
+
+
+def kill(pid: int) -> None:
+    """Kill a process, if it runs."""
+    _signal(pid, signal.SIGKILL)
 
 
 def _signal(pid: int, number: int) -> None:

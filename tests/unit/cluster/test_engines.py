@@ -16,9 +16,9 @@ What fails, and the test of it, here (on both engines) unless a file is named:
 - the keeper: test_a_killed_keeper_is_replaced_when_the_coordinator_dies_too,
   test_a_killed_keeper_is_replaced_and_starts_an_agent_that_died_too,
   test_a_keeper_that_a_signal_ends_is_replaced_and_ends_nothing
-- a coordinator, an agent or a supervisor that a signal has stopped:
-  test_a_stopped_coordinator_is_continued_and_loses_no_host,
-  test_a_stopped_agent_is_continued and its neighbors
+- a coordinator, an agent, a supervisor or a guard that a signal has stopped, also as
+  it starts: test_a_stopped_coordinator_is_continued_and_loses_no_host,
+  test_a_stopped_agent_is_continued and their neighbors
 - the file of the settings:
   test_a_cluster_with_damaged_settings_can_be_ended_and_started and its neighbors
 - a host, or its connection to the coordinator:
@@ -729,6 +729,70 @@ def test_a_supervisor_that_is_stopped_as_its_agent_is_continued(
         os.kill(pid, signal.SIGSTOP)
     (tmp_path / "go").touch()
     is_once(shared, name)
+
+
+def guard_of(supervisor: int) -> int:
+    text = Path(f"/proc/{supervisor}/stat").read_text()
+    return int(text.rpartition(")")[2].split()[1])
+
+
+def test_a_stopped_guard_whose_supervisor_is_killed_is_continued(
+    shared: Cluster, tmp_path: Path
+) -> None:
+    name = shared.submit(job(tmp_path, f"touch ready; {WAITS}"))
+    await_file(tmp_path / "ready")
+    supervisor = shared.supervisor(name)
+    os.kill(guard_of(supervisor), signal.SIGSTOP)
+    os.kill(supervisor, signal.SIGKILL)
+    (tmp_path / "go").touch()
+    assert shared.await_state(name, "done")["attempt"] == 2
+
+
+def test_the_end_of_a_cluster_continues_a_stopped_guard(tmp_path: Path) -> None:
+    with cluster(tmp_path / "c", hosts=1) as found:
+        name = found.submit(job(tmp_path, WAITS))
+        supervisor = found.supervisor(name)
+        guard = guard_of(supervisor)
+        for role in ("keeper", "host0"):
+            os.kill(found.pid(role), signal.SIGSTOP)
+        os.kill(guard, signal.SIGSTOP)
+        os.kill(supervisor, signal.SIGKILL)
+        engine_local.down(found.folders, timeout_s=0.0)
+        assert not runs(guard)
+
+
+def await_starting(module: str, root: Path) -> int:
+    """Return a process of a module before it holds its lock, stopped there."""
+    found: list[int] = []
+
+    def is_there() -> bool:
+        found[:] = processes.processes_of("-m", module, str(root))
+        return bool(found)
+
+    await_that(is_there, lambda: f"{module} does not start")
+    os.kill(found[0], signal.SIGSTOP)
+    return found[0]
+
+
+def test_a_coordinator_that_is_stopped_as_it_starts_is_continued(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path / "c", hosts=1) as found:
+        found.kill("coordinator")
+        await_starting("stretto.cluster.server", found.folders.root)
+        found.ask("status")
+
+
+def test_the_end_of_a_cluster_ends_what_was_stopped_as_it_started(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path / "c", hosts=1) as found:
+        os.kill(found.pid("keeper"), signal.SIGSTOP)
+        command = [*processes.PYTHON, "-m", "stretto.cluster.agent"]
+        with subprocess.Popen([*command, str(found.folders.root), "host0"]) as agent:
+            os.kill(agent.pid, signal.SIGSTOP)
+            engine_local.down(found.folders, timeout_s=LIMIT_S)
+            assert agent.wait(LIMIT_S) == -signal.SIGKILL
 
 
 @pytest.mark.slow

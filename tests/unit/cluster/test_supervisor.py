@@ -434,6 +434,32 @@ def test_a_stopped_guard_is_continued(folder: Path) -> None:
     await_unlocked(folder)
 
 
+def test_a_stopped_guard_is_found_by_the_lock_of_its_killed_supervisor(
+    folder: Path,
+) -> None:
+    agent = started(folder, part_spec_of(folder, *shell(WAITS)))
+    supervisor = int(agent.event("started")["pid"])
+    guard = guard_of(supervisor)
+    os.kill(guard, signal.SIGSTOP)
+    os.kill(supervisor, signal.SIGKILL)
+    lock = folder / LOCK_FILE
+    await_that(lambda: not runs(supervisor), lambda: "the supervisor runs")
+    assert roles.stopped_holders([lock]) == {guard: lock}
+    roles.continue_stopped([lock])
+    await_unlocked(folder)
+
+
+def test_a_lock_whose_file_was_removed_has_a_holder(tmp_path: Path) -> None:
+    descriptor = processes.lock(tmp_path / "lock")
+    assert descriptor is not None
+    try:
+        (tmp_path / "lock").unlink()
+        found = processes.lock_holders(tmp_path, "lock")
+        assert found == {tmp_path / "lock": [os.getpid()]}
+    finally:
+        os.close(descriptor)
+
+
 def test_a_signal_to_end_ends_no_guard_before_its_supervisor(folder: Path) -> None:
     agent, supervisor, children = escaped(folder, "env -i setsid {}")
     os.kill(guard_of(supervisor), signal.SIGTERM)
