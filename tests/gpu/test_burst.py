@@ -75,6 +75,50 @@ def test_the_state_is_that_of_one_process(
         assert max(found) < 1e-9, found
 
 
+class Annealed(torch.nn.Module):
+    """Draws noise, and scales by an attribute that the program changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(8, 16)
+        self.drop = torch.nn.Dropout(0.2)
+        self.last = torch.nn.Linear(16, 3)
+        self.temperature = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(torch.relu(self.first(x)))
+        out: torch.Tensor = self.last(x) / self.temperature
+        return out
+
+
+def rank_anneals(rank: int, size: int) -> list[float]:
+    """The relative difference of the losses' gradients, per step."""
+    torch.manual_seed(3)
+    reference = Annealed().double().to(DEVICE)
+    reference.drop.p = 0.0
+    model = copy.deepcopy(reference)
+    draw = torch.Generator().manual_seed(5)
+    x = torch.randn(6, 8, generator=draw, dtype=torch.float64).to(DEVICE)
+    plan = random_plan(model, x[:2], size, 1)
+    burst = BurstParallel(model, plan, example_inputs=(x[:2],))
+    counts = shares_of(6, size, "uneven")
+    off = []
+    for step in range(24):
+        for one in (burst.module, reference):
+            one.temperature = 1.0 if step < 18 else 1.0 + step
+        burst.zero_grad()
+        reference.zero_grad()
+        burst(part(x, counts, rank)).square().mean().backward()
+        reference(x).square().mean().backward()
+        off.append(worst_grad(burst.module, reference))
+    return off
+
+
+def test_a_temperature_changed_late_is_followed(gpu_ranks: Any) -> None:
+    for found in gpu_ranks(rank_anneals, 2):
+        assert max(found) < 1e-9, found
+
+
 def rank_profiles(rank: int, size: int) -> dict[str, Any]:
     """The whole chain: profile, plan, train one step, measure, plan again."""
     model = make_model("vgg16").to(DEVICE)
