@@ -102,10 +102,11 @@ def test_the_others_lose_no_step_and_start_no_rank_in_its_place(
     records = job["records"]
     assert records.keys() == {0, 1, 2}, job["said"]
     assert records[1]["steps"] < FAR_TOO_MANY, job["said"]
-    assert records[1]["history"] == [
-        [1, 0, [0, 1, 2]],
-        [2, RANK_AT + LATER, [1, 2]],
-    ]
+    first, second, *later = records[1]["history"]
+    assert first == [1, 0, [0, 1, 2]]
+    assert second[1:] == [RANK_AT + LATER, [1, 2]]
+    # On a busy machine the same ranks may meet again.
+    assert all(ids == [1, 2] for _, _, ids in later)
     assert records[0]["steps"] == RANK_AT + LATER
 
 

@@ -60,7 +60,7 @@ net[2].weight.register_post_accumulate_grad_hook(die)
 is_trained = False
 while not (
     is_trained
-    and run.generation >= 3
+    and 3 in run.history[-1].ids
     and run.steps >= run.history[-1].first_step + {RELEASED_AFTER}
 ):
     is_trained = False
@@ -132,8 +132,10 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 def test_the_other_ranks_and_the_replacement_finish(job: dict[int, Any]) -> None:
     assert job.keys() == {1, 2, 3}
-    ids = [row[2] for row in job[1]["history"]]
-    assert ids == [[0, 1, 2], [1, 2], [1, 2, 3]]
+    first, *between, last = [row[2] for row in job[1]["history"]]
+    assert (first, last) == ([0, 1, 2], [1, 2, 3])
+    # On a busy machine the ranks may meet more or less often.
+    assert all(ids in ([1, 2], [1, 2, 3]) for ids in between)
 
 
 def test_a_rank_has_its_task_s_place_on_the_host(job: dict[int, Any]) -> None:
@@ -141,7 +143,7 @@ def test_a_rank_has_its_task_s_place_on_the_host(job: dict[int, Any]) -> None:
 
 
 def test_no_step_is_lost(job: dict[int, Any]) -> None:
-    (_, first, _), (_, second, _), _ = job[1]["history"]
+    (_, first, _), (_, second, _), *_ = job[1]["history"]
     assert (first, second) == (0, KILLED_AT)
     assert sorted(map(int, job[1]["losses"])) == list(range(job[1]["steps"]))
 
