@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import random
@@ -69,6 +70,7 @@ def train(folder: Path) -> None:
     net, optimizer, data = made()
     model = stretto.DistributedDataParallel(net, plan="ddp")
     run = stretto.Elastic(model, optimizer, batch=f"global:{BATCH}")
+    faulthandler.register(signal.SIGUSR2)
     member = os.environ["STRETTO_MEMBER"]
     with (folder / f"{member}.jsonl").open("a", buffering=1) as file:
         print(json.dumps(os.getpid()), file=file)
@@ -163,6 +165,14 @@ class Job:
             time.sleep(0.005)
         return False
 
+    def print_stacks(self) -> None:
+        """Let every rank write its threads' stacks to the job's log."""
+        self.look()
+        for pid in self.pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR2)
+        time.sleep(2.0)
+
     def steps(self) -> int:
         self.look()
         return max((rows[-1][0] for rows in self.rows.values()), default=-1)
@@ -176,6 +186,7 @@ def series(rng: random.Random, faults: int, seconds: float) -> dict[str, Any]:
     while len(each) < faults and time.perf_counter() < end_s and not wrong:
         if not job.wait(lambda: len(job.living()) == RANKS, 60.0):
             wrong.append("a replacement did not join in 60 s")
+            job.print_stacks()
             break
         time.sleep(rng.uniform(0.0, 0.2))
         kind = rng.choice(KINDS)
@@ -206,7 +217,7 @@ def series(rng: random.Random, faults: int, seconds: float) -> dict[str, Any]:
     job.look()
     checked = check(job, wrong)
     if wrong:
-        shutil.copy(folder / "log", f"/tmp/elastic_faults_{os.getpid()}.log")
+        shutil.copy(folder / "log", f"/tmp/elastic_faults_{job.keeper}.log")
     shutil.rmtree(folder)
     return {"each": each, "wrong": wrong, **checked}
 

@@ -538,3 +538,45 @@ def test_autocast_local_norms_and_measured_times(ranks: Any) -> None:
         waits = found["waiting"]
         assert waits["total"] > 0
         assert {"redistribution", "counts"} <= waits.keys()
+
+
+class Token(nn.Module):
+    """Prepends a token; its gradient is a part of one that also goes elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.token = nn.Parameter(torch.randn(1, 1, 6))
+        self.last = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        token = self.token.expand(x.shape[0], -1, -1)
+        x = self.first(x) + torch.cat([token, self.second(x[:, 1:])], 1)
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+def rank_with_token(rank: int, size: int, samples: int) -> float:
+    torch.manual_seed(3)
+    reference = Token().double()
+    model = copy.deepcopy(reference)
+    x = torch.randn(samples, 5, 6, dtype=torch.float64)
+    plan = plan_of(model, x, lambda i: (0, 1 if i == 1 else size), size)
+    burst = BurstParallel(model, plan, example_inputs=(x,))
+    shares = shares_of(samples, size, "uneven")
+    off = 0.0
+    for _ in range(3):
+        burst.zero_grad()
+        reference.zero_grad()
+        burst(part(x, shares, rank)).square().mean().backward()
+        reference(x).square().mean().backward()
+        off = max(off, worst_grad(burst.module, reference))
+    return off
+
+
+@pytest.mark.parametrize("samples", [2, 4])
+def test_a_parameter_s_gradient_may_be_part_of_one_that_is_sent(
+    ranks: Any, samples: int
+) -> None:
+    assert max(ranks(rank_with_token, 2, samples)) < 1e-12

@@ -79,16 +79,16 @@ class ActivationTransfer:
     ) -> _Pending:
         """Start a move of ``rows``; ``tag`` distinguishes simultaneous moves.
 
-        ``copies``: send copies, because the caller may write into ``rows``.
+        ``copies``: send copies, because others may write into ``rows``.
         """
-        rows = in_memory(rows)
+        given, rows = rows, in_memory(rows)
         after = rows.new_empty((transfer.num_after, *rows.shape[1:]))
         for here, there in transfer.kept:
             after[rows_of(there)] = rows[rows_of(here)]
         arriving = [(peer, after[rows_of(some)]) for peer, some in transfer.receives]
         buffers = [(peer, rows[rows_of(some)]) for peer, some in transfer.sends]
         if copies:
-            buffers = [(peer, buffer.clone()) for peer, buffer in buffers]
+            buffers = [(peer, _apart(buffer, given)) for peer, buffer in buffers]
         with self._rank_groups.guard(f"the redistribution of layer {layer!r}"):
             sent, coming = self._rank_groups.post(buffers, arriving, tag)
         for work, (_, buffer) in zip(sent, buffers, strict=True):
@@ -198,10 +198,14 @@ class Move:
         return self.pending.after
 
     def begin_gradients(self, grad: torch.Tensor) -> None:
-        """Start moving the gradients back."""
+        """Start moving the gradients back.
+
+        Autograd gives one gradient to several branches. A parameter's ``.grad`` may be
+        a view of it, to which further gradients are added in place.
+        """
         assert self.transfer.back is not None  # noqa: S101
         self.pending = self.activations.begin(
-            grad, self.transfer.back, self.tag + 1, self.layer
+            grad, self.transfer.back, self.tag + 1, self.layer, copies=True
         )
 
 
@@ -305,6 +309,14 @@ def absent(
         shape, dtype, device, passed, *inputs
     )
     return found
+
+
+def _apart(buffer: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """Return a buffer that does not share memory with ``given``."""
+    shares = (
+        buffer.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+    )
+    return buffer.clone() if shares else buffer
 
 
 def _version(tensor: torch.Tensor) -> int:
