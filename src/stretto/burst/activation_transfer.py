@@ -313,9 +313,7 @@ def absent(
 
 def _apart(buffer: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     """Return a buffer that does not share memory with ``given``."""
-    shares = (
-        buffer.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
-    )
+    shares = buffer.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
     return buffer.clone() if shares else buffer
 
 
