@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stretto.cli._cluster_options import as_json, in_folder, put
+from stretto.cli._cluster_options import as_json, in_folder, json_text, put
 from stretto.cli._values import Whole
 from stretto.cluster import engine_local
 from stretto.cluster.folders import local_path
@@ -333,7 +333,7 @@ def events_command(
         rows = engine_local.ask(folders, message)["events"]
         for row in rows:
             since = row["seq"]
-            click.echo(json.dumps(row) if is_json else _event_line(row))
+            click.echo(json_text(row) if is_json else _event_line(row))
         if not follow and not rows:
             return
         if not rows:

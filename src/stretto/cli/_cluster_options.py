@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _F = TypeVar("_F", bound="Callable[..., Any]")
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def in_folder(command: _F) -> _F:
@@ -43,4 +46,19 @@ def as_json(command: _F) -> _F:
 
 def put(value: dict[str, Any]) -> None:
     """Print a value as JSON."""
-    click.echo(json.dumps(value, indent=1))
+    click.echo(json_text(value, indent=1))
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """Return a value as JSON that any program can read.
+
+    Bytes of file names that are not UTF-8 are U+FFFD there, as in logs: most programs
+    refuse a lone surrogate.
+    """
+    text = json.dumps(value, indent=indent)
+    if "\\ud" in text:
+        # Without escapes, a pair of surrogates is one character.
+        raw = json.dumps(value, ensure_ascii=False)
+        value = json.loads(_SURROGATE.sub("\ufffd", raw))
+        text = json.dumps(value, indent=indent)
+    return text

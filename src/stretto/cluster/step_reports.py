@@ -50,14 +50,16 @@ class StepReports:
             step_s = (count.last_s - since_s) / (count.steps - max(1, self._steps))
             self._steps, self._last_s = count.steps, count.last_s
             self._usual_s, self._is_late = step_s, False
-            rate = None
-            if self._batch is not None and step_s > 0.0:
-                rate = self._batch / step_s
-            return {"step": count.steps, "step_s": step_s, "samples_per_s": rate}
+            return self._report()
         idle_s = time.monotonic() - self._last_s
         limit_s = max(_HANG_S, _HANG_STEPS * self._usual_s)
         if self._steps and not self._is_late and idle_s > limit_s:
             self._is_late = True
-            usual_s = self._usual_s
-            return {"step": self._steps, "step_s": usual_s, "idle_s": idle_s}
+            return self._report() | {"idle_s": idle_s}
         return None
+
+    def _report(self) -> dict[str, Any]:
+        step_s, rate = self._usual_s, None
+        if self._batch is not None and step_s > 0.0:
+            rate = self._batch / step_s
+        return {"step": self._steps, "step_s": step_s, "samples_per_s": rate}

@@ -88,6 +88,11 @@ def load_trace(path: str | Path, *, max_jobs: int | None = None) -> Trace:
         SpecError: it cannot be read, or has no known format or no job.
     """
     text = _text(path)
+    if text.lstrip()[:1] == "{":
+        raise SpecError(
+            f"{path}: is {_object_kind(text, str(path))}, and no trace: traces are "
+            "Philly's JSON list, or CSV of Helios, PAI or Alibaba's spot-gpu"
+        )
     if text.lstrip()[:1] == "[":
         name, rows = "philly", _philly(text, str(path))
     else:
@@ -113,6 +118,12 @@ def load_trace(path: str | Path, *, max_jobs: int | None = None) -> Trace:
         for job in found[:max_jobs]
     )
     return Trace(format=name, jobs=jobs, skipped=skipped)
+
+
+def _object_kind(text: str, source: str) -> str:
+    """Return what a JSON object is: a file of stretto says its kind."""
+    kind = codec.parse(text.encode(), source).get("kind")
+    return f"a file of kind {kind!r:.80}" if isinstance(kind, str) else "a JSON object"
 
 
 def _text(path: str | Path) -> str:

@@ -272,6 +272,12 @@ class Job:
             _text(f".command[{i}]", word)
             _short(f".command[{i}]", word)
         _text(".directory", self.directory)
+        if not self.directory:
+            raise SpecError(
+                "directory must not be empty: name the folder in which the command "
+                'runs, such as "." for the job file\'s own',
+                place=".directory",
+            )
         if not self.directory.startswith("/"):
             raise SpecError(
                 "directory must be an absolute path, because every host uses it, got "

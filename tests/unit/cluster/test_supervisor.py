@@ -698,6 +698,21 @@ def test_steps_are_reported_with_their_rate(folder: Path) -> None:
     assert step["samples_per_s"] == pytest.approx(32 / step["step_s"])
 
 
+def test_a_report_of_a_rank_that_makes_no_step_has_the_usual_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = StepReports(tmp_path / "steps", 1, 0, 32)
+    counter = StepCounter(tmp_path / "steps", 0)
+    counter.set(1)
+    counter.set(7)
+    usual = reports.next() or {}
+    later_s = time.monotonic() + 3600.0
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    late = reports.next() or {}
+    late.pop("idle_s")
+    assert late == usual
+
+
 def test_steps_of_a_rank_that_started_again_are_reported(tmp_path: Path) -> None:
     reports = StepReports(tmp_path / "steps", 1, 0, None)
     StepCounter(tmp_path / "steps", 0).set(7)

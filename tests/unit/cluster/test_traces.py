@@ -95,6 +95,8 @@ def test_philly_takes_the_last_attempt_with_both_times(tmp_path):
         ("", "is empty"),
         ("[1]", r"\$\[0\]"),
         ("[", "is not JSON"),
+        ('{"kind": "job", "name": "a"}', "is a file of kind 'job', and no trace"),
+        ('{"jobs": []}', "is a JSON object, and no trace"),
         ('[{"attempts": [], "attempts": []}]', r"\$\[0\].attempts: is a duplicate key"),
         (PHILLY.replace('["gpu0"]', '"gpu0"'), r"\$\[0\]: is not a job of Philly's"),
         (SPOT.replace("job_name", "duration"), "line 1: column 'duration' is a dup"),

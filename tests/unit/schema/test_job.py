@@ -50,6 +50,7 @@ def test_a_short_file_has_defaults():
         ({"environment": {"A": "b" * 131_070}}, "$.environment.A", "has 131072 bytes"),
         ({"command": ["b" * 131_071] * 9}, "$.command", "at most 1048576"),
         ({"directory": "vgg"}, "$.directory", "absolute path"),
+        ({"directory": ""}, "$.directory", "must not be empty"),
         ({"directory": None}, "$.directory", "is missing"),
         ({"name": "../x"}, "$.name", "letters, digits"),
         ({"name": "x" * 64}, "$.name", "1 to 63"),
