@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from stretto.cluster import channel, processes, store_release
+from stretto.cluster.attempt_ends import end_attempts
 from stretto.cluster.folders import Folders, Settings
 from stretto.cluster.loop import Loop, now_s
 from stretto.cluster.part_spec import END_FILE, LOCK_FILE
@@ -30,6 +31,7 @@ from stretto.cluster.roles import (
     continue_stopped,
     end_holders,
     kill,
+    send,
 )
 from stretto.cluster.store import DATABASE
 from stretto.errors import ClusterError, Infeasible, SpecError, StrettoError
@@ -52,6 +54,9 @@ _MAYBE_DONE = {
     "submit it again"
 }
 """Hints for a request that may have come through, by the request."""
+
+_CLEAN_LOOKS = 3
+"""Looks, one after the other, that must find nothing."""
 
 _LOOK_S = 0.1
 _ANSWER_S = 10.0
@@ -189,6 +194,21 @@ def start_keeper(folders: Folders) -> None:
 # for the command line
 
 
+def _start_keeper(folders: Folders) -> None:
+    """Do as `start_keeper`.
+
+    Raises:
+        ClusterError: it cannot be started.
+    """
+    try:
+        start_keeper(folders)
+    except OSError as exc:
+        raise ClusterError(
+            f"the cluster in {folders.root} does not run, and cannot be started again: "
+            f"{folders.keeper_log}: {exc.strerror}"
+        ) from exc
+
+
 def start(folders: Folders, settings: Settings) -> dict[str, Any]:
     """Start a cluster and return its status once all hosts have joined.
 
@@ -238,7 +258,7 @@ def _start(folders: Folders, settings: Settings) -> dict[str, Any]:
     folders.down.unlink(missing_ok=True)
     folders.actors_ended.unlink(missing_ok=True)
     log_bytes = _size(folders.coordinator_log)
-    start_keeper(folders)
+    _start_keeper(folders)
     limit_s = _START_S if settings.ray is None else _RAY_START_S
     deadline_s = now_s() + limit_s
     found: dict[str, Any] = {}
@@ -342,7 +362,7 @@ def ask(
                 ) from error
             if now_s() >= keeper_s:  # one takes a moment to start and to be seen
                 keeper_s = now_s() + _KEEPER_S
-                start_keeper(folders)
+                _start_keeper(folders)
             time.sleep(0.05)
     if "error" in found:
         raise _refusal(str(found["error"]), int(found.get("exit", 1)))
@@ -397,7 +417,7 @@ def down(
         start, their supervisors end them when their watchdog fires.
 
     Raises:
-        ClusterError: no cluster runs here.
+        ClusterError: no cluster runs here, or it has ended and that cannot be kept.
     """
     try:
         status = ask(folders, {"do": "status"})
@@ -500,8 +520,22 @@ def _is_served(folders: Folders) -> bool:
 
 
 def _end_processes(folders: Folders) -> None:
-    """End a cluster's processes, whether or not its settings can be read."""
-    folders.mark_down()
+    """End a cluster's processes, whether or not its settings can be read.
+
+    Raises:
+        ClusterError: they have ended, and it cannot be kept that they are to.
+    """
+    try:
+        folders.mark_down()
+    except ClusterError as error:
+        _end_serving(folders)
+        lost = ", ".join(end_attempts(folders.root))
+        raise ClusterError(
+            f"{error}. All processes of the cluster on this host were ended"
+            f"{lost and f', and how {lost} ended could not be kept'}. Once a file can "
+            "be created, the next command starts the cluster again: run `stretto "
+            "cluster down` again then"
+        ) from error
     *others, keeper = _locks_by_stage(folders)
     for stage in others:
         end_holders(stage, timeout_s=2 * _ANSWER_S)
@@ -510,15 +544,29 @@ def _end_processes(folders: Folders) -> None:
     if ray is not None and not ray.is_started and not folders.actors_ended.exists():
         _end_actors(folders)
     end_holders(keeper, timeout_s=2 * _ANSWER_S)
-    for pid in _unlocked(folders):
+    # A signal may have stopped one as it started, before it held its lock.
+    for pid in _serving(folders):
         kill(pid)
 
 
-def _unlocked(folders: Folders) -> list[int]:
-    """Return what was to serve the cluster on this host and holds no lock.
+def _end_serving(folders: Folders) -> None:
+    """End a cluster's processes that would start each other again: all at once."""
+    deadline_s = now_s() + 2 * _ANSWER_S
+    clean_looks = 0
+    while clean_looks < _CLEAN_LOOKS and now_s() < deadline_s + _KEEPER_S:
+        found = _serving(folders)
+        clean_looks = 0 if found else clean_looks + 1
+        is_late = now_s() > deadline_s
+        for pid in found:
+            send(pid, signal.SIGKILL if is_late else signal.SIGTERM)
+            continue_process(pid)
+        time.sleep(0.05)
 
-    A signal may have stopped it as it started. Supervisors are forks of agents, with
-    the same command.
+
+def _serving(folders: Folders) -> list[int]:
+    """Return what serves the cluster on this host, also what holds no lock yet.
+
+    Supervisors are forks of agents, with the same command.
     """
     attempts = processes.lock_holders(folders.root, LOCK_FILE).values()
     found = [processes.processes_of("-m", m, str(folders.root)) for m in _MODULES]

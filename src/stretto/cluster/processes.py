@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -214,7 +215,7 @@ def is_locked(path: Path) -> bool:
     file is another user's, is not known to have ended.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = _opened(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
@@ -226,6 +227,19 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def _opened(path: Path) -> int:
+    """Return a descriptor of a file, for reading alone if it cannot be written.
+
+    Some network file systems lock only what is open for writing.
+    """
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES):
+            raise
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def start_detached(command: Sequence[str], log: Path) -> None:

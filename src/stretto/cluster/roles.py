@@ -142,7 +142,7 @@ class StoppedHolders:
         for pid, lock in found.items():
             if now_s() - self._since_s.setdefault(pid, now_s()) >= STOPPED_S:
                 _log.warning("process %d (%s) is stopped: continues it", pid, lock)
-                _signal(pid, signal.SIGCONT)
+                send(pid, signal.SIGCONT)
 
 
 def stopped_holders(locks: Iterable[Path]) -> dict[int, Path]:
@@ -178,22 +178,23 @@ def continue_stopped(locks: Iterable[Path]) -> bool:
     """Continue holders of locks that a signal has stopped; return whether any was."""
     found = stopped_holders(locks)
     for pid in found:
-        _signal(pid, signal.SIGCONT)
+        send(pid, signal.SIGCONT)
     return bool(found)
 
 
 def continue_process(pid: int) -> None:
     """Continue a process if a signal has stopped it."""
     if _is_stopped(pid):
-        _signal(pid, signal.SIGCONT)
+        send(pid, signal.SIGCONT)
 
 
 def kill(pid: int) -> None:
     """Kill a process, if it runs."""
-    _signal(pid, signal.SIGKILL)
+    send(pid, signal.SIGKILL)
 
 
-def _signal(pid: int, number: int) -> None:
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process, if it runs."""
     with contextlib.suppress(OSError):
         os.kill(pid, number)
 
@@ -221,8 +222,8 @@ def end_holders(locks: Sequence[Path], *, timeout_s: float) -> bool:
     while held := [lock for lock in locks if processes.is_locked(lock)]:
         is_late = now_s() > deadline_s
         for pid in [pid for lock in held if (pid := _noted(lock)) is not None]:
-            _signal(pid, signal.SIGKILL if is_late else signal.SIGTERM)
-            _signal(pid, signal.SIGCONT)  # a stopped one takes no other signal
+            send(pid, signal.SIGKILL if is_late else signal.SIGTERM)
+            send(pid, signal.SIGCONT)  # a stopped one takes no other signal
         if is_late:
             return False
         time.sleep(0.05)

@@ -621,6 +621,28 @@ def test_the_end_of_a_cluster_on_a_full_disk_says_what_it_waits_for(
         assert said[0].startswith(f"cannot ask {name} to stop: ")
 
 
+@pytest.mark.lab
+def test_a_cluster_ends_where_no_file_can_be_created(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    subprocess.run(
+        ["mount", "-o", "remount,nr_inodes=100", str(small_disk)], check=True
+    )
+    with cluster(small_disk / "c", hosts=1) as found:
+        name = found.submit(job(tmp_path, f"touch ready; {WAITS}"))
+        await_file(tmp_path / "ready")
+        pids = [found.supervisor(name)]
+        pids += [found.pid(role) for role in ("keeper", "coordinator", "host0")]
+        with contextlib.suppress(OSError):
+            for number in range(100):
+                (small_disk / f"file{number}").touch()
+        with pytest.raises(ClusterError, match="host were ended"):
+            engine_local.down(found.folders, timeout_s=0.0)
+        assert not any(map(runs, pids))
+        for path in small_disk.glob("file*"):
+            path.unlink()
+
+
 def test_a_cluster_continues_if_its_end_is_interrupted(
     shared: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

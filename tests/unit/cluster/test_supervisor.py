@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from stretto.cluster import memory_use, processes, roles, supervisor_start
+from stretto.cluster import attempt_ends, memory_use, processes, roles, supervisor_start
 from stretto.cluster.channel import connected, encoded
 from stretto.cluster.loop import now_s
 from stretto.cluster.part_spec import (
@@ -561,6 +562,18 @@ def test_an_end_that_cannot_be_written_is_kept_until_it_can(folder: Path) -> Non
     assert awaited_end(folder)["code"] is None  # which counts as no restart
 
 
+def test_an_attempt_whose_end_cannot_be_written_is_ended_and_named(
+    folder: Path,
+) -> None:
+    part = part_spec_of(folder, *shell(f"touch ready; {WAITS}"))
+    agent = started(folder, part)
+    await_file(folder / "ready")
+    (folder / END_FILE / "blocked").mkdir(parents=True)
+    agent.close()
+    assert attempt_ends.end_attempts(folder.parent) == [folder.name]
+    assert not processes.is_locked(folder / LOCK_FILE)
+
+
 def test_a_killed_supervisor_takes_its_ranks_with_it(folder: Path) -> None:
     part = part_spec_of(folder, *shell("touch ready; exec sleep 600"))
     agent = started(folder, part)
@@ -762,6 +775,24 @@ def test_a_lock_that_cannot_be_looked_at_may_be_held(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert processes.is_locked(tmp_path / "loop")
     assert not processes.is_locked(tmp_path / "absent")
+
+
+def test_a_lock_on_a_read_only_file_system_can_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opens = tmp_path / "lock", os.open
+
+    def open_read_only(name: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_RDWR:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return opens(name, flags, *mode)
+
+    descriptor = processes.lock(path)
+    assert descriptor is not None
+    monkeypatch.setattr(os, "open", open_read_only)
+    held = processes.is_locked(path)
+    os.close(descriptor)
+    assert (held, processes.is_locked(path)) == (True, False)
 
 
 def test_a_holder_whose_number_is_not_known_has_not_ended(tmp_path: Path) -> None:
