@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from stretto.cluster import events, processes, supervisor_start
+from stretto.cluster.attempt_ends import supervisors_among
 from stretto.cluster.channel import Channel, connected
 from stretto.cluster.commands import PROFILE, MakePlan, StartPart, StopPart, UseDevices
 from stretto.cluster.coordinator_link import CoordinatorLink, Fence
@@ -35,7 +36,12 @@ from stretto.cluster.part_spec import (
     PartSpec,
 )
 from stretto.cluster.part_start import part_spec_of, profile_path
-from stretto.cluster.roles import StoppedHolders, continue_stopped
+from stretto.cluster.roles import (
+    StoppedHolders,
+    continue_process,
+    continue_stopped,
+    kill,
+)
 from stretto.cluster.wire import command_of
 from stretto.errors import StrettoError
 from stretto.logs import get_logger
@@ -48,6 +54,9 @@ _log = get_logger(__name__)
 
 _RETRY_S = 0.05
 _MAX_DIGITS = 32
+
+_GUARD_LOOKS = 5
+"""Looks, one per second, within which a guard ends after its supervisor."""
 
 _EVENT_KINDS = {
     "started": events.STARTED,
@@ -75,6 +84,8 @@ class _Part:
 
     end: dict[str, Any] | None = None
     wanted: tuple[int, ...] | None = None
+    removed_looks: int = 0
+    """How often something that holds the removed lock was found."""
 
 
 @final
@@ -260,6 +271,11 @@ class Agent:
         the mark of the attempt. So an attempt whose file cannot be read is adopted by
         its folder's name, and its supervisor says the rest. It has ended once its lock
         is free and none of its processes is left.
+
+        # Note [What a removed folder says]
+        A cleanup may remove files, also while their attempt runs. A removed lock is
+        still held, and found with the processes. As long as the supervisor can be
+        reached, its attempt continues; otherwise it is ended, as one that was lost.
         """
         for folder in sorted(self._folders.attempts(self._host).iterdir()):
             spec, fence = _read_part(folder), _fence_of(folder)
@@ -278,12 +294,27 @@ class Agent:
                     folder / PART_FILE,
                 )
             self._attach(fence)
+        self._adopt_removed()
+
+    def _adopt_removed(self) -> None:
+        """Adopt what runs of attempts whose folder was removed, to end it."""
+        attempts = self._folders.attempts(self._host)
+        for lock in processes.lock_holders(attempts, LOCK_FILE, removed=True):
+            fence = _fence_of(lock.parent)
+            if fence is None or fence in self._parts:
+                continue
+            _log.warning("files in %s were removed: ends the attempt", lock.parent)
+            self._parts[fence] = _Part(lock.parent, None, self._indices_of(None))
+            self._latest[fence[0]] = max(fence[1], self._latest.get(fence[0], 0))
+            self._attach(fence)
 
     @staticmethod
     def _was_never_started(folder: Path) -> bool:
         """Return whether a start was cut short before the supervisor's."""
-        return not (folder / LOCK_FILE).exists() and processes.kill_marked(
-            ATTEMPT_VARIABLE, str(folder)
+        return (
+            not (folder / LOCK_FILE).exists()
+            and not processes.lock_holders(folder, LOCK_FILE, removed=True)
+            and processes.kill_marked(ATTEMPT_VARIABLE, str(folder))
         )
 
     def _indices_of(self, spec: PartSpec | None) -> tuple[int, ...]:
@@ -331,7 +362,8 @@ class Agent:
 
     def _on_supervisor_dead(self, fence: Fence, part: _Part) -> None:
         """End what a supervisor has left, and report the attempt's end."""
-        if not processes.kill_marked(ATTEMPT_VARIABLE, str(part.folder)):
+        is_over = not self._end_removed(part)
+        if not (processes.kill_marked(ATTEMPT_VARIABLE, str(part.folder)) and is_over):
             # Not ended while a process lives, such as one in a lost file system.
             self._loop.call_in(1.0, lambda: self._on_supervisor_dead(fence, part))
             return
@@ -340,6 +372,26 @@ class Agent:
             # As its host ended, it may have failed for want of what ended before.
             found = _end_of_killed(part)
         self._ended(fence, part, found)
+
+    @staticmethod
+    def _end_removed(part: _Part) -> bool:
+        """End an attempt whose lock was removed; return whether anything was left.
+
+        Its guard ends by itself, once it has killed what the ranks have started.
+        """
+        found = processes.lock_holders(part.folder, LOCK_FILE, removed=True)
+        holders = found.get(part.folder / LOCK_FILE, [])
+        if not holders:
+            return False
+        ended = supervisors_among(holders)
+        part.removed_looks += 1
+        if part.removed_looks > _GUARD_LOOKS:  # its guard was killed before
+            ended.update(holders)
+        for pid in ended:
+            kill(pid)
+        for pid in holders:
+            continue_process(pid)
+        return True
 
     def _on_report(
         self, fence: Fence, channel: Channel, message: dict[str, Any]
@@ -460,6 +512,10 @@ def _read_part(folder: Path) -> PartSpec | None:
 def _end_of_killed(part: _Part) -> dict[str, Any]:
     """Return how an attempt ended whose supervisor could not say so."""
     spec = part.spec
+    if part.removed_looks:
+        # As a lost host, which counts as no failure of the job.
+        why = f"files in {part.folder} were removed while it ran"
+        return {"code": None, "why": why, "signaled": True}
     if spec is None:
         # The host may have been started again: that counts as no failure of the job.
         why = f"no process of it is left, and {part.folder / PART_FILE} is unreadable"

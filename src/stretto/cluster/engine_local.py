@@ -35,9 +35,12 @@ from stretto.cluster.roles import (
 )
 from stretto.cluster.store import DATABASE
 from stretto.errors import ClusterError, Infeasible, SpecError, StrettoError
+from stretto.logs import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+_log = get_logger(__name__)
 
 COORDINATOR_ENDS = ": the coordinator ends: "
 """In the line with which a coordinator says why it cannot run."""
@@ -84,6 +87,7 @@ class ClusterKeeper:
         # On Ray, actors look after the hosts.
         self._hosts = [] if settings.ray is not None else list(settings.hosts)
         self._stopped = StoppedHolders(self._locks, itertools.chain(*self._stages))
+        self._said: set[str] = set()
         self._loop = Loop()
 
     def run(self) -> None:
@@ -118,13 +122,29 @@ class ClusterKeeper:
         return served_locks(self._folders) + list(itertools.chain(*hosts))
 
     def _look(self) -> None:
-        if self._is_over():
-            self._loop.stop()
+        if self._is_over() or not self._folders.keeper_lock.exists():
+            self._loop.stop()  # without its lock, another keeper runs beside this one
             return
         for role in itertools.chain(*self._stages):
             # A disk may be full, or processes may be scarce: try again later.
-            with contextlib.suppress(OSError):
+            try:
+                self._make_folders()
                 role.look()
+            except OSError as error:
+                self._say(f"{role.lock} cannot be used: {error.strerror}")
+
+    def _make_folders(self) -> None:
+        """Make the agents' folders again if a cleanup has removed them."""
+        if self._hosts:
+            self._folders.hosts_folder.mkdir(mode=0o700, exist_ok=True)
+        for host in self._hosts:
+            self._folders.host(host).mkdir(mode=0o700, exist_ok=True)
+
+    def _say(self, text: str) -> None:
+        """Write into the log what is new."""
+        if text not in self._said:
+            self._said.add(text)
+            _log.warning("%s", text)
 
     def _is_over(self) -> bool:
         return self._folders.down.exists() or not self._folders.root.exists()

@@ -107,6 +107,7 @@ class Folders:
         self.ray_lock = root / "ray.lock"
         self.ray_log = root / "ray.log"
         self.ray_token = root / "ray-token"
+        self.hosts_folder = root / "hosts"
         self.found_hosts = root / "hosts.json"
         self.clock = root / "clock.json"
         self.actors_ended = root / "actors-ended"
@@ -148,7 +149,7 @@ class Folders:
 
     def host(self, name: str) -> Path:
         """Return the folder of an agent."""
-        return self.root / "hosts" / name
+        return self.hosts_folder / name
 
     def agent_lock(self, host: str) -> Path:
         """Return the lock of a host's agent."""

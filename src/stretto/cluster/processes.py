@@ -111,7 +111,9 @@ def kill_marked(variable: str, value: str, *more: str, attempts: int = 50) -> bo
     return False
 
 
-def lock_holders(root: Path, name: str) -> dict[Path, list[int]]:
+def lock_holders(
+    root: Path, name: str, *, removed: bool = False
+) -> dict[Path, list[int]]:
     """Return this user's processes that hold locks of files below a folder.
 
     It looks at the processes, so a lock whose file was removed is found, too. This
@@ -120,6 +122,7 @@ def lock_holders(root: Path, name: str) -> dict[Path, list[int]]:
     Args:
         root: the folder.
         name: of the files.
+        removed: only files that were removed.
 
     Returns:
         The processes by the path that the file has, or had.
@@ -134,6 +137,8 @@ def lock_holders(root: Path, name: str) -> dict[Path, list[int]]:
             for number in os.listdir(entry / "fd"):  # noqa: PTH208
                 link = os.readlink(f"{entry}/fd/{number}")  # noqa: PTH115
                 path = link.removesuffix(_REMOVED)
+                if removed and path == link:
+                    continue
                 if not (path.startswith(base) and path.endswith(f"/{name}")):
                     continue
                 if "FLOCK" in (entry / "fdinfo" / number).read_text():

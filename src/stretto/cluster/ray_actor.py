@@ -113,9 +113,15 @@ class HostActor:
         stopped = StoppedHolders(lambda: host_locks(self._folders, self._host))
         while not self._folders.down.exists():
             with contextlib.suppress(OSError):
+                self._make_folders()
                 self._role.look()
                 stopped.look()
             await asyncio.sleep(_LOOK_S)
+
+    def _make_folders(self) -> None:
+        """Make the agent's folder again if a cleanup has removed it."""
+        for folder in (self._folders.hosts_folder, self._folders.host(self._host)):
+            folder.mkdir(mode=0o700, exist_ok=True)
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()

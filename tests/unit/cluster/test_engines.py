@@ -1091,6 +1091,47 @@ def test_a_cluster_whose_folder_was_removed_ends(tmp_path: Path) -> None:
         (tmp_path / "c").mkdir(mode=0o700)
 
 
+ALONE = f"exec 8>>alone; flock -n 8 || touch twice; touch ready; {WAITS}"
+"""A script that leaves a file if it runs beside another start of it."""
+
+
+@pytest.mark.parametrize("left", ["attempt", "attempts", "host"])
+def test_a_job_whose_files_are_removed_never_runs_twice(
+    tmp_path: Path, left: str
+) -> None:
+    with cluster(tmp_path / "c", hosts=1) as found:
+        name = found.submit(job(tmp_path, ALONE))
+        supervisor = found.supervisor(name)
+        await_file(tmp_path / "ready")
+        host = found.folders.host("host0")
+        removed = {"attempt": "attempts/test-1.1", "attempts": "attempts", "host": ""}
+        agent = found.kill("host0")
+        shutil.rmtree(host / removed[left])
+        await_that(lambda: not runs(supervisor), lambda: f"{supervisor} runs")
+        (tmp_path / "go").touch()
+        end = found.await_state(name, "done")
+        assert found.pid("host0") != agent
+        assert (end["attempt"], end["failures"]) == (2, 0)
+        assert not (tmp_path / "twice").exists()
+
+
+def test_a_removed_folder_of_a_host_is_made_again(tmp_path: Path) -> None:
+    with cluster(tmp_path / "c", hosts=1) as found:
+        agent = found.pid("host0")
+        shutil.rmtree(found.folders.host("host0"))
+        await_that(lambda: not runs(agent), lambda: f"{agent} runs")
+        is_once(found, found.submit(job(tmp_path, "true")))
+
+
+def test_a_keeper_whose_lock_was_removed_is_replaced(tmp_path: Path) -> None:
+    with cluster(tmp_path / "c", hosts=1) as found:
+        keeper = found.pid("keeper")
+        found.folders.keeper_lock.unlink()
+        await_that(lambda: not runs(keeper), lambda: f"{keeper} runs")
+        assert found.pid("keeper") != keeper
+        is_once(found, found.submit(job(tmp_path, "true")))
+
+
 def runs(pid: int) -> bool:
     """Return whether a process exists and has not ended."""
     try:
