@@ -430,7 +430,8 @@ def down(
     Args:
         folders: of the cluster.
         timeout_s: how long to wait for the jobs.
-        report: called with what it waits for, if that takes long.
+        report: called with what it waits for, if that takes long, and with what may
+            be left.
 
     Returns:
         Whether all jobs had ended in time. Otherwise, and if the coordinator cannot
@@ -446,6 +447,7 @@ def down(
         if folders.down.exists() or not (damaged or _is_served(folders)):
             raise
         _end_processes(folders)
+        _say_what_may_be_left(folders, report)
         return False
     # Without this lock, the coordinator uses drained hosts again.
     with _locked(folders.ending, shared=True):
@@ -457,7 +459,23 @@ def down(
                 )
         has_ended = _await_ends(folders, timeout_s, report)
         _end_processes(folders)
+        _say_what_may_be_left(folders, report)
     return _await_attempts(folders) and has_ended
+
+
+def _say_what_may_be_left(folders: Folders, report: Callable[[str], None]) -> None:
+    """Say what may run on other hosts, and what ends it, if that is not known.
+
+    Only settings say at which address a Ray is that the cluster has joined.
+    """
+    is_joined = folders.gateway_lock.exists() and not folders.ray_lock.exists()
+    is_known = folders.actors_ended.exists() or folders.find_settings() is not None
+    if is_joined and not is_known:
+        report(
+            "processes of the cluster may still run on other hosts of its Ray, because "
+            f"{folders.settings} cannot be read: run `stretto cluster start` with the "
+            "--ray HOST:PORT that the cluster had, then `stretto cluster down` again"
+        )
 
 
 def _await_ends(

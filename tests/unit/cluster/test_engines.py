@@ -893,6 +893,18 @@ def test_what_nothing_runs_of_can_be_ended_with_damaged_settings(
         engine_local.ask(folders, {"do": "list"})
 
 
+def test_the_end_with_damaged_settings_says_how_to_end_what_a_ray_may_run(
+    tmp_path: Path,
+) -> None:
+    folders = Folders(tmp_path)
+    folders.settings.write_text("")
+    folders.gateway_lock.touch()
+    said: list[str] = []
+    engine_local.down(folders, timeout_s=60.0, report=said.append)
+    (text,) = said
+    assert "run `stretto cluster start` with the --ray HOST:PORT" in text
+
+
 def test_a_job_starts_while_the_settings_are_damaged(
     shared: Cluster, tmp_path: Path
 ) -> None:
