@@ -65,6 +65,11 @@ def _terms(node: cst.BaseExpression) -> list[cst.BaseExpression]:
     return [node]
 
 
+def is_zero(node: cst.BaseExpression) -> bool:
+    """Return whether an expression is the number 0, as written."""
+    return isinstance(node, cst.Integer | cst.Float) and node.evaluated_value == 0
+
+
 _STORING = frozenset(
     {"append", "appendleft", "extend", "insert", "setdefault", "update", "write"}
     | {"writelines", "writerow", "writerows"}
@@ -109,6 +114,35 @@ class LoopSums:
             for o in begun
         )
 
+    def begins_at_zero(self, added: Added, loop: BatchLoop) -> bool:
+        """Return whether a sum certainly is 0 where a loop begins.
+
+        Otherwise the sum over ranks of its end would count its beginning on each.
+        """
+        line = self._tree.line
+        before = [
+            o
+            for o in self._work.flow.assigned(added.name, loop.scope)
+            if line(o.statement) < line(loop.node)
+        ]
+        more = any(
+            line(other.statement) < line(loop.node)
+            and (not before or line(other.statement) > line(before[-1].statement))
+            for other in added_in(self._tree.block(loop.node))
+            if other.name == added.name
+        )
+        return bool(before) and not more and self._is_zero(before[-1].value)
+
+    def _is_zero(self, value: cst.BaseExpression) -> bool:
+        if isinstance(value, cst.Call):
+            called = self._tree.called(value)
+            if called.rpartition(".")[2] in ("zeros", "zeros_like"):
+                return True
+            given = [a.value for a in value.args if a.keyword is None]
+            names = ("float", "int", "torch.tensor")
+            return called in names and (not given or self._is_zero(given[0]))
+        return is_zero(value)
+
     def why_not_summable(self, node: cst.For) -> str | None:
         """Return why a loop's results are more than sums of numbers, or ``None``."""
         scope = self._tree.function(node)
@@ -127,6 +161,8 @@ class LoopSums:
             made = Added(name=a.name, value=a.value, statement=a.statement)
             if not self.only_added(made, loop):
                 return f"`{a.name}` is read in the loop, or not set before it"
+            if not self.begins_at_zero(made, loop):
+                return f"`{a.name}` may not be 0 before it"
         if self._tree.called(node.iter) == "enumerate" and isinstance(
             node.target, cst.Tuple
         ):

@@ -14,7 +14,7 @@ import libcst as cst
 
 from stretto.convert._classify import Amount, Classifier
 from stretto.convert._edit import theirs
-from stretto.convert._loop_sums import Added, LoopSums, added_in
+from stretto.convert._loop_sums import Added, LoopSums, added_in, is_zero
 from stretto.convert._losses import Loss
 from stretto.convert._passes import trains_in
 from stretto.convert._result import Evaluation
@@ -259,7 +259,11 @@ class Numbers:
                 )
                 amount = Amount.MEAN
             one_kind = self._is_one_kind(added.name, sums, amounts)
-            if one_kind and self._sums.only_added(added, loop):
+            if (
+                one_kind
+                and self._sums.only_added(added, loop)
+                and (amount is Amount.MEAN or self._sums.begins_at_zero(added, loop))
+            ):
                 if added.name not in after[amount]:
                     after[amount].append(added.name)
                 self._handled.add(id(added.statement))
@@ -302,7 +306,7 @@ class Numbers:
         kinds = {
             Amount.MEAN if amount is Amount.UNKNOWN else amount
             for added, amount in zip(sums, amounts, strict=True)
-            if added.name == name and not _is_zero(added.value)
+            if added.name == name and not is_zero(added.value)
         }
         return len(kinds) == 1 or kinds == {Amount.MEAN, Amount.SAME}
 
@@ -733,10 +737,6 @@ class Numbers:
             "rank 0 evaluates" if whole else "each rank evaluates its share of batches"
         )
         work.done(node, who)
-
-
-def _is_zero(node: cst.BaseExpression) -> bool:
-    return isinstance(node, cst.Integer | cst.Float) and node.evaluated_value == 0
 
 
 def _if_trains(
