@@ -10,7 +10,9 @@ a host without power would never end otherwise.
 A call to end a generation may come when the next one is being built, or is in use.
 `MemberGroup.end` therefore names the last generation to end, and touches no later one.
 If it comes while that generation is being built, it is repeated until the building has
-failed, because more sockets may open in between.
+failed, because more sockets may open in between. A rank may also wait for the
+connection of one that is lost, or that is in a later generation: there is no socket to
+shut down then, and `answer_listeners` makes that connection.
 
 Old groups and lanes are kept and released one by one, because a release takes 10 to
 60 ms. Only those of one generation are kept: if memberships follow each other faster
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 import socket
 import sys
 import threading
@@ -37,6 +40,7 @@ from stretto.runtime import backends
 from stretto.runtime.ranks import timeout_of
 from stretto.runtime.sockets import (
     Socket,
+    answer_listeners,
     connections_among,
     connections_to,
     open_sockets,
@@ -51,6 +55,10 @@ if TYPE_CHECKING:
 
 _PROBE_S = 2.0
 _AGAIN_S = 0.02
+
+_STALLED = 10
+"""Attempts to end a generation that is being built until its ranks are taken for ones
+that wait for a connection of another rank."""
 
 _CONNECT_S = 1.0
 """How long one attempt to connect to a store may take."""
@@ -159,7 +167,7 @@ class AbstractMemberGroup(abc.ABC):
         self._is_built = threading.Event()
         self._is_built.set()
         self._before: set[Socket] = set()
-        self._port = 0
+        self._port = self._size = 0
         self._sockets: set[Socket] = set()
         self._parked: list[Any] = []
 
@@ -192,6 +200,7 @@ class AbstractMemberGroup(abc.ABC):
             self.generation = generation
             self._before, self._sockets = open_sockets(), set()
             self._port = int(address.rpartition(":")[2])
+            self._size = size
             self._is_built.clear()
         store = connect_store(
             address, timeout=self._timeout, require_current=self.require_current
@@ -250,7 +259,7 @@ class AbstractMemberGroup(abc.ABC):
 
         Callable from any thread. A later generation is left alone.
         """
-        while True:
+        for attempt in itertools.count(1):
             with self._lock:
                 if generation < self._ended:
                     return
@@ -265,6 +274,8 @@ class AbstractMemberGroup(abc.ABC):
                 self._abort()
             if is_built or self._is_built.wait(_AGAIN_S):
                 return
+            if attempt % _STALLED == 0:
+                answer_listeners(open_sockets() - self._before, self._size)
 
     def release_one(self) -> None:
         """Release one part of an old generation, if there is any."""

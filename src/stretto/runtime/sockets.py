@@ -88,6 +88,33 @@ def shut(sockets: set[Socket]) -> None:
                 _log.debug("shut socket %s down", row[1])
 
 
+def answer_listeners(sockets: set[Socket], ranks: int) -> None:
+    """Connect to a Gloo group's own listeners, in place of ranks that never will.
+
+    A rank that builds a group waits until others have connected to its listener. Such a
+    wait has no connection that could be shut down, and would last as long as the
+    group's timeout. A connection begins with the number of the pair that it belongs to;
+    here each is closed at once, so that the pair fails. Other listeners get a few
+    connections that close.
+
+    Args:
+        sockets: those among which the listeners are.
+        ranks: of the group, which has a pair for each other one.
+    """
+    for row in sockets & open_sockets():
+        with _opened(row) as found, contextlib.suppress(OSError):
+            if (
+                found is None
+                or found.family not in (socket.AF_INET, socket.AF_INET6)
+                or not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            ):
+                continue
+            host, port = found.getsockname()[:2]
+            for number in range(ranks):
+                with socket.create_connection((host, port), 1.0) as made:
+                    made.sendall(struct.pack("q", number))
+
+
 def bound_answers(sockets: set[Socket], limit_s: float) -> None:
     """Make requests on ``sockets`` fail if the answer takes longer than ``limit_s``.
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,12 @@ import pytest
 import torch.distributed as dist
 
 from stretto.runtime.ranks import Ranks
-from stretto.runtime.sockets import connections_among, open_sockets, shut
+from stretto.runtime.sockets import (
+    answer_listeners,
+    connections_among,
+    open_sockets,
+    shut,
+)
 from stretto.runtime.store import own_connection
 
 pytestmark = pytest.mark.skipif(
@@ -70,6 +76,7 @@ def test_a_descriptor_that_is_anothers_by_now_is_left_alone() -> None:
 
 
 SERVER = """
+import threading
 import time
 import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -98,3 +105,48 @@ def test_a_store_whose_process_is_stopped_fails_within_the_limit() -> None:
             assert perf_counter() - began_s < 10.0
         finally:
             server.kill()
+
+
+LOST_RANK = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), wait_for_workers=False)
+dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=60))
+"""
+
+
+def build_after_loss(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Build a group whose other rank is killed; return whether it had to be answered.
+
+    Which of two ranks connects to the other depends on their ports.
+    """
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-c", LOST_RANK, str(store.port)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as lost:
+        while not store.num_keys():
+            time.sleep(0.01)
+        time.sleep(0.2)
+        lost.kill()
+    before = open_sockets()
+    answered, ended = threading.Event(), threading.Event()
+
+    def answer() -> None:
+        while not ended.wait(0.5):
+            answered.set()
+            answer_listeners(open_sockets() - before, 2)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        with pytest.raises(RuntimeError, match="connectFullMesh failed"):
+            dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=60))
+    finally:
+        ended.set()
+        thread.join()
+    return answered.is_set()
+
+
+def test_a_rank_that_waits_for_a_lost_one_to_connect_stops_waiting(monkeypatch):
+    assert any(build_after_loss(monkeypatch) for _ in range(12))
