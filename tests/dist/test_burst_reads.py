@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 from stretto.errors import StrettoError
 from support.burst_sides import Alone, Side, cross, worst_of
@@ -145,6 +146,76 @@ def test_a_change_on_one_rank_that_no_value_shows_stops_all(ranks: Any) -> None:
     for found in ranks(rank_of_its_own_file, 2, timeout_s=120, group_s=60):
         assert [text.split()[0] for text in found] == ["6", "7"]
         assert all("with different operations" in text for text in found)
+
+
+RATES = {"parametrization": 1.0, "hook": 1.0, "backward": 1.0, "log": 1.0}
+
+
+class Scaled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * RATES["parametrization"]
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh()
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * RATES["backward"]
+
+
+def scaled_by_hook(_part: Any, _given: Any, out: torch.Tensor) -> torch.Tensor:
+    return out * RATES["hook"]
+
+
+def looks(_part: Any, _given: Any, _out: torch.Tensor) -> None:
+    if RATES["log"] < 0:
+        raise ValueError("no output")
+
+
+class RunsOwnCode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
+        parametrize.register_parametrization(self.a, "weight", Scaled())
+        self.b.register_forward_hook(scaled_by_hook)
+        self.b.register_forward_hook(looks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(Backward.apply(self.a(x)))
+
+
+def rank_of_own_code(rank: int, size: int, name: str) -> list[str]:
+    side = Side(rank, size, [(0, 2), (1, 1)], "even")
+    wrapped: BurstParallel = side.wrap(RunsOwnCode())
+    found = []
+    for step in range(4):
+        if step == 2 and rank == 1:
+            RATES[name] = 0.5
+        x, y = side.data(step)
+        try:
+            cross(wrapped(x), y).backward()
+        except StrettoError as exc:
+            found.append(f"{step} {exc}")
+    return found
+
+
+@pytest.mark.parametrize("name", ["parametrization", "hook", "backward"])
+def test_another_value_on_one_rank_in_code_that_layers_run_stops_all(
+    ranks: Any, name: str
+) -> None:
+    for found in ranks(rank_of_own_code, 2, name, timeout_s=120, group_s=60):
+        assert [text.split()[0] for text in found] == ["2", "3"]
+        assert all("compute different values" in text for text in found)
+
+
+def test_another_value_on_one_rank_that_changes_no_result_is_allowed(
+    ranks: Any,
+) -> None:
+    assert ranks(rank_of_own_code, 2, "log", timeout_s=120, group_s=60) == [[], []]
 
 
 class Branches(Net):

@@ -11,10 +11,12 @@ from stretto.burst.checks.backward_use import BackwardUse
 from stretto.burst.checks.changes import Changes
 from stretto.burst.checks.constant_buffers import ConstantBuffers
 from stretto.burst.checks.hook_use import HookUse
+from stretto.burst.checks.numbers import as_float, as_int
 from stretto.burst.checks.optimizer_use import OptimizerUse
 from stretto.burst.checks.recheck import Recheck
 from stretto.burst.checks.replicas import Replicas
 from stretto.burst.schedule import RankSchedule, schedule_of
+from stretto.burst.tracing.behavior import tolerance_between
 from stretto.errors import RankDisagreement, SpecError
 from stretto.sim.sample_layout import Layouts
 
@@ -70,6 +72,9 @@ class ForwardState(NamedTuple):
 
     operations: int
     """A number for the layers' operations."""
+
+    behavior: int
+    """The bits of a number for what the module computes; of 0: unknown."""
 
 
 NUM_NUMBERS = len(ForwardState._fields) + sum(
@@ -150,6 +155,7 @@ class ForwardExchange:
             drawn=draws.next_number(is_drawing=is_drawing),
             trained=trained,
             operations=graph.semantics_number,
+            behavior=as_int(0.0 if graph.proven is None else graph.proven.behavior),
         )
         rows = self._exchanged(mine)
         if trouble is not None:
@@ -163,6 +169,7 @@ class ForwardExchange:
             )
         states = [ForwardState(*row[: len(mine)]) for row in rows]
         self._require_same_state(states)
+        self._require_same_behavior(states, graph)
         start = len(mine)
         for check in self._checks:
             end = start + check.num_values
@@ -232,6 +239,27 @@ class ForwardExchange:
                 "operations: a mode, a flag, autocast or a value that forward reads "
                 "differs. Change the model in the same way on every rank."
             )
+
+    def _require_same_behavior(
+        self, states: Sequence[ForwardState], graph: LayerGraph
+    ) -> None:
+        """See Note [Ranks compare what their modules compute] in `tracing.behavior`."""
+        known = {r: as_float(one.behavior) for r, one in enumerate(states)}
+        known = {rank: value for rank, value in known.items() if value}
+        if len(set(known.values())) <= 1:
+            return
+        first, tolerance = next(iter(known)), tolerance_between(graph)
+        other = [r for r, x in known.items() if abs(x - known[first]) > tolerance]
+        if not other:
+            return
+        name_all = self._rank_groups.ranks.name_all
+        raise RankDisagreement(
+            f"{name_all(other)} and {name_all([first])} compute different values for "
+            "equal samples and parameters, though with the same operations: what a "
+            "parametrization, a hook, an autograd.Function or another part of the "
+            "model with code of its own reads differs. Change the model in the same "
+            "way on every rank."
+        )
 
     def _layouts_of(self, shares: tuple[int, ...]) -> Layouts:
         if shares not in self._layouts:

@@ -37,8 +37,8 @@ def test_a_plain_model_is_recorded_once_for_each_number_of_samples():
     CALLS.clear()
     capture(Noted(), (torch.randn(2, 4),))
     # Its code runs again twice, to see that it can be compared. Real samples come
-    # twice: with the module's own tensors and with others.
-    assert CALLS == [True, True, True, True, False, False]
+    # three times: with the module's own tensors, with others, and for what ranks compare.
+    assert CALLS == [True, True, True, True, False, False, False]
 
 
 def test_parameters_that_share_memory_are_captured_as_they_are():

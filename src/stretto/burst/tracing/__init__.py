@@ -64,6 +64,7 @@ What can't be split over samples or ranks:
 - `backward_reads`: what such backwards read and change (for `proof`).
 - `proven`: what a check by computing depends on (for `classify` and `proof`).
 - `overlap`: tensors that share memory (for `grouping` too).
+- `behavior`: what a module computes, as a number that ranks compare (for `proof`).
 - `failing_backward`: the line of forward whose backward fails (for `proof`).
 
 Layers:

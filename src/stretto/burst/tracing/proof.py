@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL, code_of, place_of
 from stretto.burst.tracing.around import around_now
 from stretto.burst.tracing.backward_reads import BackwardReads
+from stretto.burst.tracing.behavior import behavior_of
 from stretto.burst.tracing.caches import keep_attributes
 from stretto.burst.tracing.custom_backward import own_backwards_in, with_own_backward
 from stretto.burst.tracing.dropout_rows import by_sample, not_outside
@@ -162,6 +163,7 @@ def require_equal(
             if found is None:
                 break
             mixed.append(found)
+        behavior = behavior_of(graph, module, examples)
     if len(mixed) == 2:
         raise mixed[0]
     changing = graph.changed_hooks()
@@ -173,7 +175,7 @@ def require_equal(
                 "between steps"
             )
     watch, active = (reads.watch(), reads.active) if reads is not None else (None, ())
-    graph.note_proven(Proven(module, watch, active, changing, around))
+    graph.note_proven(Proven(module, watch, active, changing, around, behavior))
     return frozenset.intersection(*missing), reached
 
 

@@ -54,6 +54,7 @@ class Proven:
         active: hooks of modules that changed gradients.
         changing: names of hooks on values that change their own state.
         before: what was around before the check; what it changed is not compared.
+        behavior: what ranks compare, see `behavior`.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class Proven:
         active: Iterable[Place],
         changing: Collection[str],
         before: Around,
+        behavior: float = 0.0,
     ) -> None:
+        self.behavior = behavior
         self.changing = frozenset(changing)
         self.watch = watch
         self.active = frozenset(active)
