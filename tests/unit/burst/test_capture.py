@@ -37,7 +37,7 @@ def test_a_plain_model_is_recorded_once_for_each_number_of_samples():
     CALLS.clear()
     capture(Noted(), (torch.randn(2, 4),))
     # Its code runs again twice, to see that it can be compared. Real samples come
-    # three times: with the module's own tensors, with others, and for what ranks compare.
+    # three times: with the module's own tensors, with others, and for `behavior`.
     assert CALLS == [True, True, True, True, False, False, False]
 
 

@@ -10,6 +10,7 @@ makes the same updates of the running statistics, whatever samples it has.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, final
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from stretto.burst.tracing.comparing import BATCHES, follows
+from stretto.burst.tracing.other_threads import is_other
 from stretto.burst.tracing.source_lines import line_of_forward
 from stretto.burst.tracing.torch_modules import BatchNorm
 from stretto.errors import SpecError
@@ -39,7 +41,11 @@ class NormInputs:
         sizes: dict[int, list[int]] = defaultdict(list)
         self._sizes[batch] = sizes
 
+        thread = threading.get_ident()
+
         def note(module: nn.Module, given: Any) -> None:
+            if is_other(thread):
+                return
             if isinstance(module, BatchNorm) and given and isinstance(given[0], Tensor):
                 with torch._C.DisableTorchFunction():  # noqa: SLF001 - not forward's
                     sizes[id(module)].append(given[0].numel())
