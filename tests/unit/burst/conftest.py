@@ -14,10 +14,10 @@ def _other_tests_are_other_programs(
 ) -> None:
     """Hide test files that pytest imported for other tests from searches in capture."""
     try:
-        from stretto.burst.tracing import caches
+        from stretto.burst.tracing import cache_search
     except ImportError:  # without torch
         return
-    is_users = caches.is_users
+    is_users = cache_search.is_users
     others = {
         module.__name__
         for module in list(sys.modules.values())
@@ -28,4 +28,4 @@ def _other_tests_are_other_programs(
     def is_of_this_program(space: Any) -> bool:
         return getattr(space, "__name__", None) not in others and is_users(space)
 
-    monkeypatch.setattr(caches, "is_users", is_of_this_program)
+    monkeypatch.setattr(cache_search, "is_users", is_of_this_program)

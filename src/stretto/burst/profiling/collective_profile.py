@@ -27,7 +27,10 @@ def profile_layers(
 ) -> LayerProfile:
     """Return a module's layer profile, measured on the ranks that train it. Collective.
 
-    Without a process group one process measures the layers alone.
+    When ``torch.distributed`` is initialized, all ranks of the group must call this at
+    the same point. If only some do, these exchange data with whatever the other ranks
+    call next: they get wrong objects, or wait until the process group's timeout. Before
+    it is initialized, one process measures the layers alone.
 
     The first rank measures the layers while the others wait. Then all ranks measure the
     executor's own calls, and how ranks that compute at the same time slow each other

@@ -39,6 +39,8 @@ A recording:
 - `output_memory`: outputs that are views of other ones or of inputs.
 - `caches`: find and undo what forward keeps outside of the call (for `recordings`,
   `classify`, `layers` and `proof`).
+- `cache_search`: search the places in which it may keep that (for `recordings`).
+- `package_holders`: those in installed packages, searched once (for `cache_search`).
 - `plain_state`: changes of plain values that forward makes (for `recordings` and
   `call_history`).
 - `cached_values`: compare what is cached later with what layers compute.

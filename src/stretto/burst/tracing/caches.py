@@ -11,24 +11,19 @@ call or to one state of the parameters, and is refused.
 Caches are searched for in the attributes of modules, of their tensors and of what
 these hold, in their classes and the files of these classes, and in all files of the
 user's own. A context variable gets its earlier value, and plain values in these places
-do too, under names that forward's code contains. Where a capture fails because of
-a tensor that was kept in another place, `forget` removes it from there.
+do too, under names that forward's code contains. Classes and functions of installed
+packages are searched once per process, see `package_holders`. Where a capture fails
+because of a tensor that was kept in another place, `forget` removes it from there.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
-import contextvars
 import functools
 import gc
 import operator
-import queue
-import sys
-import threading
 import types
-import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -40,10 +35,6 @@ from stretto.burst.tracing.freezing import (
     ATOMS,
     MAX_ITEMS,
     attributes_in_slots,
-    entries_of,
-    is_users,
-    may_read_users,
-    variable_content,
 )
 
 if TYPE_CHECKING:
@@ -53,40 +44,7 @@ _MISSING = object()
 _SEQUENCES = (list, deque)
 _CONTAINERS = (collections.OrderedDict, dict, set, *_SEQUENCES)
 LruCache: Any = type(functools.lru_cache(lambda: None))
-_HOLDERS = (dict, set, *_SEQUENCES, LruCache)
-_STANDARD = (
-    types.SimpleNamespace,
-    argparse.Namespace,
-    collections.UserDict,
-    collections.UserList,
-    collections.ChainMap,
-    queue.Queue,
-    threading.local,
-    weakref.WeakKeyDictionary,
-    weakref.WeakValueDictionary,
-)
-"""Classes of the standard library whose objects may hold the user's values."""
-
-_OF_MODULES = ("_parameters", "_buffers", "_modules")
-"""Attributes of modules whose tensors are replaced while a forward is recorded."""
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-"""Attributes of modules with hooks: what these keep is not forward's."""
-
-_LEFT_OUT = frozenset((*_OF_MODULES, *_HOOKS))
-
 _LEAVES = (*ATOMS, Tensor)
-
-_MAX_LATE = MAX_ITEMS // 10
-"""Limit of visits to objects of installed packages that files, not the model, hold.
-
-They come last: a test runner or a logger leads to most objects of a program.
-"""
 
 _MAX_INSIDE = 1000
 """Limit of values that are searched for tensors in one new entry."""
@@ -118,6 +76,19 @@ class Holder:
             return self.name
         return f"{self.name}.{key}" if self.name else str(key)
 
+    def differs(self) -> bool:
+        """Return whether its entries may not be as they were."""
+        if isinstance(self.of, LruCache):
+            return True
+        now = entries_in(self.of)
+        return len(now) != len(self.before) or not all(
+            map(operator.is_, now.values(), self.before.values())
+        )
+
+    def is_small_of(self, kind: Callable[[Any], bool]) -> bool:
+        """Return whether it has few entries, all of one kind."""
+        return len(self.before) <= MAX_ITEMS and all(map(kind, self.before.values()))
+
     def kept(self) -> dict[Any, list[Tensor]]:
         """Return the entries that got tensors without values, and these tensors."""
         if isinstance(self.of, LruCache):
@@ -125,12 +96,7 @@ class Holder:
             inside = {key: tensors_in(value, FakeTensor) for key, value in results}
             return {key: tensors for key, tensors in inside.items() if tensors}
         kept: dict[Any, list[Tensor]] = {}
-        now = entries_in(self.of)
-        if len(now) == len(self.before) and all(
-            map(operator.is_, now.values(), self.before.values())
-        ):
-            return kept
-        for key, value in now.items():
+        for key, value in entries_in(self.of).items():
             if value is not self.before.get(key, _MISSING):
                 found = tensors_in(value, FakeTensor)
                 if found:
@@ -240,143 +206,22 @@ def tensors_in(value: Any, kind: type[Tensor]) -> list[Tensor]:
 _NOT_INSIDE = (*_LEAVES, nn.Module, types.ModuleType, type, types.BuiltinFunctionType)
 
 
-@final
-class Holders:
-    """Containers in which a model's code may keep tensors, with the present entries."""
+class HolderList:
+    """Holders, each with its entries at some time."""
 
-    def __init__(self, root: nn.Module, twin_of: Callable[[Tensor], Tensor]) -> None:
-        """Search; ``twin_of`` gives what replaces a held tensor in a recording."""
-        self._twin_of = twin_of
-        self._found: dict[int, Holder] = {}
-        self._seen: dict[int, Any] = {}
-        self._queue: deque[tuple[Any, str]] = deque()
-        self._late: deque[tuple[Any, str]] | None = None
-        self._left = MAX_ITEMS
-        kinds = {
-            kind
-            for part in root.modules()
-            for kind in type(part).__mro__
-            if may_read_users(kind.__module__)
-        }
-        for name, part in root.named_modules():
-            self._add_part(part, name)
-        for kind in kinds:
-            self._queue.append((kind, kind.__qualname__))
-        self._search()
-        self._late = deque()
-        self._search_files({kind.__module__ for kind in kinds})
-        self._queue, self._late = self._late, None
-        self._left = min(self._left, _MAX_LATE)
-        self._search()
-
-    def _search_files(self, of_model: set[str]) -> None:
-        """Search the files of the model's classes, then the user's other files."""
-        loaded: dict[str, Any] = dict(sys.modules)  # programs put other objects there
-        files = {
-            name: file
-            for name, file in loaded.items()
-            if isinstance(file, types.ModuleType)
-            and (name in of_model or is_users(file))
-        }
-        # A large program may exceed the limit.
-        for name in sorted(files, key=lambda name: name not in of_model):
-            if name not in of_model:
-                self._search(MAX_ITEMS // 2)
-            self._add(entries_of(files[name]), name, is_space=True)
-        self._search()
-
-    def _search(self, min_left: int = 0) -> None:
-        """Visit what is queued, while more than ``min_left`` visits are left."""
-        while self._queue and self._left > min_left:
-            self._left -= 1
-            with contextlib.suppress(Exception):  # of objects that pose as others
-                self._visit(*self._queue.popleft())
+    def __init__(self, holders: Iterable[Holder]) -> None:
+        self._holders = list(holders)
 
     def __iter__(self) -> Iterator[Holder]:
-        return iter(self._found.values())
+        return iter(self._holders)
 
-    def _add_part(self, part: nn.Module, name: str) -> None:
-        """Add what a module and its tensors may keep."""
-        self._seen[id(part)] = part
-        if not isinstance(part, nn.RNNBase):  # it lists its own parameters
-            self._add(part.__dict__, name, is_space=True)
-        for held in (part._parameters, part._buffers):  # noqa: SLF001
-            for key, tensor in held.items():
-                if tensor is not None:
-                    path = f"{name}.{key}" if name else key
-                    self._add(self._twin_of(tensor).__dict__, path, is_space=True)
+    def differing(self) -> list[Holder]:
+        """Return those whose entries may not be as they were."""
+        return [holder for holder in self if holder.differs()]
 
-    def _add(self, of: Any, name: str, *, is_space: bool = False) -> None:
-        if id(of) in self._found:
-            return
-        self._found[id(of)] = holder = Holder.now(of, name, is_space=is_space)
-        if len(holder.before) > MAX_ITEMS:
-            return
-        for key, value in holder.before.items():
-            if isinstance(value, _LEAVES) or (type(key) is str and key in _LEFT_OUT):
-                continue
-            self._queue.append((value, holder.name_of(key)))
-
-    def _visit(self, value: Any, name: str) -> None:
-        if id(value) in self._seen or isinstance(value, types.ModuleType):
-            return
-        self._seen[id(value)] = value
-        if isinstance(value, _HOLDERS):
-            self._add(value, name)
-            if isinstance(value, LruCache):
-                self._queue.append((value.__wrapped__, name))
-        elif isinstance(value, type):
-            if may_read_users(value.__module__):
-                self._add(value, name, is_space=True)
-        elif isinstance(value, types.FunctionType):
-            self._visit_function(value, name)
-        elif (inner := _parts(value)) is not None:
-            self._queue.extend((part, name) for part in inner)
-        elif isinstance(value, nn.Module):
-            for path, part in value.named_modules(prefix=name):
-                self._add_part(part, path)
-        elif may_read_users(type(value).__module__) or isinstance(value, _STANDARD):
-            if self._late is not None and not _is_users_object(value):
-                del self._seen[id(value)]
-                self._late.append((value, name))
-                return
-            if isinstance(getattr(value, "__dict__", None), dict):
-                self._add(value.__dict__, name, is_space=True)
-            if next(iter(attributes_in_slots(value)), None) is not None:
-                self._add(value, name, is_space=True)
-
-    def _visit_function(self, function: types.FunctionType, name: str) -> None:
-        if not may_read_users(function.__module__):
-            return
-        keys, cells = function.__code__.co_freevars, function.__closure__ or ()
-        for key, cell in zip(keys, cells, strict=True):
-            self._add(cell, f"{function.__qualname__}.{key}")
-        for held in (function.__defaults__, function.__kwdefaults__):
-            self._queue.append((held or (), name))
-        self._add(function.__dict__, function.__qualname__, is_space=True)
-
-
-def _is_users_object(value: Any) -> bool:
-    return isinstance(value, _STANDARD) or is_users(type(value))
-
-
-def _parts(value: Any) -> tuple[Any, ...] | None:
-    """Return what a value that has no entries of its own refers to, or None."""
-    if isinstance(value, (tuple, frozenset)):
-        return tuple(value)
-    if isinstance(value, types.MethodType):
-        return value.__func__, value.__self__
-    if isinstance(value, (classmethod, staticmethod)):
-        return (value.__func__,)
-    if isinstance(value, property):
-        return value.fget, value.fset
-    if isinstance(value, functools.cached_property):
-        return (value.func,)
-    if isinstance(value, functools.partial):
-        return value.func, value.args, value.keywords
-    if isinstance(value, contextvars.ContextVar):
-        return variable_content(value)
-    return None
+    def lru_caches(self) -> list[Holder]:
+        """Return those that are an ``lru_cache``."""
+        return [holder for holder in self if isinstance(holder.of, LruCache)]
 
 
 @final
@@ -391,11 +236,11 @@ class Kept:
     key: Any
 
 
-def kept_in(holders: Iterable[Holder]) -> list[Kept]:
+def kept_in(holders: HolderList) -> list[Kept]:
     """Return the tensors without values that holders got since they were found."""
     return [
         Kept(tensor, holder, key)
-        for holder in holders
+        for holder in holders.differing()
         for key, tensors in holder.kept().items()
         for tensor in tensors
     ]
@@ -460,7 +305,7 @@ def caches_of(kept: Iterable[Kept]) -> list[Cache]:
     return found
 
 
-def undo(holders: Iterable[Holder]) -> None:
+def undo(holders: HolderList) -> None:
     """Restore what got tensors without values."""
     for cache in caches_of(kept_in(holders)):
         cache.holder.restore(cache.keys)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from stretto.burst.tracing.caches import Holder
+    from stretto.burst.tracing.caches import HolderList
     from stretto.burst.tracing.packing import Arguments
     from stretto.burst.tracing.reads import Reads
     from stretto.burst.tracing.records import Recording
@@ -132,7 +132,7 @@ class _Orders:
         shape: tuple[int, ...],
         arguments: Arguments,
         fakes: Fakes,
-        kept: tuple[list[Holder], PlainState],
+        kept: tuple[HolderList, PlainState],
     ) -> None:
         self._module, self._run, self._shape = module, run, shape
         self._arguments, self._fakes = arguments, fakes

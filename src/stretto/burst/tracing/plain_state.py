@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
-import operator
 from collections import deque
 from typing import TYPE_CHECKING, Any, final
 
-from stretto.burst.tracing.caches import LruCache, entries_in
+from stretto.burst.tracing.caches import HolderList, LruCache, entries_in
 from stretto.burst.tracing.freezing import ATOMS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Set
+    from collections.abc import Callable, Iterator, Set
 
     from stretto.burst.tracing.caches import Holder
 
@@ -30,20 +29,18 @@ class PlainState:
     """
 
     def __init__(
-        self, holders: Iterable[Holder], names: Callable[[], Set[str] | None]
+        self, holders: HolderList, names: Callable[[], Set[str] | None]
     ) -> None:
-        self._holders = list(holders)
+        self._holders = holders
         self._names = names
         self._misses = {
-            id(holder): _misses(holder.of)
-            for holder in self._holders
-            if isinstance(holder.of, LruCache)
+            id(holder): _misses(holder.of) for holder in holders.lru_caches()
         }
 
     def changed(self) -> list[tuple[Holder, Any, Any]]:
         """Return the changed entries, with their values now."""
         names, found = self._names(), []
-        for holder in self._holders:
+        for holder in self._holders.differing():
             if not holder.is_space and not _is_in(names, holder.name):
                 continue
             if isinstance(holder.of, LruCache):
@@ -51,10 +48,6 @@ class PlainState:
                     found.append((holder, "", gc.get_referents(holder.of)))
                 continue
             now, before = entries_in(holder.of), holder.before
-            if len(now) == len(before) and all(
-                map(operator.is_, now.values(), before.values())
-            ):
-                continue
             for key in {**now, **before}:
                 one, two = now.get(key, MISSING), before.get(key, MISSING)
                 if one is two or (type(one) is type(two) and _is_equal(one, two)):
@@ -69,7 +62,7 @@ class PlainState:
     def of_changed(self) -> PlainState:
         """Return the state of the holders that have changes now."""
         held = {id(holder): holder for holder, _, _ in self.changed()}
-        found = PlainState(held.values(), self._names)
+        found = PlainState(HolderList(held.values()), self._names)
         found._misses |= {key: self._misses[key] for key in found._misses}
         return found
 

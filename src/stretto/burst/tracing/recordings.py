@@ -20,11 +20,12 @@ from torch import nn
 
 from stretto.burst.hooks import HOOKS
 from stretto.burst.tracing.aligning import Alignment, aligned
+from stretto.burst.tracing.cache_search import Holders
 from stretto.burst.tracing.cached_values import Entry
 from stretto.burst.tracing.caches import (
     Cache,
     Holder,
-    Holders,
+    HolderList,
     Kept,
     caches_of,
     forget,
@@ -233,12 +234,12 @@ def _equal_in(one: dict[Any, Any], two: dict[Any, Any]) -> set[Any]:
 @contextmanager
 def untouched(
     module: nn.Module, fakes: Fakes, names: Callable[[], set[str] | None]
-) -> Iterator[tuple[list[Holder], PlainState]]:
+) -> Iterator[tuple[HolderList, PlainState]]:
     """Undo what a recording changes; yield what it may keep tensors in.
 
     ``names`` are those in forward's code, whose plain state is restored.
     """
-    holders = list(Holders(module, fakes.of))
+    holders = Holders(module, fakes.of)
     state = PlainState(holders, names)
     with keep_attributes(module), given_momenta(module):
         try:
@@ -252,7 +253,7 @@ def untouched(
 
 
 def _constants_kept(
-    recording: Recording, module: nn.Module, holders: list[Holder]
+    recording: Recording, module: nn.Module, holders: HolderList
 ) -> list[Kept]:
     """Return the constants that forward keeps in caches; refuse other tensors."""
     varying = {name for name, _ in module.named_parameters(remove_duplicate=False)}
