@@ -473,3 +473,12 @@ def test_a_change_of_an_object_of_torch_ends_a_capture(name, monkeypatch):
     assert graph.outdated() is None
     change(monkeypatch)
     assert graph.outdated() is not None
+
+
+def test_a_global_named_as_an_attribute_that_forward_reads_is_not_watched(monkeypatch):
+    model = Net(lambda m, h: h * m.a.rate)
+    monkeypatch.setitem(globals(), "rate", 1.0)
+    graph = capture(model, (torch.randn(2, 3),), verify=False)
+    model(torch.randn(2, 3))
+    monkeypatch.setitem(globals(), "rate", 2.0)
+    assert graph.outdated() is None

@@ -24,7 +24,7 @@ import textwrap
 import threading
 import types
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -464,7 +464,7 @@ class Reads:
                 if self._is_called(function):
                     rows.add(vars(kind), method, f"{kind.__qualname__}.{method}")
                 held = function.__globals__
-                for key in function.__code__.co_names:
+                for key in _globals_of(function.__code__):
                     if isinstance(held.get(key), (bool, int, float, str)):
                         rows.add(held, key, f"{function.__module__}.{key}")
 
@@ -591,16 +591,22 @@ def _add_helper(
     if not _READ_ENVIRONMENT.isdisjoint(code.co_names):
         rows.add(vars(os), "environ", "os.environ")
     seen: set[int] = set()
-    left: list[tuple[Any, str]] = [(held, str(held.get("__name__")))]
+    texts = _texts(code)
+    attributes = (*code.co_names, *texts)
+    # An attribute may have the name of a global that the code does not read.
+    first = (held, str(held.get("__name__")), (*_globals_of(code), *texts))
+    left: list[tuple[Any, str, tuple[str, ...]]] = [first]
     if is_users:
-        left += [(vars(space), _place_of(space)) for space in _imported(code, held)]
-    keys = (*code.co_names, *_texts(code))
+        left += [
+            (vars(space), _place_of(space), attributes)
+            for space in _imported(code, held)
+        ]
     while left:
-        at, where = left.pop()
+        at, where, names = left.pop()
         is_torch = at is not held and not may_read_users(where)
         if is_torch and not is_users:
             continue
-        for key in keys:
+        for key in names:
             value, name = at.get(key, MISSING), f"{where}.{key}"
             if value is MISSING:
                 continue
@@ -609,12 +615,23 @@ def _add_helper(
                     rows.add(at, key, name)
                 if id(value) not in seen and (is_users or at is held):
                     seen.add(id(value))
-                    left.append((vars(value), _place_of(value)))
+                    left.append((vars(value), _place_of(value), attributes))
             elif isinstance(value, _FUNCTIONS):
                 if is_users or is_called(value):
                     rows.add(at, key, name)
             elif not is_torch and (_is_state if is_users else _is_plain)(value):
                 rows.add(at, key, name)
+
+
+@cache
+def _globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names that code looks up as globals."""
+    found = {
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.opname.endswith(("_GLOBAL", "_NAME"))
+    }
+    return tuple(name for name in code.co_names if name in found)
 
 
 def _texts(code: types.CodeType) -> tuple[str, ...]:
