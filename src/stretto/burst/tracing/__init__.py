@@ -27,8 +27,6 @@ A recording:
   `recorder` and `build`).
 - `fakes`: tensors without values, in place of parameters and buffers (for `recorder`
   and `recordings`), and which tensors share memory.
-- `other_threads`: the modules' own tensors for other threads meanwhile (for `fakes`,
-  `layer_runs`, `reads` and `tables`).
 - `reads`: the plain state that forward reads, to detect a change of it.
 - `rerun`: run forward's code again before each step, and compare its calls (for
   `recorder` and `operations`).

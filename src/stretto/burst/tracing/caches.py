@@ -324,9 +324,7 @@ def keep_attributes(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for part, attributes in kept:
-            # Another thread may read a module's attributes between two steps of this.
-            if list(part.__dict__) != list(attributes):
-                part.__dict__.clear()
+            part.__dict__.clear()
             part.__dict__.update(attributes)
         for container, content in contents.values():
             _restore_contents(container, content)

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from stretto.burst.tracing import other_threads
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -99,38 +97,31 @@ def swapped(
 ) -> Iterator[dict[str, Tensor]]:
     """Give modules other parameters and buffers temporarily; yield these by name.
 
-    Those that modules share stay shared. Other threads get the modules' own ones, see
-    `other_threads`.
+    Those that modules share stay shared.
     """
     memo: dict[int, Tensor] = {}
     names: dict[str, Tensor] = {}
     undo: list[tuple[dict[str, Any], str, Any]] = []
-    noted: list[tuple[dict[str, Any], str]] = []
     seen: set[int] = set()
-    with other_threads.kept_for_others():
-        try:
-            for prefix, part in modules:
-                for held in (part._parameters, part._buffers):  # noqa: SLF001
-                    if id(held) in seen:  # see Note [Copied norms]
+    try:
+        for prefix, part in modules:
+            for held in (part._parameters, part._buffers):  # noqa: SLF001
+                if id(held) in seen:  # see Note [Copied norms]
+                    continue
+                seen.add(id(held))
+                for name, tensor in held.items():
+                    if tensor is None:
                         continue
-                    seen.add(id(held))
-                    for name, tensor in held.items():
-                        if tensor is None:
-                            continue
-                        if id(tensor) not in memo:
-                            memo[id(tensor)] = make(tensor)
-                            full = f"{prefix}.{name}" if prefix else name
-                            names[full] = memo[id(tensor)]
-                        if other_threads.note(held, name, tensor):
-                            noted.append((held, name))
-                        undo.append((held, name, tensor))
-                        held[name] = memo[id(tensor)]  # type: ignore[assignment]
-            yield names
-        finally:
-            for held, name, tensor in reversed(undo):
-                held[name] = tensor
-            for held, name in noted:
-                other_threads.forget(held, name)
+                    if id(tensor) not in memo:
+                        memo[id(tensor)] = make(tensor)
+                        full = f"{prefix}.{name}" if prefix else name
+                        names[full] = memo[id(tensor)]
+                    undo.append((held, name, tensor))
+                    held[name] = memo[id(tensor)]  # type: ignore[assignment]
+        yield names
+    finally:
+        for held, name, tensor in reversed(undo):
+            held[name] = tensor
 
 
 def held_by(root: nn.Module) -> dict[str, Tensor | None]:

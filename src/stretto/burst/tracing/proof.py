@@ -62,7 +62,6 @@ from stretto.burst.tracing.layer_runs import (
     without_hooks,
 )
 from stretto.burst.tracing.layers import INPUT
-from stretto.burst.tracing.other_threads import values_kept_for_others
 from stretto.burst.tracing.other_values import other_values
 from stretto.burst.tracing.own_rows import OtherRows
 from stretto.burst.tracing.packing import tensors_in
@@ -358,9 +357,7 @@ class _Check:
         for node in self._graph.nodes:
             for name, part in node.module.named_modules():
                 parts.setdefault(id(part), (name, part))
-        held = (*self._module.parameters(), *self._module.buffers())
         with (
-            values_kept_for_others(held),
             swapped(parts.values(), self._perturbed),
             without_inner_dropout(self._module),
             torch.set_grad_enabled(self._graph.ambient.grad),

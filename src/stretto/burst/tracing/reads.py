@@ -21,7 +21,6 @@ import operator
 import os
 import sys
 import textwrap
-import threading
 import types
 from dataclasses import dataclass
 from functools import cache, partial
@@ -41,7 +40,6 @@ from stretto.burst.tracing.freezing import (
     may_read_users,
 )
 from stretto.burst.tracing.freezing import is_users as is_own
-from stretto.burst.tracing.other_threads import is_other
 from stretto.burst.tracing.torch_modules import BatchNorm, Dropout, InstanceNorm
 from stretto.burst.tracing.watching import MISSING, Cell, Watch, WatchedRows
 from stretto.errors import SpecError
@@ -155,11 +153,8 @@ class Reads:
         """Record each attribute that is read meanwhile."""
         found, known = self._found, self._modules
         read = object.__getattribute__
-        thread = threading.get_ident()
 
         def note(module: nn.Module, name: str) -> Any:
-            if is_other(thread):
-                return read(module, name)
             number = id(module)
             if number not in known or name in _INTERNAL:
                 if name in HOOKS and number in known:

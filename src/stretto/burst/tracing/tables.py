@@ -10,7 +10,6 @@ makes the same updates of the running statistics, whatever samples it has.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, final
 
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from stretto.burst.tracing.comparing import BATCHES, follows
-from stretto.burst.tracing.other_threads import is_other
 from stretto.burst.tracing.source_lines import line_of_forward
 from stretto.burst.tracing.torch_modules import BatchNorm
 from stretto.errors import SpecError
@@ -41,11 +39,7 @@ class NormInputs:
         sizes: dict[int, list[int]] = defaultdict(list)
         self._sizes[batch] = sizes
 
-        thread = threading.get_ident()
-
         def note(module: nn.Module, given: Any) -> None:
-            if is_other(thread):
-                return
             if isinstance(module, BatchNorm) and given and isinstance(given[0], Tensor):
                 with torch._C.DisableTorchFunction():  # noqa: SLF001 - not forward's
                     sizes[id(module)].append(given[0].numel())
