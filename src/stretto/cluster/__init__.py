@@ -19,7 +19,8 @@ keeps the events, and `coordinator` joins ledger, store and clock for an engine.
 starts a `supervisor` for it (`supervisor_start`), which runs the ranks (`rank_process`)
 and reads their steps (`step_reports`) and memory (`memory_use`). All wait in a `loop`
 and exchange lines of JSON (`channel`); `folders` says where their files are,
-`processes` finds and ends trees of processes. `job_plans` plans a profiled job, and for
+`processes` finds and ends trees of processes, `attempt_ends` ends attempts that nothing
+else can end. `job_plans` plans a profiled job, and for
 one that runs `replanning` decides, `job_replan` plans, and `plan_changes` asks the
 ranks to change. `job_files` reads what users write, `queries` is what they see, and
 `local_devices` finds this machine's devices.

@@ -50,7 +50,7 @@ _KEEPER, _RAY_HEAD = "stretto.cluster.engine_local", "stretto.cluster.ray_head"
 GATEWAY = "stretto.cluster.ray_gateway"
 
 _MODULES = _KEEPER, _SERVER, _AGENT, GATEWAY, _RAY_HEAD
-"""What serves a cluster on this host."""
+"""The modules of the processes that serve a cluster on this host."""
 
 _MAYBE_DONE = {
     "submit": "; it may have the job already, see `stretto cluster list` before you "

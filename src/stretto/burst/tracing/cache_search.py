@@ -25,8 +25,8 @@ from stretto.burst.tracing.package_holders import (
     LEFT_OUT,
     PACKAGES,
     STANDARD,
+    HolderTree,
     PackageHolders,
-    Tree,
     parts_of,
 )
 
@@ -184,7 +184,7 @@ class Holders(HolderList):
             if next(iter(attributes_in_slots(value)), None) is not None:
                 self._add(value, name, is_space=True)
 
-    def _add_tree(self, tree: Tree) -> None:
+    def _add_tree(self, tree: HolderTree) -> None:
         """Queue what must be searched each time from a package's class or function."""
         left = [tree]
         while left:

@@ -1,4 +1,4 @@
-"""What classes and functions of installed packages hold, searched once per process.
+"""Search classes and functions of installed packages for holders, once per process.
 
 A program that imports a large package leads to thousands of its classes. They are
 searched at the first capture. Later ones compare the entries found then with those
@@ -154,15 +154,15 @@ def _may_stay(value: Any) -> bool:
 
 
 @final
-class Tree:
-    """What was found from one class or function."""
+class HolderTree:
+    """Holders that were found from one class or function."""
 
     __slots__ = ("exits", "links")
 
     def __init__(self) -> None:
         self.exits: dict[int, list[Exit]] = {}
-        """What must be searched each time, by the id of the holder that leads there."""
-        self.links: dict[int, Tree] = {}
+        """Objects to search each time, by the id of the holder that leads there."""
+        self.links: dict[int, HolderTree] = {}
 
 
 class _Group(NamedTuple):
@@ -228,10 +228,10 @@ class PackageHolders:
     """The holders of packages that were found in this process."""
 
     def __init__(self) -> None:
-        self._trees: dict[int, Tree] = {}
+        self._trees: dict[int, HolderTree] = {}
         self._kept: list[Any] = []
-        """What has a tree, so that its id stays its own."""
-        self._holders: dict[int, tuple[Holder, Tree]] = {}
+        """Objects that have a tree, so that their ids stay their own."""
+        self._holders: dict[int, tuple[Holder, HolderTree]] = {}
         self._snapshot: Snapshot | None = Snapshot(())
         self._limit = MAX_ITEMS
         self.num_visited = 0
@@ -250,7 +250,7 @@ class PackageHolders:
             self._snapshot = Snapshot(holder for holder, _ in self._holders.values())
         return self._snapshot
 
-    def tree_of(self, value: Any, name: str, *, is_models: bool) -> Tree | None:
+    def tree_of(self, value: Any, name: str, *, is_models: bool) -> HolderTree | None:
         """Return what is found from a class or function; None for other values.
 
         Args:
@@ -268,14 +268,14 @@ class PackageHolders:
             return None
         self._limit = MAX_ITEMS if is_models else _MAX_OF_FILES
         if not self._has_room():
-            return None if is_models else Tree()
+            return None if is_models else HolderTree()
         return self._search(value, name)
 
     def _has_room(self) -> bool:
         return len(self._kept) < self._limit
 
-    def _search(self, root: Any, name: str) -> Tree:
-        tree = Tree()
+    def _search(self, root: Any, name: str) -> HolderTree:
+        tree = HolderTree()
         left: deque[tuple[Any, str, int]] = deque([(root, name, id(root))])
         while left:
             value, name, above = left.popleft()
@@ -298,7 +298,7 @@ class PackageHolders:
 
     def _visit(
         self,
-        tree: Tree,
+        tree: HolderTree,
         value: Any,
         name: str,
         above: int,
@@ -320,13 +320,13 @@ class PackageHolders:
             self._add(tree, value, name, left, holder=holder)
         return True
 
-    def _keep(self, tree: Tree, value: Any) -> None:
+    def _keep(self, tree: HolderTree, value: Any) -> None:
         self._trees[id(value)] = tree
         self._kept.append(value)
 
     def _add_function(
         self,
-        tree: Tree,
+        tree: HolderTree,
         function: types.FunctionType,
         name: str,
         left: deque[tuple[Any, str, int]],
@@ -341,7 +341,7 @@ class PackageHolders:
 
     def _add(
         self,
-        tree: Tree,
+        tree: HolderTree,
         of: Any,
         name: str,
         left: deque[tuple[Any, str, int]],
