@@ -205,6 +205,7 @@ def series(rng: random.Random, faults: int, seconds: float) -> dict[str, Any]:
 
         if not job.wait(goes_on, BOUND_S[kind]):
             wrong.append(f"fault {len(each)}: no step in {BOUND_S[kind]} s")
+            job.print_stacks()
         each.append([kind, count, round(time.perf_counter() - began_s, 3)])
         if kind == "SIGTERM":
             break
