@@ -237,13 +237,15 @@ def test_a_sum_with_parts_of_two_kinds_is_reduced_part_by_part():
     assert "total = sum_over_ranks(total)" not in after
 
 
-BEGUN = """\
+TRAINED = """\
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 model = torch.nn.Linear(2, 2)
 opt = torch.optim.SGD(model.parameters(), lr=0.1)
 loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+"""
+BEGUN = """\
 for epoch in range(2):
     seen = {begin}
     for (x,) in loader:
@@ -256,25 +258,22 @@ for epoch in range(2):
 
 
 def test_a_sum_that_begins_at_zero_is_reduced_once():
-    assert "    seen = sum_over_ranks(seen)\n" in convert(BEGUN.format(begin="0")).after
+    assert (
+        "    seen = sum_over_ranks(seen)\n"
+        in convert(TRAINED + BEGUN.format(begin="0")).after
+    )
 
 
 @pytest.mark.parametrize("begin", ["5", "epoch", "-1", "float(3)"])
 def test_a_sum_that_may_begin_elsewhere_counts_its_beginning_once(begin):
-    after = convert(BEGUN.format(begin=begin)).after
+    after = convert(TRAINED + BEGUN.format(begin=begin)).after
     assert "        seen += sum_over_ranks(len(x))\n" in after
     assert "seen = sum_over_ranks(seen)" not in after
 
 
 SCORED = """\
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-
-model = torch.nn.Linear(2, 2)
-opt = torch.optim.SGD(model.parameters(), lr=0.1)
-train = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
 test = DataLoader(TensorDataset(torch.ones(9, 2)), batch_size=4)
-for (x,) in train:
+for (x,) in loader:
     opt.zero_grad()
     model(x).mean().backward()
     opt.step()
@@ -288,5 +287,5 @@ print(count)
 
 @pytest.mark.parametrize(("begin", "divided"), [("0", True), ("7", False)])
 def test_an_evaluation_is_divided_if_its_sums_begin_at_zero(begin, divided):
-    after = convert(SCORED.format(begin=begin)).after
+    after = convert(TRAINED + SCORED.format(begin=begin)).after
     assert ("count = sum_over_ranks(count)" in after) == divided

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from stretto.background.priority import own_cgroup
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 PYTHON = (sys.executable, "-P", "-X", "utf8")
 """Starts Python for a process of the cluster: paths in JSON are UTF-8, whatever the
@@ -31,16 +31,22 @@ _CLEAN_LOOKS = 3
 """Looks at all processes, one after the other, that must find none."""
 
 
+def _entries() -> Iterator[tuple[int, Path]]:
+    """Yield all processes, each with its folder in ``/proc``."""
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit():
+            yield int(entry.name), entry
+
+
 def children_of(pid: int) -> list[int]:
     """Return the processes whose parent is a process, ended ones included."""
     found = []
-    for entry in _PROC.iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                # The name in parentheses may contain blanks and parentheses.
-                text = (entry / "stat").read_text(errors="replace")
-                if int(text.rpartition(")")[2].split()[1]) == pid:
-                    found.append(int(entry.name))
+    for child, entry in _entries():
+        with contextlib.suppress(OSError):
+            # The name in parentheses may contain blanks and parentheses.
+            text = (entry / "stat").read_text(errors="replace")
+            if int(text.rpartition(")")[2].split()[1]) == pid:
+                found.append(child)
     return found
 
 
@@ -84,12 +90,12 @@ def marked_processes(variable: str, value: str, *more: str) -> list[int]:
     """
     marks = {os.fsencode(mark) for mark in (f"{variable}={value}", *more)}
     found = []
-    for entry in _PROC.iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+    for pid, entry in _entries():
+        if pid == os.getpid():
             continue
         with contextlib.suppress(OSError):
             if marks.issubset((entry / "environ").read_bytes().split(b"\0")):
-                found.append(int(entry.name))
+                found.append(pid)
     return found
 
 
@@ -129,9 +135,7 @@ def lock_holders(
     """
     base = os.path.realpath(root) + "/"
     found: dict[Path, list[int]] = {}
-    for entry in _PROC.iterdir():
-        if not entry.name.isdigit():
-            continue
+    for pid, entry in _entries():
         # Another user's process, or one that ends meanwhile, cannot be looked at.
         with contextlib.suppress(OSError):
             for number in os.listdir(entry / "fd"):  # noqa: PTH208
@@ -142,9 +146,7 @@ def lock_holders(
                 if not (path.startswith(base) and path.endswith(f"/{name}")):
                     continue
                 if "FLOCK" in (entry / "fdinfo" / number).read_text():
-                    found.setdefault(root / path[len(base) :], []).append(
-                        int(entry.name)
-                    )
+                    found.setdefault(root / path[len(base) :], []).append(pid)
     return found
 
 
@@ -156,14 +158,14 @@ def processes_of(*arguments: str) -> list[int]:
     """
     wanted = b"\0" + b"\0".join(map(os.fsencode, arguments)) + b"\0"
     found = []
-    for entry in _PROC.iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+    for pid, entry in _entries():
+        if pid == os.getpid():
             continue
         with contextlib.suppress(OSError):
             if entry.stat().st_uid != os.geteuid():
                 continue
             if wanted in (entry / "cmdline").read_bytes():  # empty of an ended one
-                found.append(int(entry.name))
+                found.append(pid)
     return found
 
 

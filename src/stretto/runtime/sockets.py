@@ -53,10 +53,10 @@ def connections_among(new: set[Socket], store: Store | int) -> set[Socket]:
     connected: list[tuple[Socket, int, int]] = []
     for number, inode in open_sockets():
         with _opened((number, inode)) as found:
-            if found is None or found.family not in (socket.AF_INET, socket.AF_INET6):
+            if found is None or not _is_internet(found):
                 continue
             local = found.getsockname()[1]
-            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if _listens(found):
                 mine[local] = (number, inode) in new
             elif (number, inode) in new:
                 with contextlib.suppress(OSError):  # no longer connected
@@ -103,11 +103,7 @@ def answer_listeners(sockets: set[Socket], ranks: int) -> None:
     """
     for row in sockets & open_sockets():
         with _opened(row) as found, contextlib.suppress(OSError):
-            if (
-                found is None
-                or found.family not in (socket.AF_INET, socket.AF_INET6)
-                or not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            ):
+            if found is None or not _is_internet(found) or not _listens(found):
                 continue
             host, port = found.getsockname()[:2]
             for number in range(ranks):
@@ -127,6 +123,14 @@ def bound_answers(sockets: set[Socket], limit_s: float) -> None:
         with _opened(row) as found, contextlib.suppress(OSError):
             if found is not None:
                 found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+
+
+def _is_internet(opened: socket.socket) -> bool:
+    return opened.family in (socket.AF_INET, socket.AF_INET6)
+
+
+def _listens(opened: socket.socket) -> bool:
+    return bool(opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 @contextlib.contextmanager

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from stretto.burst.tracing.caches import Holder, HolderList, LruCache
+from stretto.burst.tracing.caches import LEAVES, Holder, HolderList, LruCache
 from stretto.burst.tracing.freezing import (
-    ATOMS,
     MAX_ITEMS,
     attributes_in_slots,
     entries_of,
@@ -32,8 +31,6 @@ from stretto.burst.tracing.package_holders import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-_LEAVES = (*ATOMS, Tensor)
 
 _MAX_LATE = MAX_ITEMS // 10
 """Limit of visits to objects of installed packages that files, not the model, hold.
@@ -145,7 +142,7 @@ class Holders(HolderList):
         if len(holder.before) > MAX_ITEMS:
             return
         for key, value in holder.before.items():
-            if isinstance(value, _LEAVES) or (type(key) is str and key in LEFT_OUT):
+            if isinstance(value, LEAVES) or (type(key) is str and key in LEFT_OUT):
                 continue
             self._queue.append((value, holder.name_of(key)))
 

@@ -44,7 +44,7 @@ _MISSING = object()
 _SEQUENCES = (list, deque)
 _CONTAINERS = (collections.OrderedDict, dict, set, *_SEQUENCES)
 LruCache: Any = type(functools.lru_cache(lambda: None))
-_LEAVES = (*ATOMS, Tensor)
+LEAVES = (*ATOMS, Tensor)
 
 _MAX_INSIDE = 1000
 """Limit of values that are searched for tensors in one new entry."""
@@ -203,7 +203,7 @@ def tensors_in(value: Any, kind: type[Tensor]) -> list[Tensor]:
     return found
 
 
-_NOT_INSIDE = (*_LEAVES, nn.Module, types.ModuleType, type, types.BuiltinFunctionType)
+_NOT_INSIDE = (*LEAVES, nn.Module, types.ModuleType, type, types.BuiltinFunctionType)
 
 
 class HolderList:
