@@ -103,10 +103,12 @@ class ForwardExchange:
         rank_groups: RankGroups,
         clock: StepClock,
         checks: Sequence[RankCheck],
+        hooks: HookUse,
     ) -> None:
         self._rank_groups = rank_groups
         self._clock = clock
         self._checks = checks
+        self._hooks = hooks
         self._layouts: OrderedDict[tuple[int, ...], Layouts] = OrderedDict()
         self._schedules: OrderedDict[tuple[int, tuple[int, ...]], RankSchedule] = (
             OrderedDict()
@@ -169,12 +171,12 @@ class ForwardExchange:
             )
         states = [ForwardState(*row[: len(mine)]) for row in rows]
         self._require_same_state(states)
-        self._require_same_behavior(states, graph)
         start = len(mine)
         for check in self._checks:
             end = start + check.num_values
             check.require_equal([row[start:end] for row in rows])
             start = end
+        self._require_same_behavior(states, graph)  # after the checks of hooks
         shares = tuple(state.share for state in states)
         if not sum(shares):
             raise SpecError("the global batch has no sample on any rank")
@@ -253,12 +255,13 @@ class ForwardExchange:
         if not other:
             return
         name_all = self._rank_groups.ranks.name_all
+        hooks = self._hooks.differences()
         raise RankDisagreement(
             f"{name_all(other)} and {name_all([first])} compute different values for "
             "equal samples and parameters, though with the same operations: what a "
             "parametrization, a hook, an autograd.Function or another part of the "
             "model with code of its own reads differs. Change the model in the same "
-            "way on every rank."
+            "way on every rank." + "".join(f" Of its hooks, {text}." for text in hooks)
         )
 
     def _layouts_of(self, shares: tuple[int, ...]) -> Layouts:

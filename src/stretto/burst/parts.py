@@ -224,6 +224,7 @@ def parts_of(
             rank_groups,
             clock,
             checks=(backwards, hooks, constants, uses, replicas, changes, recheck),
+            hooks=hooks,
         ),
         backwards=backwards,
         hooks=hooks,

@@ -787,13 +787,16 @@ def await_starting(module: str, root: Path) -> int:
     """Return a process of a module before it holds its lock, stopped there."""
     found: list[int] = []
 
-    def is_there() -> bool:
-        found[:] = processes.processes_of("-m", module, str(root))
-        return bool(found)
+    def is_stopped() -> bool:
+        for pid in processes.processes_of("-m", module, str(root)):
+            # One that was killed has its command for a moment.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+                found.append(pid)
+        return any(map(runs, found))
 
-    await_that(is_there, lambda: f"{module} does not start")
-    os.kill(found[0], signal.SIGSTOP)
-    return found[0]
+    await_that(is_stopped, lambda: f"{module} does not start")
+    return next(filter(runs, found))
 
 
 def test_a_coordinator_that_is_stopped_as_it_starts_is_continued(

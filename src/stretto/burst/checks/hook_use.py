@@ -434,8 +434,26 @@ class HookUse:
         self._compare()
         self._accepted.add(found)
 
+    def differences(self) -> list[str]:
+        """Return where ranks have different hooks, the same on all ranks.
+
+        Collective where the last exchange found different hooks.
+        """
+        if not self._differ:
+            return []
+        texts = [json.loads(text) for text in self._gather(json.dumps(self._all()))]
+        found = []
+        for key in sorted({key for text in texts for key in text}):
+            numbers = [text.get(key, 0) for text in texts]
+            if min(numbers) != max(numbers):
+                found.append(self._difference(key, numbers))
+        return found
+
+    def _all(self) -> Counter[str]:
+        return Counter((*self._on_parameters(), *self._on_modules()))
+
     def _compare(self) -> None:
-        every = Counter((*self._on_parameters(), *self._on_modules()))
+        every = self._all()
         unknown = self._unknown() - self._changed
         mine = {"changed": [*self._changed], "unknown": [*unknown], "hooks": every}
         texts = [json.loads(text) for text in self._gather(json.dumps(mine))]
@@ -447,11 +465,7 @@ class HookUse:
 
     def _refusal(self, what: str, key: str, numbers: Sequence[int]) -> RankDisagreement:
         """Return the error of a hook, by its number on each rank."""
-        largest = max(numbers)
-        have = [rank for rank, number in enumerate(numbers) if number == largest]
-        lack = [rank for rank, number in enumerate(numbers) if number < largest]
-        name_all = self._ranks.name_all
-        where = f"{key} is on {name_all(have)} and missing on {name_all(lack)}"
+        where = self._difference(key, numbers)
         if what == "changed":
             return RankDisagreement(
                 "a hook changes what the model computes, but is not on every rank: "
@@ -464,6 +478,13 @@ class HookUse:
             "unknown. Register it in the same way on all ranks or, if it returns and "
             "writes nothing, on the ranks that run the layer"
         )
+
+    def _difference(self, key: str, numbers: Sequence[int]) -> str:
+        largest = max(numbers)
+        have = [rank for rank, number in enumerate(numbers) if number == largest]
+        lack = [rank for rank, number in enumerate(numbers) if number < largest]
+        name_all = self._ranks.name_all
+        return f"{key} is on {name_all(have)} and missing on {name_all(lack)}"
 
 
 def _of_several(name: str | None) -> StrettoError:
