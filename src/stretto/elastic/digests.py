@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 import torch.distributed as dist
 
+from stretto.runtime.waits import wait_until_over
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 MAX_PARTS = 16
 """Steps in which all parameters are compared once, at most."""
@@ -54,56 +56,73 @@ class ParameterDigests:
         self.parts = min(parts, MAX_PARTS)
         """Steps in which all parameters are compared once."""
 
-        self._pending: tuple[Any, torch.Tensor] | None = None
+        self._pending: tuple[Any, torch.Tensor, Callable[[], bool]] | None = None
 
     def launch(
-        self, step: int, group: dist.ProcessGroup, *, leaves: bool = False
+        self,
+        step: int,
+        group: dist.ProcessGroup,
+        is_over: Callable[[], bool],
+        *,
+        leaves: bool = False,
     ) -> None:
         """Begin to compare parameters, all or a part of them. Collective.
 
         Args:
             step: chooses the part.
             group: of all ranks.
+            is_over: whether they have stopped training together.
             leaves: whether this rank is to leave.
         """
         digest = digest_of(self._parameters[step % self.parts :: self.parts])
         row = torch.stack([digest, ~digest, torch.tensor(int(leaves))])
         work = dist.all_reduce(row, op=dist.ReduceOp.MAX, group=group, async_op=True)
-        self._pending = work, row
+        self._pending = work, row, is_over
 
     def result(self) -> tuple[bool, bool]:
         """Return whether ranks differ in what was compared last, and if one leaves.
 
         Raises:
-            RuntimeError: a rank is lost.
+            CommTimeout, RuntimeError: a rank is lost.
         """
         if self._pending is None:
             return False, False
-        (work, row), self._pending = self._pending, None
-        work.wait()
+        (work, row, is_over), self._pending = self._pending, None
+        wait_until_over(work, is_over)
         return bool(row[0] != ~row[1]), bool(row[2])
 
     def forget(self) -> None:
         """Drop the comparison that was launched: the ranks have changed."""
         self._pending = None
 
-    def gather(self, group: dist.ProcessGroup) -> list[int]:
+    def gather(
+        self, group: dist.ProcessGroup, is_over: Callable[[], bool]
+    ) -> list[int]:
         """Return each rank's sum over all parameters. Collective.
 
         Raises:
-            RuntimeError: a rank is lost.
+            CommTimeout, RuntimeError: a rank is lost.
         """
-        return gathered(digest_of(self._parameters), group)
+        return gathered(digest_of(self._parameters), group, is_over)
 
 
-def gathered(value: torch.Tensor, group: dist.ProcessGroup) -> list[int]:
+def gathered(
+    value: torch.Tensor, group: dist.ProcessGroup, is_over: Callable[[], bool]
+) -> list[int]:
     """Return each rank's value, an int64. Collective.
 
+    Args:
+        value: this rank's.
+        group: of all ranks.
+        is_over: whether they have stopped training together.
+
     Raises:
-        RuntimeError: a rank is lost.
+        CommTimeout, RuntimeError: a rank is lost.
     """
     rows = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    dist.all_gather(rows, value.reshape(1), group=group)
+    wait_until_over(
+        dist.all_gather(rows, value.reshape(1), group=group, async_op=True), is_over
+    )
     return [int(row) for row in rows]
 
 

@@ -31,6 +31,7 @@ from stretto.runtime import backends
 from stretto.runtime.failure import forget_frames
 from stretto.runtime.presence import is_communication_error
 from stretto.runtime.regroup import MemberGroup
+from stretto.runtime.waits import wait_until_over
 from stretto.units import counted
 
 if TYPE_CHECKING:
@@ -467,14 +468,15 @@ class Elastic:
     def _compare(self) -> None:
         """Compare parameters with other ranks', those of the last step first."""
         group, leaves = self.model.process_group, self._drain.is_wanted
+        is_over = self.model._ranks.is_over  # noqa: SLF001
         try:
             differ, any_leaves = self._digests.result()
             if differ:
                 self._name_different()
             if any_leaves:
-                rows = gathered(torch.tensor(int(leaves)), group)
+                rows = gathered(torch.tensor(int(leaves)), group, is_over)
                 self._leavers = [rank for rank, row in enumerate(rows) if row]
-            self._digests.launch(self._steps, group, leaves=leaves)
+            self._digests.launch(self._steps, group, is_over, leaves=leaves)
         except RuntimeError as error:
             if not _is_loss(error):
                 raise
@@ -484,7 +486,8 @@ class Elastic:
 
     def _name_different(self) -> None:
         """Name the ranks whose parameters differ, and give them others' if wanted."""
-        source, others = minority(self._digests.gather(self.model.process_group))
+        group, is_over = self.model.process_group, self.model._ranks.is_over  # noqa: SLF001
+        source, others = minority(self._digests.gather(group, is_over))
         names = ", ".join(map(str, others))
         if self.rank == 0 and (self._repair or not self._has_warned):
             text = "there is no majority"
@@ -613,11 +616,15 @@ class Elastic:
         if self._client is None or self.size == 1:
             return
         try:
-            dist.all_reduce(torch.zeros(1))
+            self._finish(dist.all_reduce(torch.zeros(1), async_op=True))
         except RuntimeError as error:
             if not _is_loss(error):
                 raise
             self._recover(error)
+
+    def _finish(self, work: Any) -> None:
+        """Wait for a collective, or until the membership has ended."""
+        wait_until_over(work, self.model._ranks.is_over)  # noqa: SLF001
 
     def _recover(self, cause: BaseException) -> None:
         """Follow the next membership after a failure."""
@@ -803,11 +810,13 @@ class Elastic:
             data = buffer.getvalue()
         group = self.model.process_group
         size = torch.tensor([len(data)])
-        dist.broadcast(size, group=group, group_src=source)
+        self._finish(dist.broadcast(size, group=group, group_src=source, async_op=True))
         payload = torch.zeros(int(size), dtype=torch.uint8)
         if data:
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.broadcast(payload, group=group, group_src=source)
+        self._finish(
+            dist.broadcast(payload, group=group, group_src=source, async_op=True)
+        )
         if behind:
             # From a rank of the same job, which runs the same program.
             stream = io.BytesIO(payload.numpy().tobytes())

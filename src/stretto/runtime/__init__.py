@@ -9,8 +9,8 @@
   `ddp_group` are the process groups of Reducers, with `launch` (works and futures) and
   `narrow_lanes` (narrower types).
 - `ranks`, `store` and `agreement` are how ranks meet; `presence` and `failure` how lost
-  ranks are found and named. `after_backward`, `weak_call`, `time_limit`, `sockets` and
-  `quiesce` serve them.
+  ranks are found and named. `after_backward`, `weak_call`, `time_limit`, `sockets`,
+  `waits` and `quiesce` serve them.
 - `regroup` makes the groups of a new membership (`stretto.members`).
 - `backends` open lanes, `negotiated` is the engine for any order, `forward` overlaps
   communication with the next forward, and `recording` records steps. `exchange` reduces

@@ -63,6 +63,7 @@ from stretto.runtime.torch_compat import (
     with_arguments_of,
     without_dynamo,
 )
+from stretto.runtime.waits import BoundedGroup
 from stretto.schema import Plan, codec
 
 if TYPE_CHECKING:
@@ -480,6 +481,17 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         self._stand_alone()
         self._ranks_changed(rows[0]["tuning"])
         return [row["note"] for row in rows]
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: Any, buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        group: Any = self.process_group
+        if self._changes_ranks:
+            group = BoundedGroup(group, self._ranks.is_over)
+        torch_dist: Any = dist
+        torch_dist._broadcast_coalesced(  # noqa: SLF001
+            group, tensors, buffer_size, authoritative_rank
+        )
 
     def _tuning_note(self) -> str:
         """Return what new ranks must know of tuning: `UNSETTLED` until it settles."""

@@ -127,7 +127,7 @@ class WatchedGroup(dist.ProcessGroup):
             return Launched(done(tensors))
         work = self._base.broadcast(tensors, opts)
         if work is not None:
-            work.wait()
+            self._failures.wait(work, "the agreement on DDP's buckets")
         values = [int(value) for value in tensors[0].tolist()]
         if self._order is None:
             self._order = values[:-1]

@@ -17,6 +17,7 @@ from stretto.process_identity import ProcessState
 from stretto.runtime.backends.base import LaneFailure
 from stretto.runtime.presence import Wait
 from stretto.runtime.store import end_requests, loss_message, store_listens
+from stretto.runtime.waits import MOMENT, OVER, why_endless
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,6 +81,7 @@ class FailureReporter:
         self._key = key
         self._hand_over = hand_over
         self._lock = threading.Lock()
+        self._look_at_s = 0.0
         self._watch = Wait(ranks.presence, every_s=1.0, grace_s=_LATE_S)
         self._asking: threading.Thread | None = None
         self._heard: str | None = None
@@ -121,29 +123,23 @@ class FailureReporter:
         Raises:
             CommTimeout: it failed, or can't end.
         """
-        while True:
-            try:
-                work.wait(_LOOK_EVERY)
-            except RuntimeError:
-                if work.is_completed():
-                    self._require_success(work, place)
-                    return
-            else:
-                return
-            why = self.others_failed()
-            if why is not None:
-                raise self.report(place, RuntimeError(why))
-
-    def _require_success(self, work: Any, place: str) -> None:
-        """Raise the error of a collective that has ended, if it has failed.
-
-        The error of the last wait may be the end of that wait: the collective may have
-        ended just after it.
-        """
+        every = _LOOK_EVERY if self._hand_over is None else MOMENT
         try:
-            work.wait()
+            why = why_endless(work, self._why_endless, every)
         except RuntimeError as exc:
             raise self.report(place, exc) from exc
+        if why:
+            raise self.report(place, RuntimeError(why))
+
+    def _why_endless(self) -> str | None:
+        """See Note [Sends that Gloo never ends] in `waits`."""
+        if self._ranks.is_over():
+            return OVER
+        now_s = time.perf_counter()
+        if now_s < self._look_at_s:
+            return None
+        self._look_at_s = now_s + _LOOK_EVERY.total_seconds()
+        return self.others_failed()
 
     def others_failed(self) -> str | None:
         """Return why a wait for other ranks can't succeed, or ``None`` if it may.

@@ -43,10 +43,10 @@ class Ranks:
 
     presence: Presence | None = None
 
+    """Tracks the ranks' processes; ``None`` if unknown."""
+
     is_over: Callable[[], bool] = field(default=lambda: False, compare=False)
     """Whether these ranks have stopped training together, so that no wait ends."""
-
-    """Tracks the ranks' processes; ``None`` if unknown."""
 
     def name(self, rank: int) -> str:
         """Return ``rank 3``, with the global number."""

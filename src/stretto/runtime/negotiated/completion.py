@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 
 from stretto.logs import get_logger
+from stretto.runtime.waits import wait_until_over
 
 _log = get_logger(__name__)
 
@@ -37,7 +38,15 @@ Finish = Callable[[BaseException | None, Mark], None]
 class CompletionThreads:
     """Lanes whose works block the host, each with its own thread."""
 
-    def __init__(self, lanes: Sequence[Any]) -> None:
+    def __init__(
+        self, lanes: Sequence[Any], is_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            lanes: the communicators.
+            is_over: whether the ranks have stopped training together.
+        """
         self._lanes = list(lanes)
         self._queues: list[queue.SimpleQueue[Any]] = []
         self._threads = []
@@ -45,7 +54,7 @@ class CompletionThreads:
             jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
             thread = threading.Thread(
                 target=_wait_in_turn,
-                args=(jobs,),
+                args=(jobs, is_over),
                 name=f"stretto-lane{number}",
                 daemon=True,
             )
@@ -74,12 +83,12 @@ class CompletionThreads:
         self._lanes.clear()
 
 
-def _wait_in_turn(jobs: queue.SimpleQueue[Any]) -> None:
+def _wait_in_turn(jobs: queue.SimpleQueue[Any], is_over: Callable[[], bool]) -> None:
     while (job := jobs.get()) is not None:
         work, finish = job
         error: BaseException | None = None
         try:
-            work.wait()
+            wait_until_over(work, is_over)
         except Exception as exc:  # noqa: BLE001
             error = exc
         try:

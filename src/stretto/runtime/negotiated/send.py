@@ -167,7 +167,7 @@ class RequestSender:
         lanes = list(opened.values())
         return _DeviceLanes(
             BucketSender(opened, PlainWatch(self._report)),
-            CompletionThreads(lanes)
+            CompletionThreads(lanes, self._ranks.is_over)
             if kind.completes_on_host
             else CompletionStreams(lanes, where),
         )
