@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 FIRST, SECOND = "10.77.0.1", "10.77.0.2"
-WATCHDOG_S = 5.0
+WATCHDOG_S = 10.0
 
 SUMS = """
 import socket
