@@ -314,9 +314,11 @@ class Captures:
         if is_false and self._num_false == _MAX_FALSE:
             self._reruns = False
             _log.warning(
-                "forward of %s does something else in each call (%s), though its "
+                "forward of %s makes other calls again and again (%s), though its "
                 "layers stay the same: its code is not compared before each step any "
-                "more, and some changes of what it reads are noticed some steps later",
+                "more, and some changes of what it reads are noticed some steps later. "
+                "Let it pass the same objects in each call; keep masks and other "
+                "tensors that change in buffers",
                 type(self._module).__name__,
                 self._changed_line,
             )

@@ -484,3 +484,46 @@ def test_samples_that_are_steps_in_time_are_refused(kind, shape):
 
     with pytest.raises(SpecError, match=r"test_mixing.py:\d+: .* mixes samples: they"):
         capture(Model(), (torch.randn(3, *shape),))
+
+
+class DeadBeforeNorm(nn.Module):
+    """A ReLU gives zeros, so that the norm multiplies gradients that add up to zero."""
+
+    def __init__(self, hook=None):
+        super().__init__()
+        self.before = nn.Linear(5, 6)
+        self.dead, self.mixed = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 1)
+        self.after = nn.Linear(6, 3)
+        self.dead.bias.data.fill_(-10.0)
+        if hook is not None:
+            self.mixed.register_full_backward_hook(hook)
+
+    def forward(self, x):
+        h = self.dead(torch.tanh(self.before(x))[:, None]).relu()
+        h = self.mixed(h).flatten(1, 2)
+        return self.after(functional.layer_norm(h, (6,))).mean(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_that_a_norm_of_equal_values_magnifies_is_no_mixing(seed, dtype):
+    torch.manual_seed(seed)
+    model = DeadBeforeNorm().to(dtype)
+    assert capture(model, (torch.randn(6, 4, 5, dtype=dtype),)).nodes
+
+
+def subtracts_a_part_of_the_mean(_module, to_inputs, _given):
+    return tuple(g - 0.01 * g.mean(0, keepdim=True) for g in to_inputs)
+
+
+def follows_the_largest(_module, to_inputs, _given):
+    return tuple(g * g.abs().max().sign() * g.abs().max() for g in to_inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("hook", [subtracts_a_part_of_the_mean, follows_the_largest])
+def test_a_backward_that_mixes_behind_such_a_norm_is_refused(hook, dtype):
+    torch.manual_seed(0)
+    model = DeadBeforeNorm(hook).to(dtype)
+    with pytest.raises(SpecError, match="it mixes samples in backward"):
+        capture(model, (torch.randn(6, 4, 5, dtype=dtype),))

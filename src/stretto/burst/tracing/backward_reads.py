@@ -73,7 +73,7 @@ class BackwardReads:
             output.register_hook(self._trace_thread)
         with self._reads.noted():
             yield
-        self._early = self._reads.watch_of_backward()
+        self._early = self._reads.watch_of_backward(in_check=True)
 
     @contextlib.contextmanager
     def noted_around(self) -> Iterator[None]:

@@ -3,6 +3,9 @@
 A process that runs the module itself, such as one rank that evaluates, fills caches of
 constants that were empty at capture. The capture holds while they contain what its
 layers compute instead.
+
+A module with hooks runs as it is, as one operation, and fills its caches itself. What
+it keeps there has no node; its values are those that a check of the layers computed.
 """
 
 from __future__ import annotations
@@ -51,6 +54,24 @@ class CachedValues:
         self._nodes = nodes
         self._known: dict[Entry, list[tuple[Tensor, int]]] = {}
         """Entries that were compared: their tensors and versions."""
+        self._inside: dict[Entry, list[Tensor]] = {}
+        """Values of entries that modules fill which run as one operation."""
+
+    def note_inside(self) -> str | None:
+        """Record what modules that run as one operation keep, after layers have run.
+
+        Return the name of a cache that now has other values than after an earlier run.
+        """
+        for cache in self._caches:
+            for key, tensors in cache.tensors().items():
+                entry = id(cache.holder.of), key
+                if None not in self._nodes.get(entry, ()):
+                    continue
+                values = [tensor.detach().clone() for tensor in tensors]
+                known = self._inside.setdefault(entry, values)
+                if len(known) != len(values) or not all(map(is_equal, known, values)):
+                    return cache.holder.name_of(key)
+        return None
 
     def hold(self) -> bool:
         """Return whether caches are as they were, or as the layers compute them."""
@@ -68,13 +89,10 @@ class CachedValues:
         known = self._known.get(entry, [])
         if [(id(t), v) for t, v in now] == [(id(t), v) for t, v in known]:
             return True
-        nodes = self._nodes.get(entry, ())
-        if len(nodes) != len(tensors):
+        values = self._values_of(entry)
+        if len(values) != len(tensors):
             return False
-        for node, tensor in zip(nodes, tensors, strict=True):
-            if node is None:
-                return False
-            value = value_of(self._root, node, self._counts, BATCHES[0])
+        for value, tensor in zip(values, tensors, strict=True):
             if value is None or not is_equal(value, tensor.detach()):
                 return False
         self._known[entry] = now
@@ -90,14 +108,19 @@ class CachedValues:
         places = [
             source_line_of(node) for node in self._nodes[entry] if node is not None
         ]
-        return f"{name!r} of {places[-1]}"
+        return f"{name!r} of {places[-1]}" if places else repr(name)
 
     def values(self) -> dict[Entry, list[Tensor | None]]:
         """Return the tensors that layers would compute now for each named entry."""
-        return {
-            entry: [None if node is None else self._value_of(node) for node in nodes]
-            for entry, nodes in self._nodes.items()
-        }
+        return {entry: self._values_of(entry) for entry in self._nodes}
+
+    def _values_of(self, entry: Entry) -> list[Tensor | None]:
+        if entry in self._inside:
+            return list(self._inside[entry])
+        return [
+            None if node is None else self._value_of(node)
+            for node in self._nodes.get(entry, ())
+        ]
 
     def sources(self) -> list[tuple[int, int]]:
         """Return the buffers from which entries are computed, and their versions."""

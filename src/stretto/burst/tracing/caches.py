@@ -285,6 +285,13 @@ class Cache:
                 return None
         return found
 
+    def tensors(self) -> dict[Any, list[Tensor]]:
+        """Return the tensors in filled entries, also of an ``lru_cache``."""
+        if not isinstance(self.holder.of, LruCache):
+            return self.filled() or {}
+        results = _results_in(self.holder.of).items()
+        return {key: tensors_in(value, Tensor) for key, value in results}
+
     def keys_now(self) -> list[Any]:
         """Return the keys of all entries that belong to the cache."""
         if self.holder.is_space:

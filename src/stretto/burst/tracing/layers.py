@@ -188,6 +188,20 @@ class LayerGraph:
         cached = self._traced.cached
         return first.changed(cached) if self._traced.caches and cached else None
 
+    def note_caches(self) -> None:
+        """Record what layers keep in caches, after a check ran them on values.
+
+        Raises:
+            SpecError: it depends on values of samples or parameters.
+        """
+        cached = self._traced.cached
+        if cached is not None and (name := cached.note_inside()) is not None:
+            raise SpecError(
+                f"forward of {self.name} keeps {name!r} from its first call, in a "
+                "module with hooks, and computes other values for other samples or "
+                "parameters: compute it in each call, or keep it in a buffer"
+            )
+
     def caches_restored(self) -> AbstractContextManager[None]:
         """Begin with caches of constants as at capture, and restore them afterwards."""
         return restored(self._traced.caches)

@@ -42,6 +42,7 @@ from stretto.burst.tracing.dropout_rows import by_sample, not_outside
 from stretto.burst.tracing.equal_layers import EqualLayers, kinds_of
 from stretto.burst.tracing.failing_backward import line_in_backward
 from stretto.burst.tracing.fakes import swapped
+from stretto.burst.tracing.gradient_rounding import GradientRounding, largest_gradient
 from stretto.burst.tracing.graph_reach import GraphReach
 from stretto.burst.tracing.layer_runs import (
     Twins,
@@ -109,9 +110,6 @@ _SCALES = (1e4, 1e-4)
 
 _NOISES = (1.0, 0.1, 0.0)
 """Sizes of perturbations, relative to the usual; smaller ones where it gives NaN."""
-
-_MAX_INPUT = 1e3
-"""Larger inputs, such as word numbers beside floats, are ignored for rounding."""
 
 _Whole = tuple[Tensor, list[Tensor | None] | None]
 """The module's output, and its parameters' gradients if they were computed."""
@@ -231,6 +229,7 @@ def _checked(
         try:
             with graph.caches_restored():
                 found = check.run()
+                graph.note_caches()
         except OtherRows as error:
             first = first or error
             continue
@@ -348,6 +347,19 @@ class _Check:
         limit = tolerance_of(self._graph.precision_of(found.dtype))
         limit = max(limit * scale, rounding) or 1e-30
         return bool(torch.allclose(found, wanted, rtol=0.0, atol=limit, equal_nan=True))
+
+    def _near_gradient(
+        self,
+        found: Tensor,
+        wanted: Tensor,
+        largest: float | None,
+        rounding: GradientRounding,
+        times: int = 1,
+    ) -> bool:
+        """Return whether gradients are equal up to the rounding of a layer."""
+        return self._near(found, wanted, largest, times * rounding.usual) or self._near(
+            found, wanted, largest, times * rounding.measured
+        )
 
     def run(self) -> SpecError | None:
         """Return the error if samples are mixed."""
@@ -896,24 +908,26 @@ class _Check:
         values: dict[str, Tensor],
         cotangents: dict[str, Tensor],
         full: _Found,
+        *,
+        extreme: bool = False,
     ) -> SpecError | None:
         parts = []
+        rounding = self._rounding(node, values, cotangents, extreme=extreme)
         for rows in (_SOME, _REST):
             try:
                 part = self._part(node, values, cotangents, rows)
             except Exception as error:  # noqa: BLE001 - such as shapes for one row
                 return self._fails(node, values, error)
-            found = self._other_rows(node, values, cotangents, full, part, rows)
+            found = self._other_rows(node, values, rounding, full, part, rows)
             if found is not None:
                 return found
             parts.append(part)
         largest = max((largest_of(g) for g in full[2].values()), default=0.0)
-        rounding = self._rounding(node, values, cotangents)
         for key, grad in full[2].items():
             added = sum(
                 (p[2][key] for p in parts if key in p[2]), torch.zeros_like(grad)
             )
-            if not self._near(added, grad, largest, rounding):
+            if not self._near_gradient(added, grad, largest, rounding):
                 return self._mixes(node, values, backward=True)
         return None
 
@@ -942,11 +956,12 @@ class _Check:
             alone = [self._part(node, values, cotangents, (i,))[2] for i in _EVERY]
         except Exception as error:  # noqa: BLE001 - the user's code
             return self._fails(node, values, error)
-        rounding = len(rows) * self._rounding(node, values, cotangents)
+        rounding, many = self._rounding(node, values, cotangents), len(rows)
         for mine, kinds in zip(inputs, full[1], strict=True):
             if mine is None or kinds is None:
                 continue
-            if not self._near(mine, kinds[rows], largest_of(kinds), rounding):
+            most = largest_of(kinds)
+            if not self._near_gradient(mine, kinds[rows], most, rounding, many):
                 return self._mixes(node, values, backward=True)
         for key, grad in grads.items():
             terms = [
@@ -954,7 +969,7 @@ class _Check:
             ]
             added = sum(terms, torch.zeros_like(grad))
             largest = sum(largest_of(term) for term in terms)
-            if not self._near(grad, added, largest, rounding):
+            if not self._near_gradient(grad, added, largest, rounding, many):
                 return self._mixes(node, values, backward=True)
         return None
 
@@ -969,7 +984,7 @@ class _Check:
                 self._part(node, values, cotangents, _REST)
             except (Exception, SystemExit):  # noqa: BLE001
                 continue  # code that ends training there does so in one process too
-            found = self._rows_of(node, values, cotangents, whole)
+            found = self._rows_of(node, values, cotangents, whole, extreme=True)
             if found is not None:
                 return found
             if self._changes_others(node, values, cotangents):
@@ -991,9 +1006,9 @@ class _Check:
             return False
         rows = list(_SOME)
         usual = {name: given[rows] for name, given in cotangents.items()}
-        rounding = self._rounding(node, values, usual)
+        rounding = self._rounding(node, values, usual, extreme=True)
         return not all(
-            self._near(mine, all_rows[rows], None, rounding)
+            self._near_gradient(mine, all_rows[rows], None, rounding)
             for mine, all_rows in zip(alone, whole, strict=True)
             if mine is not None and all_rows is not None
         )
@@ -1020,7 +1035,7 @@ class _Check:
         self,
         node: LayerNode,
         values: dict[str, Tensor],
-        cotangents: dict[str, Tensor],
+        rounding: GradientRounding,
         full: _Found,
         part: _Found,
         rows: tuple[int, ...],
@@ -1035,10 +1050,8 @@ class _Check:
                 return self._mixes(node, values)
             if mine is None or all_rows is None:
                 continue
-            rounding = self._rounding(node, values, cotangents)
-            if not self._near(
-                mine, all_rows[list(rows)], largest_of(all_rows), rounding
-            ):
+            largest = largest_of(all_rows)
+            if not self._near_gradient(mine, all_rows[list(rows)], largest, rounding):
                 return self._mixes(node, values, backward=True)
         return None
 
@@ -1047,15 +1060,33 @@ class _Check:
         node: LayerNode,
         values: dict[str, Tensor],
         cotangents: dict[str, Tensor],
-    ) -> float:
-        """Return the tolerance for gradients that are sums of canceling terms."""
+        *,
+        extreme: bool = False,
+    ) -> GradientRounding:
+        """Return the tolerance for gradients that are sums of canceling terms.
+
+        It is not measured with ``extreme`` ones, which give large values inside.
+        """
+
+        def run(inputs: Mapping[str, Tensor], given: Tensor) -> list[Tensor | None]:
+            found = self._part(node, dict(inputs), {node.name: given}, _EVERY)
+            return [*found[1], *found[2].values()]
+
+        def largest_inside() -> float:
+            inputs = [leaf_of(values[name], name) for name in node.inputs]
+            output = run_layer(node, inputs)
+            if not output.requires_grad:
+                return 0.0
+            found = [*inputs, *node.module.parameters()]
+            leaves = [x for x in found if x.requires_grad]
+            given = cotangents[node.name]
+            return largest_gradient(output, lambda: gradients_of(output, given, leaves))
+
+        inputs = {name: values[name] for name in node.inputs}
         given = cotangents.get(node.name)
-        if given is None or not has_gradient(given):
-            return 0.0
-        inputs = max(largest_of(values[name]) for name in node.inputs)
-        terms = largest_of(given) * min(max(1.0, inputs), _MAX_INPUT)
-        eps = float(torch.finfo(given.dtype).eps)
-        return 8.0 * eps * terms * math.sqrt(given.numel())
+        if extreme:
+            return GradientRounding(inputs, given)
+        return GradientRounding(inputs, given, run, largest_inside)
 
     def _part(
         self,

@@ -298,11 +298,13 @@ class Reads:
                         else "the hooks of the model",
                     )
 
-    def watch_of_backward(self) -> Watch:
+    def watch_of_backward(self, *, in_check: bool = False) -> Watch:
         """Return what was read while hooks or a backward ran, as it is now.
 
-        It includes the contents of tensors, except of the module's own ones: a check
-        computes with other values in these.
+        It includes the contents of tensors, except of the module's own ones with
+        gradients: a check computes with other values in these. ``in_check``: whether it
+        is compared within a check, which also replaces the module's other buffers by
+        copies.
         """
         owned = (*self._root.parameters(), *self._root.buffers())
         known = {id(x) for x in owned if x.is_floating_point() or x.is_complex()}
@@ -310,7 +312,12 @@ class Reads:
             known | self._modules.keys(), tensors=True, contents=True
         )
         for (number, key), is_users in self._found.items():
-            if is_users:
+            part = self._modules[number][1]
+            buffer = part._buffers.get(key)  # noqa: SLF001
+            if is_users and in_check and buffer is not None:
+                if id(buffer) not in known:
+                    rows.add_content(part._buffers, key, self._name_of(number, key))  # noqa: SLF001
+            elif is_users:
                 self._add_read(rows, number, key, is_users=True)
         for prefix, part in self._modules.values():
             held = {kind: vars(part)[kind] for kind in HOOKS[2:]}
@@ -381,8 +388,7 @@ class Reads:
         self, rows: WatchedRows, number: int, key: str, *, is_users: bool
     ) -> None:
         """Add an attribute that was read of a module, by the user's code or torch's."""
-        prefix, part = self._modules[number]
-        name = f"{prefix}.{key}" if prefix else key
+        part, name = self._modules[number][1], self._name_of(number, key)
         if _is_layer(part) and not is_users and key not in _OF_LAYERS:
             return
         if key in part._parameters or key in part._modules:  # noqa: SLF001
@@ -394,6 +400,10 @@ class Reads:
         rows.add(vars(part), key, name)
         if key not in vars(part):
             rows.add_member(type(part), key)
+
+    def _name_of(self, number: int, key: str) -> str:
+        prefix, _ = self._modules[number]
+        return f"{prefix}.{key}" if prefix else key
 
     def _add_tests(self, rows: WatchedRows, *, trained: bool) -> None:
         """Add the modules' classes and what is not a value under a name."""

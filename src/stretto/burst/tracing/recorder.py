@@ -922,11 +922,14 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             storage_of(tensor) in self.varying
             for tensor in tensors_among((*args, *kwargs.values()))
         )
+        fixed = self.recording.fixed_memory
         for tensor in tensors_among((result,)):
             if varies:
                 self.varying.add(storage_of(tensor))
+                fixed.discard(storage_of(tensor))
             else:  # its memory may have been another tensor's
                 self.varying.discard(storage_of(tensor))
+                fixed.add(storage_of(tensor))
 
     def _varies(self, tensor: Tensor) -> bool:
         return storage_of(tensor) in self.varying
@@ -943,6 +946,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             if storage in self._input_memory:
                 raise self._writes_input(source_line())
             self._memory_written.add(storage)
+            self.recording.fixed_memory.discard(storage)
             name = self._trained.get(storage)
             if name is not None:
                 raise self._writes_parameter(name)

@@ -138,6 +138,9 @@ class Recording:
         self.writers: dict[int, list[int]] = {}
         """By storage: the operations that wrote into it."""
 
+        self.fixed_memory: set[int] = set()
+        """Memory of what is computed, also within operations, from constants alone."""
+
     def source_line_of(self, tensor: Tensor) -> str:
         """Return the line that made a tensor, or nothing."""
         ref = self.refs.get(id(tensor))
@@ -157,7 +160,9 @@ class Recording:
         while left:
             ref = left.pop()
             if ref is None:
-                return "a tensor that capture does not see"
+                if storage_of(tensor) not in self.fixed_memory:
+                    return "a tensor that capture does not see"
+                continue  # made by a module with hooks, which runs as it is
             if ref in seen:
                 continue
             seen.add(ref)

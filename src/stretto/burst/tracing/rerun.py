@@ -382,7 +382,9 @@ def _is_same(known: Any, value: Any) -> bool:
         return value is known.made or _is_equal(known.tensor, value)
     if kind is _Other:
         return bool(known.is_same(value))
-    if kind is not type(value) or isinstance(known, Tensor):
+    if isinstance(known, Tensor):  # of no module; the program may replace it
+        return type(known) is Tensor and _is_equal(known, value)
+    if kind is not type(value):
         return False
     if kind in (float, complex):  # also the sign of a zero
         return repr(known) == repr(value)
@@ -407,6 +409,10 @@ def _is_equal(one: Tensor, two: Any) -> bool:
             type(two) is Tensor
             and one.dtype == two.dtype
             and one.shape == two.shape
+            and one.device == two.device
+            and one.layout == two.layout == torch.strided
+            and one.stride() == two.stride()
+            and one.requires_grad == two.requires_grad
             and bytes(bytes_of(one)) == bytes(bytes_of(two))
         )
 

@@ -20,6 +20,7 @@ from stretto.burst.tracing.freezing import (
     ATOMS,
     CODE,
     DESCRIPTORS,
+    ContentFreezer,
     Freezer,
     is_users,
     registry_of,
@@ -80,7 +81,7 @@ class _Row:
 
     name: str
 
-    freeze: Freezer
+    freeze: Freezer | ContentFreezer
 
     is_quickly_same: Any
     """Whether the same object has kept its content, as far as that shows without a
@@ -112,7 +113,7 @@ class _Row:
 _BY_IDENTITY = (*CODE, *DESCRIPTORS, types.FunctionType)
 
 
-def _quick_test(value: Any, freeze: Freezer) -> Callable[[Any], bool]:
+def _quick_test(value: Any, freeze: Freezer | ContentFreezer) -> Callable[[Any], bool]:
     """Return a test of the same object that is True only if its content is as now."""
     if isinstance(value, ATOMS) or freeze.is_by_identity(value):
         return _always
@@ -298,6 +299,14 @@ class WatchedRows:
             return
         quick = _quick_test(value, self._freeze)
         row = _Row(held.get, key, value, frozen, name, self._freeze, quick)
+        self._held.append(held)
+        self._rows[id(held), key] = row
+
+    def add_content(self, held: Held, key: Any, name: str) -> None:
+        """Add a tensor of which only the values count, and not which object it is."""
+        freeze = ContentFreezer()
+        value = held.get(key, MISSING)
+        row = _Row(held.get, key, value, freeze(value), name, freeze, _never)
         self._held.append(held)
         self._rows[id(held), key] = row
 
