@@ -346,16 +346,20 @@ class Captures:
         try:
             return graph.joined(self._layers)
         except PlanMismatch as exc:
-            found = (known.outdated() for known in self._graphs)
-            changed = next((name for name in found if name), "a mode")
-            line = f"{self._changed_line}: " if self._changed_line else ""
-            what = "what forward reads here" if line else changed
-            raise PlanMismatch(
-                f"{line}{what} changed after the burst model was built, and the model "
-                "now has different layers than its plan: build BurstParallel with a "
-                "plan for these layers when it changes, or let forward run the same "
-                "layers throughout, such as with a rate of 0"
-            ) from exc
+            raise PlanMismatch(self._why_other_layers()) from exc
+
+    def _why_other_layers(self) -> str:
+        """Return why the model has no longer the plan's layers in training."""
+        found = (known.outdated() for known in self._graphs)
+        changed = next((name for name in found if name), "a mode")
+        line = f"{self._changed_line}: " if self._changed_line else ""
+        what = "what forward reads here" if line else changed
+        return (
+            f"{line}{what} changed after the burst model was built, and the model "
+            "now has different layers than its plan: build BurstParallel with a "
+            "plan for these layers when it changes, or let forward run the same "
+            "layers throughout, such as with a rate of 0"
+        )
 
     def _refuse_new_parameters(self, graph: LayerGraph) -> None:
         """Refuse a capture that reads parameters that the model did not have before.
@@ -375,6 +379,8 @@ class Captures:
 
     def _why_unknown(self, graph: LayerGraph, name: str) -> str:
         """Return why a layer of a later capture is not in the plan."""
+        if self._module.training:
+            return self._why_other_layers()
         parameters = graph.by_name[name].module.parameters()
         owners = (self._ownership.layer_of(p) for p in parameters)
         layer = next((owner for owner in owners if owner is not None), None)

@@ -17,7 +17,7 @@ from stretto.burst.checks.recheck import Recheck
 from stretto.burst.checks.replicas import Replicas
 from stretto.burst.schedule import RankSchedule, schedule_of
 from stretto.burst.tracing.behavior import tolerance_between
-from stretto.errors import RankDisagreement, SpecError
+from stretto.errors import PlanMismatch, RankDisagreement, SpecError
 from stretto.sim.sample_layout import Layouts
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class ForwardExchange:
         )
         rows = self._exchanged(mine)
         if trouble is not None:
-            raise trouble
+            raise self._shared(trouble, [row[0] for row in rows])
         if not fits:
             raise SpecError(
                 f"a sample must have shape {graph.input_shape} and type "
@@ -195,6 +195,21 @@ class ForwardExchange:
         with self._rank_groups.guard("the exchange of the ranks' shares"):
             self._clock.wait("counts", ask)
         return rows
+
+    def _shared(self, trouble: Exception, shares: Sequence[int]) -> Exception:
+        """Return the error of a rank that can't continue, of one type on all ranks.
+
+        Ranks whose models have the plan's layers raise `RankDisagreement`.
+        """
+        bad = [rank for rank, share in enumerate(shares) if share == _TROUBLE]
+        if len(bad) == len(shares) or not isinstance(trouble, PlanMismatch):
+            return trouble
+        found = RankDisagreement(
+            f"{trouble}. This is so on {self._rank_groups.ranks.name_all(bad)} only. "
+            "Change the model in the same way on every rank."
+        )
+        found.__cause__ = trouble
+        return found
 
     def _require_same_state(self, states: Sequence[ForwardState]) -> None:
         name_all = self._rank_groups.ranks.name_all

@@ -163,6 +163,33 @@ class Packing:
         return found
 
 
+def _to_rows(tensors: Sequence[Tensor]) -> str:
+    """Return how to give inputs a row for each sample."""
+    count = tensors[0].shape[0]
+    second = {tensor.shape[1] if tensor.dim() > 1 else -1 for tensor in tensors}
+    if len(second) == 1 and -1 not in second:
+        return (
+            f"if the {second.pop()} in dimension 1 are the samples, pass each with the "
+            "samples first, x.transpose(0, 1), and transpose it back in forward (or "
+            "create recurrent modules with batch_first=True); outputs too"
+        )
+    others = [tensor for tensor in tensors if tensor.shape[0] != count]
+    if any(tensor.shape[1:2] == (count,) for tensor in others):
+        return (
+            f"where the {count} samples are in dimension 1, as in a recurrent "
+            "module's state, pass and return it with the samples first, and give the "
+            "module state.transpose(0, 1).contiguous() in forward"
+        )
+    if any(t.shape[0] == 2 and not t.is_floating_point() for t in others):
+        return (
+            "keep what all samples share in the model, as a buffer. If it lists the "
+            "edges of a graph whose nodes are the samples, they can't be on different "
+            "ranks: let each sample be a whole graph, with inputs (graphs, nodes, "
+            "features) and (graphs, nodes, nodes)"
+        )
+    return "keep what all samples share in the model, as a buffer"
+
+
 def _count(shape: tuple[int, ...]) -> int:
     count = 1
     for side in shape:
@@ -200,11 +227,22 @@ class Arguments:
                     "keep a number in an attribute of the model that forward reads"
                 )
         if len({tensor.shape[0] for tensor in tensors}) > 1:
+            code = getattr(inspect.unwrap(forward), "__code__", None)
+            line = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
             raise SpecError(
-                "every input tensor must have a row for each sample, got shapes "
-                f"{', '.join(str(tuple(t.shape)) for t in tensors)}: keep what all "
-                "samples share in the model, as a buffer"
+                f"{line}every input tensor must have a row for each sample, got shapes "
+                f"{', '.join(str(tuple(t.shape)) for t in tensors)}: {_to_rows(tensors)}"
             )
+        self.pair_of_samples = next(
+            (
+                tuple(t.shape)
+                for t in tensors
+                if t.shape[0] > 1 and t.shape[0] in t.shape[1:2]
+            ),
+            None,
+        )
+        """The shape of an input whose first two dimensions have a size for each sample,
+        if there is one."""
         self.packing = Packing(
             [(tuple(t.shape[1:]), t.dtype) for t in tensors], "input tensors"
         )

@@ -77,8 +77,8 @@ _WAYS = {
         "operations or in a loop"
     ),
     "Expected inputs of BF16 type": (
-        "Grouped products, such as those of experts, can't be recorded: with "
-        "transformers call model.set_experts_implementation('batched_mm') before"
+        "Grouped products, such as those of experts, can't be recorded: compute every "
+        "expert by a product of batches (torch.bmm)"
     ),
     "aten._pack_padded_sequence": (
         "Packed sequences can't be recorded, as their sizes are values of the lengths. "
@@ -94,8 +94,19 @@ _WAYS = {
     ),
     "aten.nonzero": (
         "Which rows are computed must not depend on values: compute all, and select "
-        "with torch.where or a mask of zeros and ones. For experts of transformers "
-        "call model.set_experts_implementation('batched_mm') before"
+        "with torch.where or a mask of zeros and ones. A layer of experts computes "
+        "each expert for all rows, times its weight for a row, which is 0 where it was "
+        "not chosen; replace its forward if it is a library's"
+    ),
+    "Creating a new Tensor subclass": (
+        "as_subclass() in forward can't be recorded: layers compute with plain "
+        "tensors. Leave it out, and convert what the model returns outside of it; "
+        "inputs may have such a class"
+    ),
+    "Expected hidden": (
+        "States of a recurrent module have the samples in dimension 1, and inputs of "
+        "the model have them first: pass and return states as (samples, layers, "
+        "features), and give the module state.transpose(0, 1).contiguous()"
     ),
     "Expected more than 1 value per channel": (
         "A batch norm needs more than one value to train, here as in one process: give "
@@ -111,6 +122,8 @@ _OF_TYPES = re.compile(
     "scalar type|(?<!')dtype|type .*should be the same|must have the type|index tensor"
     "|used as indices|not implemented for '"
 )
+
+_OF_SIZES = re.compile("size|shape|dim|broadcast")
 
 OTHER_TYPE = "This line can't compute with tensors of that type"
 """The reason for PyTorch's errors about types; a capture adds the example's."""
@@ -353,7 +366,7 @@ def record_once(
         raise SpecError(
             f"{where}: the layers of {type(module).__name__} can't be found "
             f"without values of tensors ({type(error).__name__}: {text}). "
-            f"{_way_around(error)}"
+            f"{_way_around(error, arguments)}"
         ) from error
     if (change := settings.change()) is not None:
         raise SpecError(f"{_line_setting(module, again, settings)}: {change}")
@@ -412,14 +425,27 @@ def is_of_types(error: BaseException | None) -> bool:
     )
 
 
-def _way_around(error: Exception) -> str:
+def _way_around(error: Exception, arguments: Arguments) -> str:
     """Return what to do about an operation that can't be recorded."""
     text = str(error)
+    if _is_in_experts(error):
+        return (
+            "For experts of transformers call "
+            "model.set_experts_implementation('batched_mm') before"
+        )
     for part, way in _WAYS.items():
         if part in text:
             return way
     if is_of_types(error):
         return OTHER_TYPE
+    pair = arguments.pair_of_samples
+    if pair is not None and _OF_SIZES.search(text):
+        return (
+            f"An input of shape {pair} has the example's number of samples in two "
+            "dimensions. If it relates all samples to each other, as the edges of a "
+            "graph do, they can't be on different ranks: let each sample be a whole "
+            "graph, with inputs (graphs, nodes, features) and (graphs, nodes, nodes)"
+        )
     if type(error).__module__.startswith(("torch._subclasses", "torch.fx")):
         return (
             "What runs must not depend on a tensor's value: rewrite this line with "
@@ -430,6 +456,16 @@ def _way_around(error: Exception) -> str:
         "rewrite it with tensor operations, or move it out of the model; if it does "
         "not, correct the example's sizes or types"
     )
+
+
+def _is_in_experts(error: Exception) -> bool:
+    """Return whether transformers chose what the failing code of experts runs."""
+    at = error.__traceback__
+    while at is not None:
+        if at.tb_frame.f_globals.get("__name__") == "transformers.integrations.moe":
+            return True
+        at = at.tb_next
+    return False
 
 
 def _generators() -> tuple[Any, Any]:
@@ -506,9 +542,11 @@ def _refuse_counted(module: nn.Module, watch: Watch, line: Callable[[], str]) ->
     if (changed := watch.changed()) is not None:
         raise SpecError(
             f"{line()}: forward of {type(module).__name__} changes {changed!r} in each "
-            "call. Layers repeat the operations of one call and not this code, so it "
-            "would no longer change: do it in the training loop, between steps. Draw "
-            "random numbers with torch"
+            "call. Its code may run more than once for a step, with another number of "
+            "samples and without values, so such a change is not what one process "
+            "has: make it in the training loop, between steps. To log, register a "
+            "forward hook on a layer after BurstParallel is built. Draw random numbers "
+            "with torch"
         )
 
 
