@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 from stretto.errors import StrettoError
 from support.burst_sides import Alone, Side, cross, worst_of
@@ -244,3 +247,153 @@ def test_an_input_that_needs_a_gradient_is_refused_where_forward_asks(
     assert len(first) == len(second) == 1
     assert "reads whether a tensor needs a gradient" in first[0]
     assert "can't continue" in second[0]
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.mask: torch.Tensor
+        self.register_buffer("mask", torch.ones(8).bool(), persistent=False)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self.a(h).masked_fill(~self.mask, -3.0).tanh()
+
+
+class Checkpointed(nn.Module):
+    """Runs masked code again in backward, and has a hook elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.masked, self.b = nn.Linear(6, 8), Masked(), nn.Linear(8, 4)
+        self.b.register_forward_pre_hook(lambda _module, given: (given[0] * 2,))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(checkpoint(self.masked, self.a(x), use_reentrant=False))
+
+    def change(self, step: int) -> None:
+        self.masked.mask.copy_(torch.arange(8) % 3 != step % 3)
+
+
+class Replaced(nn.Module):
+    """Its program puts another mask into a list in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.masks = [torch.ones(8)]
+        self.rate = [1.0]
+        self.get = operator.itemgetter(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).tanh() * self.masks[0] * self.get(self.rate))
+
+    def change(self, step: int) -> None:
+        if step < 9:
+            self.masks[0] = (torch.arange(8) % 2 != step % 2).double()
+        elif step % 3 == 0:
+            self.rate[0] = 1 + step / 10
+
+
+@functools.lru_cache(maxsize=4)
+def positions(size: int) -> torch.Tensor:
+    return torch.arange(float(size)).cos()
+
+
+class Positions(nn.Module):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h + positions(h.shape[1])
+
+
+class CachedInAHook(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.add, self.b = nn.Linear(6, 8), Positions(), nn.Linear(8, 4)
+        self.add.register_forward_hook(lambda _module, _given, found: found * 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.add(self.a(x)).tanh())
+
+    def change(self, _step: int) -> None:
+        pass
+
+
+CHANGING = [Checkpointed, Replaced, CachedInAHook]
+
+
+def trained_while_changing(kind: Any, side: Side) -> list[torch.Tensor]:
+    positions.cache_clear()
+    model = kind()
+    wrapped = side.wrap(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for step in range(18):
+        model.change(step)
+        x, y = side.data(step)
+        optimizer.zero_grad()
+        cross(wrapped(x), y).backward()
+        optimizer.step()
+    return side.state(wrapped)
+
+
+def rank_of_changing_models(rank: int, size: int) -> dict[str, float]:
+    torch.set_default_dtype(torch.float64)
+    return {
+        kind.__name__: worst_of(
+            trained_while_changing(kind, Side(rank, size, [(0, 2), (1, 1)], "even")),
+            trained_while_changing(kind, Alone()),
+        )
+        for kind in CHANGING
+    }
+
+
+def test_masks_that_change_and_tables_in_modules_with_hooks_train_as_one_process(
+    ranks: Any,
+) -> None:
+    for found in ranks(rank_of_changing_models, 2, timeout_s=240, group_s=60):
+        assert all(worst < 1e-9 for worst in found.values()), found
+
+
+class Returns(nn.Module):
+    """Applies its first layer again at the end if told to, which joins its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.again = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.b(self.a(x).tanh())
+        return self.a(h) if self.again else h
+
+
+def again(model: Returns) -> None:
+    model.again = True
+
+
+def replaces(model: Returns) -> None:
+    model.b = nn.Linear(6, 6)
+
+
+def rank_with_other_layers(rank: int, size: int, change: str) -> tuple[str, str]:
+    model = Returns()
+    side = Side(rank, size, [(0, 2), (0, 2)], "even")
+    wrapped = side.wrap(model)
+    wrapped(side.data(0)[0]).sum().backward()
+    if rank == 1:
+        globals()[change](model)
+    try:
+        wrapped(side.data(1)[0])
+    except StrettoError as exc:
+        return type(exc).__name__, str(exc)
+    return "", ""
+
+
+@pytest.mark.parametrize("change", ["again", "replaces"])
+def test_other_layers_on_one_rank_are_one_type_of_error_on_all(
+    ranks: Any, change: str
+) -> None:
+    found = ranks(rank_with_other_layers, 2, change, timeout_s=120, group_s=60)
+    assert {kind for kind, _ in found} == {"RankDisagreement"}, found

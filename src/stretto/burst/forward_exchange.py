@@ -17,7 +17,7 @@ from stretto.burst.checks.recheck import Recheck
 from stretto.burst.checks.replicas import Replicas
 from stretto.burst.schedule import RankSchedule, schedule_of
 from stretto.burst.tracing.behavior import tolerance_between
-from stretto.errors import PlanMismatch, RankDisagreement, SpecError
+from stretto.errors import PlanMismatch, RankDisagreement, SpecError, StrettoError
 from stretto.sim.sample_layout import Layouts
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from stretto.burst.schedule import ExecutionPlan
     from stretto.burst.timings import StepClock
     from stretto.burst.tracing.layers import LayerGraph
-    from stretto.errors import StrettoError
 
 _KEPT = 8
 """Number of global batches whose layouts are kept: of the usual step, of the last of an
@@ -199,10 +198,11 @@ class ForwardExchange:
     def _shared(self, trouble: Exception, shares: Sequence[int]) -> Exception:
         """Return the error of a rank that can't continue, of one type on all ranks.
 
-        Ranks whose models have the plan's layers raise `RankDisagreement`.
+        Ranks without trouble raise `RankDisagreement`. An input that one rank alone
+        may not compute with stays a `SpecError` there.
         """
         bad = [rank for rank, share in enumerate(shares) if share == _TROUBLE]
-        if len(bad) == len(shares) or not isinstance(trouble, PlanMismatch):
+        if len(bad) == len(shares) or type(trouble) not in (PlanMismatch, StrettoError):
             return trouble
         found = RankDisagreement(
             f"{trouble}. This is so on {self._rank_groups.ranks.name_all(bad)} only. "

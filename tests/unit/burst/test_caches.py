@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from stretto.burst.graph import capture
+from stretto.burst.tracing.cached_values import FirstValues
 from stretto.burst.tracing.proof import require_equal
 from stretto.errors import SpecError
 
@@ -337,3 +338,72 @@ def test_a_capture_leaves_nothing_in_the_cache_of_parametrizations():
     with parametrize.cached():
         capture(model, (x,))
         assert torch.equal(model(x), wanted)
+
+
+class InAHook(nn.Module):
+    """Keeps something in a module that runs as one operation."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.inside = Keeps(keep)
+        self.inside.register_forward_hook(lambda _module, _given, found: found * 0.5)
+
+    def forward(self, x):
+        return self.last(self.inside(self.first(x).tanh()))
+
+
+class Keeps(nn.Module):
+    def __init__(self, keep):
+        super().__init__()
+        self.kept, self.keep = {}, keep
+
+    def forward(self, h):
+        return h * self.keep(self, h)
+
+
+def a_constant(module, h):
+    if 4 not in module.kept:
+        module.kept[4] = torch.arange(4.0).to(h)
+    return module.kept[4]
+
+
+def a_mean_of_samples(module, h):
+    if 4 not in module.kept:
+        module.kept[4] = h.detach().mean(0)
+    return module.kept[4]
+
+
+def a_constant_with_samples_added(module, h):
+    if 4 not in module.kept:
+        kept = module.kept[4] = torch.zeros(4)
+        torch._foreach_add_([kept], [h.detach()[0]])
+    return module.kept[4]
+
+
+@pytest.mark.parametrize("keep", [a_constant, lambda _module, _h: cached(4)])
+def test_a_constant_that_a_module_with_hooks_keeps_is_captured(keep):
+    model = InAHook(keep)
+    capture(model, (torch.randn(6, 4),))
+    assert not model.inside.kept
+
+
+@pytest.mark.parametrize("keep", [a_mean_of_samples, a_constant_with_samples_added])
+def test_samples_that_a_module_with_hooks_keeps_are_refused(keep):
+    with pytest.raises(SpecError, match="keeps a tensor in its attribute"):
+        capture(InAHook(keep), (torch.randn(6, 4),))
+
+
+def test_a_table_that_a_module_with_hooks_would_compute_otherwise_now_is_found():
+    factor = [1.0]
+
+    @functools.cache
+    def scaled(size):
+        return factor[0] * torch.arange(float(size))
+
+    model, first = InAHook(lambda _module, _h: scaled(4)), FirstValues()
+    assert capture(model, (torch.randn(6, 4),)).changed_since(first) is None
+    factor[0] = 2.0
+    found = capture(model, (torch.randn(6, 4),)).changed_since(first)
+    assert found is not None
+    assert "scaled" in found

@@ -391,3 +391,86 @@ def test_an_error_that_forward_raises_is_named_as_its_own():
 
     with pytest.raises(SpecError, match="raises ValueError: bad width"):
         capture(Raises(), (torch.randn(2, 4),))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, *, samples_first):
+        super().__init__()
+        self.rnn, self.samples_first = nn.GRU(4, 3, 2, batch_first=True), samples_first
+
+    def forward(self, x, state):
+        if not self.samples_first:
+            return self.rnn(x, state)
+        found, state = self.rnn(x, state.transpose(0, 1).contiguous())
+        return found, state.transpose(0, 1)
+
+
+@pytest.mark.parametrize("count", [6, 2])
+def test_states_with_samples_in_the_second_dimension_have_a_way(count):
+    line = Recurrent.forward.__code__.co_firstlineno
+    x = torch.randn(count, 5, 4)
+    with pytest.raises(SpecError, match=r"state\.transpose\(0, 1\)\.contig") as raised:
+        capture(Recurrent(samples_first=False), (x, torch.zeros(2, count, 3)))
+    assert f"{__file__}:" in str(raised.value)
+    assert count == 2 or f":{line}: " in str(raised.value)
+    capture(Recurrent(samples_first=True), (x, torch.zeros(count, 2, 3)))
+
+
+def test_sequences_first_have_a_way():
+    with pytest.raises(SpecError, match="if the 6 in dimension 1 are the samples"):
+        capture(
+            Recurrent(samples_first=False), (torch.randn(5, 6, 4), torch.zeros(2, 6, 3))
+        )
+
+
+def neighbors(_net, h, edges):
+    return edges @ h
+
+
+def test_a_graph_of_all_samples_has_a_way_that_is_captured():
+    message = refusal(neighbors, torch.ones(6, 6))
+    assert "(graphs, nodes, nodes)" in message
+    capture(Net(neighbors), (torch.randn(5, 6, 4), torch.ones(5, 6, 6)))
+
+
+def test_a_list_of_edges_has_that_way():
+    message = refusal(lambda _net, h, edges: h[edges[0]], torch.zeros(2, 9).long())
+    assert "(graphs, nodes, nodes)" in message
+
+
+class Named(torch.Tensor):
+    """A class of tensors."""
+
+
+def test_as_subclass_has_a_way():
+    message = refusal(lambda _net, h: h.as_subclass(Named))
+    assert "as_subclass() in forward can't be recorded" in message
+
+
+def test_experts_whose_rows_depend_on_values_have_a_way_that_is_captured():
+    def chosen(net, h, weights):
+        rows = (weights[:, 0] > 0).nonzero()[:, 0]
+        return h.index_add(0, rows, net.expert(h[rows]))
+
+    def all_rows(net, h, weights):
+        return h + net.expert(h) * (weights[:, :1] > 0)
+
+    message = refusal(chosen, torch.ones(6, 2), expert=nn.Linear(4, 4))
+    assert "set_experts_implementation" not in message
+    assert "computes each expert for all rows" in message
+    net = Net(all_rows, expert=nn.Linear(4, 4))
+    capture(net, (torch.randn(6, 4), torch.ones(6, 2)))
+
+
+LOGGED = []
+
+
+def logs(_net, h):
+    LOGGED.append(tuple(h.shape[1:]))
+    return h
+
+
+def test_a_list_that_forward_appends_to_is_refused_with_a_way():
+    message = refusal(logs)
+    assert "LOGGED" in message
+    assert "register a forward hook on a layer after BurstParallel is built" in message

@@ -229,9 +229,10 @@ class Arguments:
         if len({tensor.shape[0] for tensor in tensors}) > 1:
             code = getattr(inspect.unwrap(forward), "__code__", None)
             line = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
+            shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
             raise SpecError(
                 f"{line}every input tensor must have a row for each sample, got shapes "
-                f"{', '.join(str(tuple(t.shape)) for t in tensors)}: {_to_rows(tensors)}"
+                f"{shapes}: {_to_rows(tensors)}"
             )
         self.pair_of_samples = next(
             (
