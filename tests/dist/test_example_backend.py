@@ -68,30 +68,85 @@ _BROKEN = """
 from stretto.runtime import backends
 from store_backend import StoreBackend, StoreLane, StoreLanes
 
-class WrongLane(StoreLane):
-    def _rows(self, mine):
-        return [row * 2 for row in super()._rows(mine)]
+class BrokenLane(StoreLane):
+{lane}
 
-class WrongLanes(StoreLanes):
+class BrokenLanes(StoreLanes):
     def _open(self, number):
         self._opened += 1
-        return WrongLane(number, self._ranks, self._store_for(f"{self._opened}"))
+        return BrokenLane(number, self._ranks, self._store_for(f"{{self._opened}}"))
+{lanes}
 
-class WrongBackend(StoreBackend):
-    name = "wrong"
+class BrokenBackend(StoreBackend):
+    name = "broken"
     def lanes(self, *, ranks, store_for, **_):
-        return WrongLanes(ranks, store_for)
+        return BrokenLanes(ranks, store_for)
 
-backends.register(WrongBackend())
+backends.register(BrokenBackend())
+"""
+
+_ADDS_WRONGLY = """
+    def _rows(self, mine):
+        return [row * 2 for row in super()._rows(mine)]
+"""
+
+_NEVER_WAITS_IN_BARRIER = """
+    def barrier(self, opts=None):
+        return self._threads.start(lambda: None, [])
+"""
+
+_ENDS_QUEUED_ON_CLOSE = """
+    def close(self):
+        self.abort()
+        super().close()
+"""
+
+_CLOSES_TOGETHER = """
+    def close(self):
+        self.barrier().wait()
+        super().close()
+"""
+
+_RETAINS_ALL = """
+    def retain(self, lanes):
+        pass
 """
 
 
 def test_the_suite_finds_a_backend_that_adds_up_wrongly(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (package / "wrong_backend.py").write_text(_BROKEN)
+    text = _BROKEN.format(lane=_ADDS_WRONGLY, lanes="")
+    (package / "broken_backend.py").write_text(text)
     monkeypatch.syspath_prepend(str(package))
     with pytest.raises(AssertionError, match="breaks the contract") as caught:
-        check_case("slices in flight", backend="wrong", setup="wrong_backend")
+        check_case("slices in flight", backend="broken", setup="broken_backend")
     assert "--- rank 0" in str(caught.value)
     assert "--- rank 1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "lane", "lanes", "message"),
+    [
+        ("a barrier", _NEVER_WAITS_IN_BARRIER, "", "a barrier ended without rank"),
+        ("retain frees", "    pass", _RETAINS_ALL, "after retaining only lane 0"),
+        (
+            "close with collectives queued",
+            *(_ENDS_QUEUED_ON_CLOSE, "", "was aborted"),
+        ),
+        ("close on one rank", _CLOSES_TOGETHER, "", "ranks that have not closed"),
+    ],
+    ids=["barrier", "retain", "close queued", "close alone"],
+)
+def test_the_suite_finds_a_backend_that_breaks_one_promise(
+    package: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    lane: str,
+    lanes: str,
+    message: str,
+) -> None:
+    (package / "broken_backend.py").write_text(_BROKEN.format(lane=lane, lanes=lanes))
+    monkeypatch.syspath_prepend(str(package))
+    with pytest.raises(AssertionError, match=message):
+        check_case(case, backend="broken", setup="broken_backend")

@@ -128,6 +128,7 @@ def test_hosts_need_not_have_ranks_in_order(
     [
         *("sums", "other_collectives", "in_order", "lanes_at_once", "operations"),
         *("futures", "resources", "retain", "reopened"),
+        *("barrier", "retain_frees", "close_queued", "close_alone"),
     ],
 )
 def test_the_contract_holds_on_two_hosts_of_two(ranks: Ranks, case: str) -> None:

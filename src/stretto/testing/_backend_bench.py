@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from stretto.runtime import backends
 from stretto.runtime.agreement import Agreement
@@ -77,6 +78,19 @@ class BackendBench:
     def meet(self) -> None:
         """Wait for the other ranks, not on the lanes."""
         self._agreement.gather("meet", "")
+
+    def announce(self, event: str) -> None:
+        """Let ranks in `wait_for` continue."""
+        self._events().set(event, "")
+
+    def wait_for(self, event: str, limit_s: float) -> None:
+        """Wait until another rank has announced an event, or until a limit."""
+        deadline = time.perf_counter() + limit_s
+        while not self._events().check([event]) and time.perf_counter() < deadline:
+            time.sleep(0.01)
+
+    def _events(self) -> PrefixStore:
+        return PrefixStore(f"contract/{self._pools}/events", self.ranks.store)
 
     @contextlib.contextmanager
     def within(self, limit_s: float) -> Iterator[None]:

@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from stretto.runtime.failure import FailureReporter
 from stretto.schema import Bucket, Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from stretto.runtime.lanes import LanePool
     from stretto.testing._backend_bench import BackendBench
@@ -45,6 +46,14 @@ _TIMEOUT_S = 2.0
 
 
 _REOPENED = 12
+
+
+_LEFT_TO_END_S = 0.2
+"""Time in which something wrong may happen; nothing is required to end in it."""
+
+
+_CLOSE_S = 10.0
+"""``close`` returns within this where no collective is queued."""
 
 
 def _reduce(lane: Any, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> Any:
@@ -203,6 +212,23 @@ def other_collectives(bench: BackendBench) -> None:
     pool.close()
 
 
+def barrier(bench: BackendBench) -> None:
+    """Hold each rank back in turn: the barrier of the others does not end before."""
+    pool = bench.pool()
+    lane = pool.lane(0)
+    for late in range(bench.size):
+        work = None if bench.rank == late else lane.barrier()
+        bench.meet()  # all but one have made the call
+        if work is not None:
+            time.sleep(_LEFT_TO_END_S)
+            assert not work.is_completed(), f"a barrier ended without rank {late}"
+        bench.meet()  # all have looked
+        if work is None:
+            work = lane.barrier()
+        work.wait()
+    pool.close()
+
+
 def _uneven(bench: BackendBench, lane: Any) -> None:
     """Send rank r ``200,000 * r + s + 1`` rows, from rank s."""
     rank, size = bench.rank, bench.size
@@ -280,6 +306,75 @@ def retain(bench: BackendBench) -> None:
     pool.close()
 
 
+def retain_frees(bench: BackendBench) -> None:
+    """Release lanes: what the process held for them is freed."""
+    lanes = range(4)
+    for is_last in (False, True):  # what a process makes once is made in the first turn
+        pool = bench.pool()
+        _use(bench, pool, [0])
+        first = _held_after(None, 1.0) if is_last else {}
+        _use(bench, pool, lanes)
+        bench.meet()  # no collective is in flight on any rank
+        pool.retain([(0, None)])
+        if is_last:
+            _require_held(first, "with lane 0", "after retaining only lane 0")
+        _use(bench, pool, [0])
+        pool.close()
+
+
+def _use(bench: BackendBench, pool: LanePool, lanes: Iterable[int]) -> None:
+    for number in lanes:
+        value = torch.ones(10, device=bench.device)
+        pool.lane(number).allreduce([value]).wait()
+        assert value.tolist() == [float(bench.size)] * 10
+
+
+def close_queued(bench: BackendBench) -> None:
+    """Close with collectives queued: they still run, on every rank.
+
+    Rank 0 closes before the others make their calls. Its ``close`` may wait for them,
+    so they continue when it has returned or after a moment.
+    """
+    pool = bench.pool()
+    lane = pool.lane(0)
+    lane.allreduce([torch.ones(4)]).wait()
+    values = [torch.full((1_000 * n + 1,), float(n)) for n in range(20)]
+    if bench.rank == 0:
+        works = [lane.allreduce([value]) for value in values]
+        bench.meet()
+        del lane  # a lane ends with its last user
+        pool.close()
+        bench.announce("closed")
+    else:
+        bench.meet()
+        bench.wait_for("closed", _LEFT_TO_END_S)
+        works = [lane.allreduce([value]) for value in values]
+        del lane
+        pool.close()
+    for work in works:
+        work.wait()
+    for n, value in enumerate(values):
+        assert (value == bench.size * n).all(), f"queued collective {n}"
+    bench.meet()
+
+
+def close_alone(bench: BackendBench) -> None:
+    """Close on one rank only: it does not wait for the others."""
+    for closing in range(bench.size):
+        pool = bench.pool()
+        _use(bench, pool, range(2))
+        bench.meet()  # no collective is in flight on any rank
+        if bench.rank == closing:
+            thread = threading.Thread(target=pool.close, daemon=True)
+            thread.start()
+            thread.join(_CLOSE_S)
+            assert not thread.is_alive(), (
+                f"close waited {_CLOSE_S:g} s for ranks that have not closed"
+            )
+        bench.meet()
+        pool.close()
+
+
 def reopened(bench: BackendBench) -> None:
     """Close pools, or drop them: threads, descriptors and memory are freed."""
     held: list[dict[str, int]] = []
@@ -292,10 +387,14 @@ def reopened(bench: BackendBench) -> None:
         del pool
         if turn == 2:
             held.append(_held_after(None, 1.0))
-    first = held[0]
+    _require_held(held[0], "at first", "at last")
+
+
+def _require_held(first: dict[str, int], when: str, now: str) -> None:
+    """Require that the process soon holds no more than it did first."""
     last = _held_after(first, 10.0)
     for key, count in first.items():
-        assert last[key] <= count, f"{key}: {count} at first, {last[key]} at last"
+        assert last[key] <= count, f"{key}: {count} {when}, {last[key]} {now}"
 
 
 def _held_after(wanted: dict[str, int] | None, limit_s: float) -> dict[str, int]:
