@@ -27,16 +27,16 @@ def launch(request: Request, joined: frozenset[int] = frozenset()) -> Launch:
 def with_room(request: Request) -> list[PiggybackSlot]:
     """Two ranks whose last launch was of that request."""
     ranks = [PiggybackSlot(), PiggybackSlot()]
-    for riding in ranks:
-        riding.execute([launch(request)], {}, 2)
+    for slot in ranks:
+        slot.execute([launch(request)], {}, 2)
     return ranks
 
 
 def exchange(ranks: list[PiggybackSlot], loads: list[bytes]) -> None:
     assert {len(load) for load in loads} == {ranks[0].size_bytes}
     rows = numpy.frombuffer(b"".join(loads), dtype=numpy.uint8).reshape(len(loads), -1)
-    for riding in ranks:
-        riding.unload(rows)
+    for slot in ranks:
+        slot.unload(rows)
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,13 @@ def test_what_may_not_ride(request_: Request) -> None:
 
 
 def test_without_a_small_launch_there_is_no_room() -> None:
-    riding = PiggybackSlot()
-    assert riding.load([(0, "x")], {"x": job(X, torch.ones(5))}) == b""
-    riding.execute([launch(dataclasses.replace(X, shape=(3000,)))], {}, 2)
-    assert riding.size_bytes == 0
+    slot = PiggybackSlot()
+    assert slot.load([(0, "x")], {"x": job(X, torch.ones(5))}) == b""
+    slot.execute([launch(dataclasses.replace(X, shape=(3000,)))], {}, 2)
+    assert slot.size_bytes == 0
     # Where a rank has joined, none rides: it has nothing to put in.
-    riding.execute([launch(X, frozenset({1}))], {}, 2)
-    assert riding.size_bytes == 0
+    slot.execute([launch(X, frozenset({1}))], {}, 2)
+    assert slot.size_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_what_all_put_in_and_is_launched_ends(
     ]
     loads = [r.load([(3, "x")], j) for r, j in zip(ranks, jobs, strict=True)]
     exchange(ranks, loads)
-    for riding, mine in zip(ranks, jobs, strict=True):
-        rest, ended = riding.execute([launch(request)], mine, 2)
+    for slot, mine in zip(ranks, jobs, strict=True):
+        rest, ended = slot.execute([launch(request)], mine, 2)
         assert rest == []
         assert ended is mine["x"]
         result = mine["x"].handle.wait(0)
@@ -101,8 +101,8 @@ def test_different_ones_are_sent_as_if_none_had_ridden() -> None:
     loads = [ranks[0].load([(3, "x")], jobs), ranks[1].load([(4, "y")], jobs)]
     exchange(ranks, loads)
     decisions = [launch(X), launch(other)]
-    for riding in ranks:
-        assert riding.execute(decisions, jobs, 2) == (decisions, None)
+    for slot in ranks:
+        assert slot.execute(decisions, jobs, 2) == (decisions, None)
     # A rank that has nothing to put in.
     loads = [ranks[0].load([(3, "x")], jobs), ranks[1].load([], {})]
     exchange(ranks, loads)
@@ -115,9 +115,9 @@ def test_what_is_refused_or_not_launched_does_not_end() -> None:
     ranks = with_room(X)
     for decisions in ([RefuseRequest("x", "why")], []):
         jobs = {"x": job(X, torch.ones(5))}
-        exchange(ranks, [riding.load([(3, "x")], jobs) for riding in ranks])
-        for riding in ranks:
-            assert riding.execute(decisions, jobs, 2) == (decisions, None)
+        exchange(ranks, [slot.load([(3, "x")], jobs) for slot in ranks])
+        for slot in ranks:
+            assert slot.execute(decisions, jobs, 2) == (decisions, None)
         assert not jobs["x"].handle.poll()
-        for riding in ranks:
-            riding.execute([launch(X)], {}, 2)
+        for slot in ranks:
+            slot.execute([launch(X)], {}, 2)

@@ -60,7 +60,7 @@ _TICK_S = 1.0
 _CLOSE_S = 10.0
 _PRUNE_AT = 1000
 _PLACE_BYTES = 32
-_RIDERS = 4
+_MAX_TRIED = 4
 """A round may include the first of this many ready requests that fits."""
 
 
@@ -106,7 +106,7 @@ class ControlLoop(AbstractControlLoop):
         self._last_joined = -1
         self._news = False
         self._closing = False
-        self._riding = PiggybackSlot()
+        self._piggyback = PiggybackSlot()
         self._pace = Pace(options.cycle_s)
         self._stalls = StallDetector(self.ranks)
         self._notes = AbortReason(self.ranks)
@@ -392,10 +392,12 @@ class ControlLoop(AbstractControlLoop):
             self._pace.begin(began_s)
             self._news = False
             vector = self._ledger.begin()
-            added = self._riding.load(self._ledger.first_ready(_RIDERS), self._jobs)
-        agreed, rode = self.control.agree(vector, added)
-        if rode is not None:
-            self._riding.unload(rode)
+            added = self._piggyback.load(
+                self._ledger.first_ready(_MAX_TRIED), self._jobs
+            )
+        agreed, rows = self.control.agree(vector, added)
+        if rows is not None:
+            self._piggyback.unload(rows)
         room = self._ledger.announces(agreed)
         announced = None
         if room:
@@ -408,10 +410,10 @@ class ControlLoop(AbstractControlLoop):
             self._pace.end(perf_counter(), launched=bool(decisions))
         if self.observer is not None:
             self.observer.span("rounds", "negotiate", began_s, perf_counter())
-        rest, rode_along = self._riding.execute(decisions, jobs, self.ranks.size)
-        if rode_along is not None and self.observer is not None:
-            self._note_queued(rode_along)
-            name, kind = rode_along.request.name, rode_along.request.kind
+        rest, piggybacked = self._piggyback.execute(decisions, jobs, self.ranks.size)
+        if piggybacked is not None and self.observer is not None:
+            self._note_queued(piggybacked)
+            name, kind = piggybacked.request.name, piggybacked.request.kind
             self.observer.span(name, kind, began_s, perf_counter())
         self._execute(rest, jobs)
         self._launching = {}

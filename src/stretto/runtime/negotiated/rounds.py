@@ -67,16 +67,16 @@ class Control:
         self._and = options
         self._all: Any = dist.AllToAllOptions()
 
-    def agree(self, vector: bytes, riding: bytes = b"") -> tuple[bytes, Any]:
-        """Return the bitwise and of all vectors, and each rank's ``riding`` as a row.
+    def agree(self, vector: bytes, extra: bytes = b"") -> tuple[bytes, Any]:
+        """Return the bitwise and of all vectors, and each rank's ``extra`` as a row.
 
-        ``riding`` is equally long on all ranks; the rows are ``None`` if it does not
+        ``extra`` is equally long on all ranks; the rows are ``None`` if it does not
         fit.
         """
         if self._size == 1:
             return vector, None
-        if is_direct(len(vector) + len(riding), self._size):
-            rows = self._gather(vector + riding).numpy().reshape(self._size, -1)
+        if is_direct(len(vector) + len(extra), self._size):
+            rows = self._gather(vector + extra).numpy().reshape(self._size, -1)
             vectors = rows[:, : len(vector)].copy().view(numpy.int64)
             agreed = numpy.bitwise_and.reduce(vectors, axis=0)
             return bytes(agreed.tobytes()), rows[:, len(vector) :]
@@ -200,8 +200,8 @@ class PiggybackSlot:
         ended = None
         for decision in decisions:
             job = jobs.get(self._name)
-            rode = isinstance(decision, Launch) and decision.name == self._name
-            if not rode or job is None:
+            is_sent = isinstance(decision, Launch) and decision.name == self._name
+            if not is_sent or job is None:
                 rest.append(decision)
                 continue
             ended = job
