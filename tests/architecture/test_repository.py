@@ -68,6 +68,31 @@ def texts():
             yield file.relative_to(ROOT), data.decode()
 
 
+def test_ruff_reads_programs_in_python_whose_names_have_no_suffix():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
+    programs = [
+        str(file)
+        for file, text in texts()
+        if not file.suffix and re.match(r"#!.*\bpython", text)
+    ]
+    assert sorted(programs) == settings["extend-include"]
+
+
+def test_the_hook_for_language_reads_what_the_check_reads():
+    """Of a commit; the check itself reads all these folders."""
+    (pattern,) = re.findall(
+        r"id: language\n.*?files: (\S+)",
+        (ROOT / ".pre-commit-config.yaml").read_text(),
+        re.S,
+    )
+    (folders,) = re.findall(
+        r"^FOLDERS = (\(.*\))", (ROOT / "scripts/language").read_text(), re.M
+    )
+    for folder in ast.literal_eval(folders):
+        assert re.search(pattern, f"{folder}/x.py"), folder
+    assert re.search(pattern, "README.md")
+
+
 def test_documents_name_files_that_exist():
     files = [str(file) for file, _ in texts()]
     missing = [
