@@ -53,11 +53,11 @@ def measure(job: Job, folders: list[Path], rounds: int) -> dict:
                 plans[f"{folder.name}/{path.stem}"] = Plan.load(path)
     # Equal decisions of several searches share their times; DDP's is always one.
     names: dict[str, str] = {}
-    alike: dict[tuple, str] = {}
+    same: dict[tuple, str] = {}
     for name, plan in plans.items():
         decision = (plan.overlap, plan.lanes, plan.buckets)
-        names[name] = alike.setdefault(decision, name)
-    trainees = {name: job.planned(plans[name]) for name in alike.values()}
+        names[name] = same.setdefault(decision, name)
+    trainees = {name: job.planned(plans[name]) for name in same.values()}
     times = final(trainees, rounds)
     best = min(times, key=lambda name: times[name]["median_s"])
     return {

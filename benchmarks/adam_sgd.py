@@ -128,7 +128,7 @@ def linear_decay(optimizer: torch.optim.Optimizer) -> LinearDecay:
 def step_decay(
     optimizer: torch.optim.Optimizer,
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Warm up alike; a tenth from half of the steps on, a hundredth from 3/4 on."""
+    """Warm up linearly; a tenth from half of the steps on, a hundredth from 3/4 on."""
 
     def factor(step: int) -> float:
         if step < WARMUP:

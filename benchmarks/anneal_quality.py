@@ -4,7 +4,7 @@
 
 Brute force is limited to a handful of tensors; annealing has no such limit and shares
 no move with `joint`. Random instances of each size have contention, three levels of
-resource and every algorithm open. Annealing minimizes the iteration time of the same
+resource and every algorithm open. Annealing minimizes the step time of the same
 step model over all open dimensions: once from DDP's buckets, once from the plan of
 `joint` itself, so that a plan counts as good only if annealing cannot improve it
 either. Excess is the time of `joint`, without its tie-break (``robust=False``), over

@@ -1,4 +1,4 @@
-"""Random faults in one elastic job: do the others go on, equal, as the oracle trains?
+"""Random faults in one elastic job: do other ranks continue, equal, as the oracle does?
 
 A job of 3 ranks under a keeper loses a rank at random moments, sometimes two at once,
 by SIGKILL, SIGSTOP or SIGTERM, drawn from ``--seed``. Lost ranks are replaced; after

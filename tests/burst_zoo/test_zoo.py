@@ -85,7 +85,7 @@ def test_a_change_on_one_rank_is_one_error_on_all(kind: str, pool: Any) -> None:
     found = pool("zoo_check", "differ", kind)
     for outcome, value in found[:2]:
         assert outcome == "value", value
-        assert value, "the forward went on"
+        assert value, "the forward continued"
     names = {value[0] for _, value in found[:2]}
     if kind == "uncapturable":
         assert names == {"RankDisagreement", "SpecError"}

@@ -690,7 +690,7 @@ def write_without_gradients() -> nn.Module:
 
 
 class RepeatedParameters(nn.Module):
-    """Repeats each row of parameters as often as there are samples."""
+    """Repeats each row of parameters once for each sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1886,7 +1886,7 @@ BY_PLACE: dict[str, Any] = {
     "late_samples_written": _write_late_rows,
 }
 """Functions that treat a sample by its place, or by how many there are: rows of a small
-batch are alike."""
+batch are equal."""
 
 for _name, _function in BY_PLACE.items():
     CASES[_name] = Case(

@@ -109,7 +109,7 @@ FORMS: dict[str, type[TorchDDP]] = {
 
 
 def plan_of(module: nn.Module, *, buckets: int = 3, slices: int = 2) -> Plan | None:
-    """So many buckets per type of gradient; sparse gradients alone.
+    """A number of buckets per type of gradient; sparse gradients alone.
 
     ``None`` for a model without parameters to train, which DDP refuses.
     """

@@ -68,7 +68,7 @@ for job in jobs:
     with contextlib.redirect_stdout(text):
         try:
             runpy.run_path(job["path"], run_name="__main__")
-        except BaseException:  # noqa: BLE001 - told by the test, with the others
+        except BaseException:  # noqa: BLE001 - reported by the test, with the others
             error = traceback.format_exc()
     found[job["name"]] = {
         "text": text.getvalue(),

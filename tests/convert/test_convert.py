@@ -736,10 +736,10 @@ def test_the_command_ends_with_2_and_one_line_for_what_it_refuses(tmp_path):
         check=False,
     )
     lines = done.stderr.splitlines()
-    told = [x for x in lines if not x.startswith("import time:")]
+    reported = [x for x in lines if not x.startswith("import time:")]
     assert done.returncode == 2
-    assert len(told) == 1
-    assert told[0].startswith("stretto: error: t.py:1: imports tensorflow")
+    assert len(reported) == 1
+    assert reported[0].startswith("stretto: error: t.py:1: imports tensorflow")
     imported = {x.rpartition("|")[2].strip() for x in lines}
     assert "libcst" in imported
     assert "torch" not in imported

@@ -129,7 +129,7 @@ import os
 import torch
 
 def keep(outputs, seed):
-    drawn = torch.rand(1).item()  # each rank's own random numbers go on
+    drawn = torch.rand(1).item()  # each rank's own random numbers continue
     with open(f"kept{os.environ['RANK']}", "a") as file:
         file.write(f"{outputs}\\n{seed, drawn}\\n")
 """

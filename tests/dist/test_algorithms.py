@@ -1,4 +1,4 @@
-"""Plans that choose each bucket's algorithm, on four ranks told to be on two hosts."""
+"""Plans that choose each bucket's algorithm, on four ranks that count as two hosts."""
 
 from __future__ import annotations
 

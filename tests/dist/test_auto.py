@@ -42,7 +42,7 @@ def train(
 ) -> list[float]:
     """Losses of some steps, each of some micro-steps of which the last reduces.
 
-    It goes on until tuning has ``settled`` on all ranks, if that is given.
+    It continues until tuning has ``settled`` on all ranks, if that is given.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     losses = []

@@ -123,7 +123,7 @@ def exception_of_a_wide_layer(side: Side) -> None:
 
 
 def exception_then_another_backward(side: Side) -> None:
-    """The rank goes on with another backward before the next forward."""
+    """The rank runs another backward before the next forward."""
     model = deep()
     wrapped = built(side, model, APART)
     fails = Fails()

@@ -470,7 +470,7 @@ def test_a_rank_that_catches_a_refusal_continues_with_the_others(ranks: Any) -> 
 def rank_lost_while_ranks_name_a_difference(
     rank: int, size: int, kind: str
 ) -> tuple[str, str, float]:
-    """Rank 1 meets an error before it tells the others what it holds."""
+    """Rank 1 meets an error before it has sent the others what it holds."""
     from stretto.burst import refusals
     from stretto.runtime.agreement import Agreement
 

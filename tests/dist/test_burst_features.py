@@ -278,7 +278,7 @@ def rank_that_drops(rank: int, size: int) -> Facts:
             off = worst_grad(burst.module, one.module)
             found[kind] = max(found.get(kind, 0.0), off)
         again = one(data(7, 0)[0])
-        found[f"{kind} draws anew"] = worst(again, outs[0]) > 1e-3
+        found[f"{kind} draws again"] = worst(again, outs[0]) > 1e-3
         one.eval()
         found[f"{kind} drops when it trains"] = (
             worst(one(data(7, 0)[0]), outs[0]) > 1e-3
@@ -372,7 +372,7 @@ def rank_that_sets_states(rank: int, size: int) -> Facts:
             two = burst(x)
             torch.manual_seed(seed)
             found[f"{name}, {what} seeds"] = same(burst(x), one)
-            found[f"{name}, {what} seeds go on"] = same(burst(x), two)
+            found[f"{name}, {what} seeds continue"] = same(burst(x), two)
             found[f"{name}, {what} seeds differ"] = len(x) == 0 or not same(one, two)
             torch.manual_seed(seed + 100)
             other = burst(x)

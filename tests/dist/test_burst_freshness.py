@@ -207,7 +207,7 @@ def rank_of_applied_plans(_rank: int, _size: int) -> list[str]:
             backward(model)
         given = plan(net(), widths)
         found.append(said(lambda m=model, p=given: m.apply_plan(p)))
-        backward(model, 1)  # the old plan goes on
+        backward(model, 1)  # the old plan continues
         sgd(model).step()
         model.apply_plan(given)
         backward(model, 2)
@@ -235,7 +235,7 @@ def test_a_plan_applied_inside_no_sync_sends_nothing(ranks: Any) -> None:
 
 
 def rank_of_inference(_rank: int, _size: int) -> None:
-    """Evaluation in inference mode comes first, then training goes on."""
+    """Evaluation in inference mode comes first, then training continues."""
     for example in (None, (torch.zeros(2, 6),)):
         reference = net()
         burst = wrap(copy.deepcopy(reference), MIXED, example_inputs=example)

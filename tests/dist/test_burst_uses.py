@@ -439,7 +439,7 @@ def statistics_after_refresh(side: Side) -> Any:
 
 
 def another_model_over_the_module(side: Side) -> Any:
-    """A later one, with another plan, goes on after `refresh`."""
+    """A later one, with another plan, continues after `refresh`."""
     module = net()
     model = side.wrap(module)
     train(side, model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -132,7 +132,7 @@ def test_a_module_that_changes_after_wrapping_trains_as_with_ddp(ranks: Any) -> 
 
 
 def hooked(rank: int, size: int, at: int) -> tuple[bool, int]:
-    """Register a hook after so many steps; return whether losses are DDP's."""
+    """Register a hook before step ``at``; return whether losses are DDP's."""
     os.environ["STRETTO_TUNE_SCHEDULE"] = "forced"
     os.environ["STRETTO_PLAN_CACHE"] = "off"
     found = []

@@ -204,7 +204,7 @@ def test_norms_and_parameters_are_those_of_ddp(ranks: Any, size: int) -> None:
 
 
 def rank_differs(rank: int, size: int) -> list[bool]:
-    """One rank alone can't overlap, another is observed: all go on."""
+    """One rank alone can't overlap, another is observed: all continue."""
     os.environ[POISON_VARIABLE] = "1"
     found = []
     for what in ("scripted", "armed"):

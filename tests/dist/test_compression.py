@@ -248,7 +248,7 @@ def rank_that_trains(rank: int, size: int) -> dict[str, Any]:
         scales.append(scaler.get_scale())
     found["scales"] = scales
     found["weight"] = float(next(model.parameters())[0].detach())
-    # A plan made for a narrower type is carried out.
+    # A plan made for a narrower type is executed.
     model = DistributedDataParallel(net())
     workload = workload_of_model(list(net().named_parameters())[::-1])
     link = Link(latency_s=1e-5, bandwidth_bytes_per_s=1e8)

@@ -282,7 +282,7 @@ def test_the_named_foreground_writes_marks_only_while_they_are_read(
     for found in ranks(rank_beside_a_background, 2, str(tmp_path / "run"), kind):
         assert found["alone"] == 0
         assert found["beside"] == 15  # a step, a wait and its end
-        # Of this model: all its ranks count alike, whatever was trained before.
+        # Of this model: all its ranks have the same count, whatever was trained before.
         assert found["steps"] == [i for i in range(1, 6) for _ in range(3)]
         assert found["equal"]
 

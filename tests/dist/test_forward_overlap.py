@@ -554,7 +554,7 @@ def test_a_lost_rank_is_named_and_nothing_is_updated(ranks: Any) -> None:
 
 
 class Entered(nn.Module):
-    """Tells the other rank through the store that forward has come this far."""
+    """Report to the other rank through the store that forward has come this far."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Lanes in two levels, on four ranks that are told to be on two hosts."""
+"""Lanes in two levels, on four ranks that count as two hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training goes on when ranks come and go."""
+"""Training continues when ranks come and go."""
 
 from __future__ import annotations
 

@@ -74,12 +74,12 @@ def allreduce(rank: int, size: int) -> None:
         placed = mine.clone()
         assert hvd.allreduce_(placed, op=hvd.Sum) is placed
         same(placed, total)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         same(hvd.allreduce(torch.ones(2), average=False), torch.full((2,), float(size)))
         same(hvd.allreduce(torch.ones(2), average=True), torch.ones(2))
-    assert [w.category for w in told] == [DeprecationWarning] * 2
-    assert {w.filename for w in told} == {__file__}
+    assert [w.category for w in warned] == [DeprecationWarning] * 2
+    assert {w.filename for w in warned} == {__file__}
 
 
 def shapes(rank: int, size: int) -> None:

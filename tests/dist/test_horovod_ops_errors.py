@@ -1,4 +1,4 @@
-"""What fails, on which ranks and how, and that all goes on after it."""
+"""What fails, on which ranks and how, and that all continues after it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def own_mistakes(rank: int, size: int) -> None:
 
 
 def names_twice(rank: int, size: int) -> None:
-    """The second of a name under way fails where it is called, the first goes on."""
+    """The second of a name under way fails where it is called, the first continues."""
     for start in (
         lambda: hvd.allreduce_async(torch.ones(2), name="twice"),
         lambda: hvd.allgather_async(torch.ones(2), name="twice"),
@@ -168,9 +168,9 @@ def errors(rank: int, size: int) -> list[str]:
 def test_what_differs_fails_on_all_ranks_with_one_text(ranks: Ranks, size: int) -> None:
     found = ranks(errors, size, timeout_s=100)
     assert all(texts == found[0] for texts in found)
-    told = "\n".join(found[0])
+    logged = "\n".join(found[0])
     for word in ("shapes", "dtypes", "reductions", "root ranks", "prescale", "rank 1"):
-        assert word in told
+        assert word in logged
 
 
 def leaves(rank: int, size: int) -> Any:
@@ -193,10 +193,10 @@ def test_a_rank_that_leaves_fails_what_others_wait_for(ranks: Ranks) -> None:
 
 
 def waits(rank: int, size: int) -> Any:
-    """A rank that does not come: told, then an error, in the times that are set."""
-    told: list[str] = []
+    """A rank that does not come: a line in the log and an error, at the times set."""
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
+    handler.emit = lambda record: logged.append(record.getMessage())
     logging.getLogger("stretto").addHandler(handler)
     os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "0.5"
     os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "2"
@@ -212,14 +212,14 @@ def waits(rank: int, size: int) -> Any:
         time.sleep(6)
     took_s = time.perf_counter() - begin_s
     hvd.shutdown()
-    return text, told, took_s
+    return text, logged, took_s
 
 
 def test_a_rank_that_never_comes_is_reported_then_fails(ranks: Ranks) -> None:
-    text, told, took_s = ranks(waits, 2, timeout_s=60)[0]
+    text, logged, took_s = ranks(waits, 2, timeout_s=60)[0]
     assert "'allreduce.late'" in text
     assert "rank 1" in text
-    assert any("'allreduce.late'" in line and "rank 1" in line for line in told)
+    assert any("'allreduce.late'" in line and "rank 1" in line for line in logged)
     assert took_s < 25
 
 

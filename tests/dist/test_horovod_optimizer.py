@@ -100,7 +100,7 @@ def _trains(rank: int, size: int) -> None:
 
 
 class _Doubled:
-    """Somebody's own compressor."""
+    """A user's own compressor."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -396,7 +396,7 @@ def _protests(rank: int, size: int) -> None:
             schedule.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
 
-    # Nothing holds an optimizer that is let go of; its model stays usable.
+    # Nothing holds an optimizer that is released; its model stays usable.
     gone = weakref.ref(optimizer._reducer)
     del optimizer, plain, schedule, scaler
     gc.collect()

@@ -98,7 +98,7 @@ def submit(
 
 
 def rank_of_programs(rank: int, size: int, seed: int) -> int:
-    """Run one random program; all ranks draw it alike, but submit in own orders."""
+    """Run one random program; all ranks draw the same, but submit in own orders."""
     shared, own = random.Random(seed), random.Random(1000 * seed + rank)
     hvd.init(process_sets="dynamic")
     sets: list[hvd.ProcessSet] = [hvd.global_process_set]

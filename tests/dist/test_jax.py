@@ -405,7 +405,7 @@ def result_unused(rank: int, size: int) -> list[float]:
 
 
 def an_error_between(rank: int, size: int) -> tuple[str, str, float]:
-    """Rank 1's step ends in mid-backward; both ranks go on with the next."""
+    """Rank 1's step ends in mid-backward; both ranks continue with the next."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import io_callback

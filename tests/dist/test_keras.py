@@ -299,7 +299,7 @@ def same_class(rank: int, size: int) -> list[bool]:
 
 
 def saved(rank: int, size: int) -> list[bool]:
-    """A file loads without stretto, and goes on with all ranks."""
+    """A file loads without stretto, and continues on all ranks."""
     import tempfile
 
     import keras

@@ -37,7 +37,7 @@ def net(widths: tuple[int, ...] = (12, 30, 20, 3)) -> nn.Module:
 
 
 class Forked(nn.Module):
-    """Uses the branches it is told to use, in the order it is told."""
+    """Uses the branches that it is given, in their order."""
 
     def __init__(self, branches: int = 4) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Trap(torch.autograd.Function):
 
 
 def _error_in_backward(rank: int) -> list[str]:
-    """First on one rank, which the other is told; then on both."""
+    """First on one rank, of which the other learns; then on both."""
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
 
     class Trapped(nn.Module):

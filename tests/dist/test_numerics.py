@@ -126,7 +126,7 @@ def rank_that_warns(rank: int, size: int) -> dict[str, Any]:
     model(ones(NAN, 0)).backward()
     model(ones(NAN, 0)).backward()
     found["off"] = list(lines.lines)
-    # A warning goes on, and comes ever more rarely while nothing changes.
+    # A warning is repeated, and comes ever more rarely while nothing changes.
     model = build(size, nan="warn")
     for _ in range(9):
         model(ones(NAN, 0) if rank else ones()).backward()
@@ -140,7 +140,7 @@ def rank_that_warns(rank: int, size: int) -> dict[str, Any]:
     model(ones(1e6, 1)).backward()
     found["wire"] = list(lines.lines)
     lines.lines.clear()
-    # A new plan goes on counting; finite values whose sum overflows are no finding.
+    # A new plan continues counting; finite values whose sum overflows are no finding.
     model = build(size, nan="raise")
     model(ones()).backward()
     model.apply_plan(given_plan(size, lanes=2))
@@ -159,7 +159,7 @@ def rank_that_warns(rank: int, size: int) -> dict[str, Any]:
         model(ones()).backward()
     except NumericsError as exc:
         found["no_sync"] = str(exc)
-    # A GradScaler finds its scale within the patience, and then one is told.
+    # A GradScaler finds its scale within the patience, and then one is reported.
     model = build(size, nan="raise", patience=3, wire="float16")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -1,4 +1,4 @@
-"""Every planner's plan, carried out, against PyTorch's DDP."""
+"""Every planner's plan, executed, against PyTorch's DDP."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def recorded_by_hand(rank: int, size: int) -> dict[str, Any]:
 
 
 class Counting(AbstractStepObserver):
-    """Counts what it is told."""
+    """Counts what is reported to it."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -154,14 +154,14 @@ def calls_when_off(size: int) -> dict[str, Any]:
     train(model, 1)
     counting.calls = 0
     observed = calls_in_a_step(model)
-    told = counting.calls
+    counts = counting.calls
     model.observe(None)
     train(model, 3)
     off = calls_in_a_step(model)
     hooks = [len(model._forward_hooks), len(model._forward_pre_hooks)] + [
         len(p._post_accumulate_grad_hooks or {}) for p in model.parameters()
     ]
-    return {"calls": (never, observed, off), "told": told, "hooks": hooks}
+    return {"calls": (never, observed, off), "counts": counts, "hooks": hooks}
 
 
 def calls_in_a_step(model: nn.Module) -> list[str]:
@@ -287,4 +287,4 @@ def test_a_model_that_is_observed_no_longer_calls_what_one_never_observed_does(
 def test_an_observer_is_called_for_each_event(found: list[dict[str, Any]]) -> None:
     # forward and backward each begin and end, computation ends, 4 gradients,
     # 2 buckets, 3 slices.
-    assert [row["told"] for row in found] == [5 + 4 + 2 + 3] * 3
+    assert [row["counts"] for row in found] == [5 + 4 + 2 + 3] * 3

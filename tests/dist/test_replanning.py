@@ -320,7 +320,7 @@ def rank_is_a_ddp(rank: int, size: int) -> dict[str, bool]:
     found["copy"] = copied.plan == plan
     copied(torch.randn(8, 12)).sum().backward()
     # A rank alone reduces nothing, by no plan.
-    found["copy carries out"] = size == 1 or [
+    found["copy executes"] = size == 1 or [
         r.tensors for r in copied._planned.schedules
     ] == [b.tensors for b in plan.buckets]
     with model.join():

@@ -1,4 +1,4 @@
-"""A job that was stopped goes on from its snapshot as if it had not been."""
+"""A job that was stopped continues from its snapshot as if it had not been."""
 
 from __future__ import annotations
 

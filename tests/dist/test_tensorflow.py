@@ -465,7 +465,7 @@ def built_optimizer(keras: Any) -> Any:
 
 
 def an_error_between(rank: int, size: int) -> list[Any]:
-    """A step that one rank leaves half done is an error on the other; all go on."""
+    """A step that one rank leaves half done is an error on the other; all continue."""
     import tensorflow as tf
 
     import stretto.horovod.tensorflow as hvd

@@ -166,7 +166,7 @@ def blind(rank: int, size: int) -> Any:
     )
     ours, settled, _model = tuned(rank, options)
     ours.until(settled)
-    # Rank 0 searches and tells of it.
+    # Rank 0 searches and logs it.
     tried = [e.values for e in settled[0].record.events if e.what == "tried"]
     return [t["key"] for t in tried], {t["technique"] for t in tried}
 
@@ -344,7 +344,7 @@ def joins(rank: int, size: int) -> dict[str, Any]:
         ours.steps(4 + 2 * rank)
     during = model.plan is before
     # PyTorch leaves a model marked as joining when the context ends, and so do we.
-    ours.number = 6  # alike on both ranks again
+    ours.number = 6  # equal on both ranks again
     ours.steps(5)
     return {"during": during, "settled": len(settled), "steps": len(ours.losses)}
 

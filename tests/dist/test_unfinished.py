@@ -1,4 +1,4 @@
-"""Runs that end before tuning has settled: what stays, and how the next one goes on."""
+"""Runs that end before tuning has settled: what stays, and what the next one does."""
 
 from __future__ import annotations
 
@@ -283,11 +283,11 @@ def test_a_script_that_ends_in_an_error_keeps_what_is_known(tmp_path: Path) -> N
             break
     assert done.returncode == 1, done.stderr
     assert "RuntimeError: the disk is full" in done.stderr
-    told = [line for line in done.stderr.splitlines() if "had not settled" in line]
-    assert len(told) == 1, done.stderr
+    logged = [line for line in done.stderr.splitlines() if "had not settled" in line]
+    assert len(logged) == 1, done.stderr
     steps = int(done.stdout)
-    assert f"not settled after {steps} steps; " in told[0]
-    assert told[0].endswith(f"this is in {plan}")
+    assert f"not settled after {steps} steps; " in logged[0]
+    assert logged[0].endswith(f"this is in {plan}")
     (entry,) = PlanCache(memory, strict=True).all()
     assert isinstance(entry, CachedPlan)
     assert entry.unfinished_steps == steps

@@ -26,7 +26,7 @@ BRANCHES = 7
 
 
 class Gated(nn.Module):
-    """Sums those of its branches that it is told to use."""
+    """Sums those of its branches that it is given."""
 
     def __init__(self) -> None:
         super().__init__()

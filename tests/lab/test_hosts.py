@@ -102,7 +102,7 @@ time.sleep(0.5)
 )
 def test_root_without_capabilities_uses_a_user_namespace(lab):
     # As in a container that allows user namespaces. Without CAP_SETFCAP the kernel
-    # lets nobody map user 0.
+    # lets no process map user 0.
     if shutil.which("setpriv") is None:
         pytest.skip("setpriv is needed to give up rights")
     bare = ["setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all"]

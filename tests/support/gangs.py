@@ -50,7 +50,7 @@ def train(gang: Any, model: nn.Module, steps: int, slow_s: float = 0.0) -> list[
 
 
 def say_claimed(step: int) -> None:
-    """Let the ranks in `wait_for_claim` go on: this rank holds a micro-batch."""
+    """Let the ranks in `wait_for_claim` continue: this rank holds a micro-batch."""
     dist.distributed_c10d._get_default_store().set(f"claimed in {step}", b"")
 
 

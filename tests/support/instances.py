@@ -50,7 +50,7 @@ def workload_of_model(
 
 
 def one_link(link: Link, **more: Any) -> Cluster:
-    """Two hosts of one rank, unless ``more`` says otherwise; all links are alike."""
+    """Two hosts of one rank, unless ``more`` says otherwise; all links are equal."""
     figures = {
         "name": "c",
         "hosts": 2,

@@ -31,7 +31,7 @@ def rows(file: str) -> dict[int, list[tuple]]:
             continue  # the artifact separates its runs by lines of their own
         kind, options, batch, shape, total, forward, _ = match.groups()
         shape = tuple(int(n) for n in shape.split(","))
-        # The total is rounded, both parts are cut off: the total tells more.
+        # The total is rounded, both parts are cut off: the total is more exact.
         backward_s = max(0.0, float(total) / 1e3 - int(forward) / 1e6)
         row = (kind, json.loads(options), shape, int(forward) / 1e6, backward_s)
         found.setdefault(int(batch), []).append(row)

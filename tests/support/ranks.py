@@ -1,6 +1,6 @@
 """Starts Gloo ranks as processes on loopback and gathers what they return.
 
-A test passes a function of its own module; every rank loads that file anew, joins a
+A test passes a function of its own module; every rank loads that file again, joins a
 process group and calls it. Ranks are forked from servers that have imported torch
 (`rank_process.py`). Timeouts count from when all ranks have started.
 """

@@ -622,7 +622,7 @@ INTERRUPTED = ("lease.py", "exclusive.py", "board.py", "contextlib.py")
 
 
 def interrupted_at(number, call):
-    """Interrupt a call at one of these points; return whether there are so many."""
+    """Interrupt a call at one of these points; return whether there is such a point."""
     left = itertools.count(number, -1)
 
     def trace(frame, event, _arg):

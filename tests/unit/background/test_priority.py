@@ -47,7 +47,7 @@ if len(sys.argv) > 2:
 
 
 def lowered(methods, *, foreground=0, session=True, keep=False, cgroup=None):
-    """What a process of its own finds; with its process if it goes on."""
+    """What a process of its own finds; with its process if it continues."""
     process = subprocess.Popen(
         [sys.executable, "-c", LOWER, json.dumps([methods, foreground])]
         + ["stay"] * keep,

@@ -78,7 +78,7 @@ class Stops(Doubles):
 
 
 class Halves(torch.autograd.Function):
-    """Halves the gradient if told so."""
+    """Halves the gradient if asked to."""
 
     @staticmethod
     def forward(ctx, x, is_half):

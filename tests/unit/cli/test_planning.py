@@ -240,7 +240,7 @@ def test_simulate_scales_over_ranks(files, tmp_path) -> None:
         "simulate", *files, "--plan", plan_file, "--ranks", "16", "--json"
     )
     assert code == 0
-    # DDP's buckets do not depend on the cluster: planning anew gives the same.
+    # DDP's buckets do not depend on the cluster: planning again gives the same.
     assert json.loads(fixed)["scaling"] == rows[2:3]
     code, out, _ = call("simulate", *files, "--planner", "ddp", "--ranks", "2,16")
     assert code == 0

@@ -38,7 +38,7 @@ def test_a_job_of_a_silent_host_starts_elsewhere_after_the_fence_only(world):
     assert (job, 1) in first.supervisors
     first.fail("cut", 1e9)
     world.advance(6.0, 6)
-    assert world.ledger.job(job).attempt == 1  # it goes on if the host returns
+    assert world.ledger.job(job).attempt == 1  # it continues if the host returns
     world.advance(LIMITS.watchdog_s, 40)
     assert not any(s.lives for s in first.supervisors.values())
     world.advance(LIMITS.margin_s + 2, 10)

@@ -61,7 +61,7 @@ def waiting(cluster: Cluster, folder: Path) -> str:
 
 
 def finish(cluster: Cluster, folder: Path, name: str) -> None:
-    """Check that the job was not disturbed, and goes on to its end."""
+    """Check that the job was not disturbed, and continues to its end."""
     (folder / "go").touch()
     found = cluster.await_state(name, "done")
     assert found["attempt"] == 1

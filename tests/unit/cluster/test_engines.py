@@ -963,7 +963,7 @@ def test_a_silent_hosts_job_starts_elsewhere_and_never_runs_twice(
             )
         (tmp_path / "go").touch()
         end = found.await_state(name, "done")
-        # On a machine that stands still for that time there are more attempts.
+        # On a machine that stops for that time there are more attempts.
         assert end["attempt"] >= 2
         assert end["failures"] == 0
         assert not (tmp_path / "twice").exists()

@@ -76,7 +76,7 @@ def test_tables_are_the_fold_of_events(world, store):
 
 
 def test_events_of_a_job_are_read_without_the_others(world, store, monkeypatch):
-    # The coordinator answers nobody else meanwhile, and hosts count as lost.
+    # The coordinator answers no other request meanwhile, and hosts count as lost.
     name, *_ = busy(world)
     expected = [event for event in store.events() if event.job == name]
     decoded = []

@@ -515,7 +515,7 @@ def test_a_reset_watchdog_keeps_the_attempt(folder: Path) -> None:
     for _ in range(15):
         agent.send(do="reset", until_s=now_s() + 1.0)
         time.sleep(0.1)
-    # On a machine that stood still for a second the watchdog may have fired.
+    # On a machine that stopped for a second the watchdog may have fired.
     assert agent.event("ended")["code"] in (4, None)
 
 
@@ -619,7 +619,7 @@ def test_single_processes_come_and_go_with_their_devices(folder: Path) -> None:
     agent.send(do="use", devices=["cpu:1", "cpu:3"])
     assert agent.event("using")["devices"] == ["cpu:1", "cpu:3"]
     await_file(folder / "on-cpu:3")
-    assert not (folder / "on-cpu:1").exists()  # it went on, and did not start again
+    assert not (folder / "on-cpu:1").exists()  # it continued, and did not start again
 
 
 @pytest.mark.parametrize("gang", ["none", "claims"])

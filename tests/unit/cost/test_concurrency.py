@@ -65,7 +65,7 @@ def test_more_flows_never_speed_one_up_and_never_exceed_the_link(cluster, num):
 def test_the_best_total_is_the_most_that_any_number_reaches(cluster, share):
     rates = flow_rates(cluster)
     cap = rates.alone_bytes_per_s * share
-    # So many flows fill the link at the rate of one alone, and the list of gamma ends.
+    # This many flows fill the link at the rate of one alone; the list of gamma ends.
     enough = math.ceil(rates.link_bytes_per_s / rates.alone_bytes_per_s) + 50
     for flow_cap in (None, cap):
         totals = [

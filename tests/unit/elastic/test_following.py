@@ -48,7 +48,7 @@ class KeeperOfTwoViews:
         self._thread = threading.Thread(target=self._on_view, args=(self.newest,))
         self._thread.start()
         group = self._on_view.__self__._group
-        while not group.has_ended:  # it goes on until the group is built
+        while not group.has_ended:  # it continues until the group is built
             time.sleep(0.001)
 
     def _view(self, generation: int, *ids: int) -> View:

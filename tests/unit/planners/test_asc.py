@@ -97,7 +97,7 @@ def test_gradients_that_never_meet_need_one_lane(make_workload, unit_cluster) ->
 
 
 PUBLISHED = {
-    # Iteration time and groups, from published a, b and gamma = 1.5.
+    # Step time and groups, from published a, b and gamma = 1.5.
     "resnet152": (0.499, 4),
     "densenet201": (0.230, 3),
     "inception-v4": (0.364, 3),

@@ -146,7 +146,7 @@ def test_a_chart_has_a_logarithmic_axis_and_labels_apart() -> None:
     assert at["256"] - at["64"] == pytest.approx(
         (at["256"] - at["17"]) * 2 / math.log2(256 / 17), abs=0.1
     )
-    assert "16" not in at  # it would stand on the 17
+    assert "16" not in at  # it would overlap the 17
     names = [t for t in root.iter(f"{SVG}text") if "method" in (t.text or "")]
     heights = sorted(float(t.get("y", 0)) for t in names)
     assert len(heights) == 8

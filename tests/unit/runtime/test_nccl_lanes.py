@@ -113,8 +113,8 @@ def test_lanes_after_nccls_first_collective_log_the_order_once(device, caplog):
     assert not caplog.messages
     lanes.lane(1)
     lanes.lane(2)
-    (told,) = caplog.messages
-    assert f"Start with {LAUNCH_ORDER}=1" in told
+    (logged,) = caplog.messages
+    assert f"Start with {LAUNCH_ORDER}=1" in logged
     assert LAUNCH_ORDER not in os.environ
 
 

@@ -33,8 +33,8 @@ def test_the_environment_comes_first_then_ones_own_file_then_the_systems():
 @pytest.mark.parametrize("name", nccl_settings.CTA_VARIABLES)
 def test_what_overrides_a_plans_ctas_is_refused_or_logged(name):
     found = settings(**{name: "8"})
-    (told,) = nccl_settings.check_settings(found, sets_ctas=False)
-    assert f"{name}=8 in the environment" in told
+    (warning,) = nccl_settings.check_settings(found, sets_ctas=False)
+    assert f"{name}=8 in the environment" in warning
     with pytest.raises(PlanMismatch, match=rf"{name}=8 in the environment .*unset"):
         nccl_settings.check_settings(found, sets_ctas=True)
 

@@ -66,17 +66,17 @@ class Simulated:
         self.vectors = {}
         rooms = {ledger.announces(agreed) for ledger in self.ledgers}
         assert len(rooms) == 1, "ranks disagree on whether descriptions follow"
-        told = None
+        announced = None
         if room := rooms.pop():
-            told = [ledger.announcement() for ledger in self.ledgers]
-            assert max(map(len, told)) <= room
-        found = [ledger.finish(agreed, told) for ledger in self.ledgers]
+            announced = [ledger.announcement() for ledger in self.ledgers]
+            assert max(map(len, announced)) <= room
+        found = [ledger.finish(agreed, announced) for ledger in self.ledgers]
         assert all(decisions == found[0] for decisions in found)
         self.log += found[0]
         return found[0]
 
     def settle(self, most: int = 50) -> list:
-        """Rounds until no rank can go on; the last ones bring nothing."""
+        """Rounds until no rank can continue; the last ones bring nothing."""
         decisions = []
         for _ in range(most):
             waiting = [r for r in range(len(self.ledgers)) if self.may_enter(r)]
@@ -102,7 +102,7 @@ def test_any_order_ends_with_one_launch_order_and_every_element_sent_once(
     ranks = Simulated(size, known)
     shapes = {f"t{i}": chance.randrange(0, 300) for i in range(count)}
     for block in range(blocks):
-        # Shapes may change from block to block, on all ranks alike.
+        # Shapes may change from block to block, the same on all ranks.
         if chance.random() < 0.3:
             name = chance.choice(list(shapes))
             shapes[name] = chance.randrange(0, 300)
@@ -161,7 +161,7 @@ def test_what_differs_fails_on_every_rank_and_nothing_else_is_held_up(
     names = [f"t{i}" for i in range(6)]
     for _ in range(3):
         odd = set(chance.sample(names, chance.randrange(3)))
-        # On one rank another shape; it is told whatever was known before.
+        # On one rank another shape; it is announced whatever was known before.
         who = chance.randrange(size)
         left = [chance.sample(names, len(names)) for _ in range(size)]
         begin = len(ranks.log)
@@ -223,9 +223,11 @@ def test_a_known_name_takes_one_round_and_no_descriptions() -> None:
         agreed = reduce(lambda a, b: bytes(map(int.__and__, a, b)), vectors)
         room = ranks.ledgers[0].announces(agreed)
         assert (room > 0) == (again == 0)
-        told = [ledger.announcement() for ledger in ranks.ledgers] if room else None
+        announced = (
+            [ledger.announcement() for ledger in ranks.ledgers] if room else None
+        )
         for ledger in ranks.ledgers:
-            (launch,) = ledger.finish(agreed, told)
+            (launch,) = ledger.finish(agreed, announced)
             assert launch.name == "x"
 
 
@@ -394,7 +396,7 @@ class InSequence:
         self.at = ""
         self.left = 0
 
-    def may_go_on(self) -> bool:
+    def may_continue(self) -> bool:
         return bool(self.left or (self.places and not self.at))
 
     def go_on(self) -> None:
@@ -454,12 +456,12 @@ def test_ranks_conflict_where_their_sequences_differ_and_nowhere_else(
         for rank, ledger in enumerate(ranks.ledgers)
     ]
     while True:
-        actions = [("go on", r) for r in range(size) if walks[r].may_go_on()]
+        actions = [("continue", r) for r in range(size) if walks[r].may_continue()]
         actions += [("enter", r) for r in range(size) if ranks.may_enter(r)]
         if not actions:
             break
         action, rank = chance.choice(actions)
-        if action == "go on":
+        if action == "continue":
             walks[rank].go_on()
             continue
         decisions = ranks.enter(rank) or []

@@ -71,7 +71,7 @@ def make_ranks(
     timeout_s: float = 20.0,
     store: Any = None,
 ) -> list[Ranks]:
-    """Ranks 10, 11, ... in this process, each of which is told of by a process."""
+    """Ranks 10, 11, ... in this process, each of which a process reports."""
     store = dist.HashStore() if store is None else store
     found = []
     for rank in range(size):
@@ -107,7 +107,7 @@ def test_a_process_is_known_by_its_start_and_its_host(processes: Processes) -> N
     while state_of(other) is ProcessState.RUNS and time.perf_counter() < deadline:
         time.sleep(0.01)
     assert state_of(other) is ProcessState.STOPPED
-    processes.kill(0)  # nobody has waited for it: a zombie
+    processes.kill(0)  # no process has waited for it: a zombie
     assert state_of(other) is ProcessState.ENDED
     processes.running[0].wait()
     assert state_of(other) is ProcessState.ENDED

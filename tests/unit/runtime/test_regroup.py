@@ -87,7 +87,7 @@ model = stretto.DistributedDataParallel(torch.nn.Linear(2, 2), plan="ddp")
 group = MemberGroup(model, host="127.0.0.1")
 threading.Timer(1.0, group.end, (1,)).start()
 try:
-    group.enter(1, 0, 2, group.address)  # nobody else comes
+    group.enter(1, 0, 2, group.address)  # no other rank comes
 except RuntimeError:
     group.built()
     group.enter(2, 0, 1, group.address)

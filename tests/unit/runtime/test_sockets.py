@@ -46,7 +46,7 @@ def test_only_a_lanes_own_connections_are_its() -> None:
         lane = socket.create_server(("127.0.0.1", 0))
         peer = socket.create_connection(lane.getsockname())
         accepted, _ = lane.accept()
-        # What comes at the same time: somebody asks a server of this process, and
+        # What comes at the same time: a client asks a server of this process, and
         # another rank connects to the store.
         client = socket.create_connection(server.getsockname())
         served, _ = server.accept()

@@ -9,7 +9,7 @@ from stretto.runtime.static_graph import GradientCounts, unsupported
 
 
 def counted(*uses: int) -> dict[str, int]:
-    """Return the counts of parameters with so many gradients in one iteration."""
+    """Return the counts of parameters by number of gradients in one iteration."""
     parameters = [(f"p{i}", nn.Parameter(torch.ones(1))) for i in range(len(uses))]
     counts = GradientCounts(parameters)
     counts.begin()

@@ -1,4 +1,4 @@
-"""What a value must be, whoever builds it."""
+"""What a value must be, wherever it is built."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ BROKEN = {
         lambda: Link(latency_s=0.0, bandwidth_bytes_per_s=0.0),
         ".bandwidth_bytes_per_s",
     ),
-    "a flow that stands still": (
+    "a flow that never moves": (
         lambda: Link(**LINK, stream_bytes_per_s=0.0),
         ".stream_bytes_per_s",
     ),

@@ -256,11 +256,13 @@ def test_names_of_lanes_do_not_matter(flows, names):
 @given(some_flows(loads=True, capped=False), st.floats(0.2, 1.0))
 def test_equal_flows_are_shared_as_any_others(flows, cap):
     # A cap that differs beyond every rate in reach takes the general way.
-    alike = [replace(f, cap_bytes_per_s=cap, idle_cap_bytes_per_s=cap) for f in flows]
+    constant = [
+        replace(f, cap_bytes_per_s=cap, idle_cap_bytes_per_s=cap) for f in flows
+    ]
     other = flow(lane=99, ready_work_s=8.0, cap_bytes_per_s=cap / 2, wire_bytes=0.0)
     args = {"work_s": 8.0, "work_rate": slowed}
     shared = [link(1.0, [1.0, 0.9, 0.3])]
-    one, two = run(alike, shared, **args), run([*alike, other], shared, **args)
+    one, two = run(constant, shared, **args), run([*constant, other], shared, **args)
     assert two.end_s[:-1] == pytest.approx(one.end_s, rel=1e-12)
 
 
@@ -308,7 +310,7 @@ def test_max_min_leaves_no_flow_that_could_have_more(data, num_links, num_flows)
         assert total <= capacity * (1 + 1e-9)
     for rate, cap, on in zip(rates, caps, crossed, strict=True):
         assert rate <= cap
-        # Either at its cap, or on a full link where nobody has more.
+        # Either at its cap, or on a full link where no flow has more.
         held = rate >= cap * (1 - 1e-9) or any(
             used[i] >= capacities[i] * (1 - 1e-9)
             and all(

@@ -82,7 +82,7 @@ def test_mixed_start_up_is_the_printed_recursion(case):
     ready = [0.0, *(work.tensors[end - 1].ready_s for end in ends)]
     contention = on.contention
     compute = [max(0.0, after - before) for before, after in pairwise(ready)]
-    # Backward may go on behind the last gradient: a last group of no bytes.
+    # Backward may continue behind the last gradient: a last group of no bytes.
     compute.append(work.backward_s - ready[-1])
     sizes = [
         sum(t.bytes for t in work.tensors[first:last])

@@ -76,6 +76,6 @@ def test_what_it_does_not_know_is_refused(data):
         with pytest.raises(SpecError, match="cannot be replayed: simulate it"):
             prepared(work, on, other)
     assume(work.total_bytes)
-    alike = tuple(replace(b, resource=9999) for b in plan.buckets)
+    uniform = tuple(replace(b, resource=9999) for b in plan.buckets)
     with pytest.raises(SpecError, match="resource must be one of"):
-        prepared(work, on, replace(plan, buckets=alike))
+        prepared(work, on, replace(plan, buckets=uniform))

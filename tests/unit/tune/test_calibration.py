@@ -231,7 +231,7 @@ def test_the_search_leaves_hardly_more_than_an_exhaustive_one(
         # noise comes to.
         assert cost <= least + 1
         ratios.append((cost + 0.05) / (least + 0.05))
-        # And what it says of plans that nobody tried is as near the truth.
+        # And what it says of plans that were not tried is as near the truth.
         theirs = fmean(errors(space, scaled(workload, cluster, best), model))
         better.append(theirs - fmean(errors(space, changed, model)))
     assert sum(ratio <= 1.05 for ratio in ratios) >= 0.85 * len(ratios)

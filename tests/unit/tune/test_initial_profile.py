@@ -47,7 +47,7 @@ LINK, TOTAL = 125.0, 20 * 2**20
 
 
 def bulk(flow: float, lanes: int, noise: float = 1.0) -> CollectiveSample:
-    """Gradients of 20 MiB over lanes of so many MB/s on a link of 125 MB/s."""
+    """Gradients of 20 MiB over lanes of the given MB/s on a link of 125 MB/s."""
     rate = min(flow, LINK / lanes) * MB
     return sample(TOTAL // lanes, lanes, noise * (0.002 + 1.5 * TOTAL / lanes / rate))
 

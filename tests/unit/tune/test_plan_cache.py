@@ -287,7 +287,7 @@ def test_a_file_from_before_unfinished_plans_is_read_as_it_is_and_then_widened(
     found = memory.exact(early.job)
     assert found is not None
     assert found.unfinished_steps == 7
-    # The earlier stretto goes on with the same file, and what it settles is settled.
+    # The earlier stretto continues with the same file, and what it settles is settled.
     earlier_stretto_settles("sha256:2")
     found = memory.exact(early.job)
     assert found is not None

@@ -110,7 +110,7 @@ def test_the_best_so_far_needs_three_counted_steps(profile: ProfileResult) -> No
     steps(search, 0.05, 0.05)
     assert best_so_far(search) is best
     short = search_of(profile)
-    steps(short, 0.01, 0.01, 0.01)  # the trial goes on, for its steps are short
+    steps(short, 0.01, 0.01, 0.01)  # the trial continues, for its steps are short
     assert short.incumbent is None
     best = best_so_far(short)
     assert best is not None

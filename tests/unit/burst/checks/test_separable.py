@@ -1,4 +1,4 @@
-"""Optimizers that read several parameters together are told from others."""
+"""Optimizers that read several parameters together are distinguished from others."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_burst_is_never_behind_batch_optimal_nor_that_behind_weak_or_strong(vgg)
             if n in speedups
         )
     assert rows[0].methods["strong"].speedup == pytest.approx(1.0)
-    # Beyond so many GPUs as samples strong scaling gains nothing more.
+    # Beyond as many GPUs as samples strong scaling gains nothing more.
     assert rows[3].methods["strong"].speedup == pytest.approx(
         rows[4].methods["strong"].speedup
     )
