@@ -228,7 +228,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             check_options(nan, nan_patience)
             _check_timeout(timeout_s)
             require_observer(record)
-            _check_name("lane_backend", lane_backend)
+            _check_lane_backend(lane_backend)
         except StrettoError as exc:
             # It still meets the other ranks, so that none of them waits.
             trouble = trouble or exc
@@ -732,14 +732,18 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         self._stand_alone()
 
 
-def _check_name(name: str, value: object) -> None:
-    """Require a text, or None.
+def _check_lane_backend(value: object) -> None:
+    """Require the name of a backend, or None.
 
     Raises:
         SpecError: it is something else.
     """
     if value is not None and not isinstance(value, str):
-        raise SpecError(f"{name} must be a name or None, got {value!r}")
+        raise SpecError(
+            f"lane_backend must be a name or None, got {value!r}: make a backend of "
+            "your own known by stretto.runtime.backends.register(backend) on every "
+            "rank, and pass its name."
+        )
 
 
 def _check_count(name: str, value: object) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.errors import PlanMismatch
+from stretto.errors import PlanMismatch, SpecError
 from stretto.runtime import ddp
 from stretto.runtime.plan_binding import parameter_rows, schedules_of
 from support.plans import plan_in_turn
@@ -79,6 +79,11 @@ def test_two_levels_are_refused_where_tensors_are_not_on_the_cpu(backend: str) -
 
 class NoGroup:
     """Stands for a group that must not be asked for its backends."""
+
+
+def test_an_object_as_lane_backend_is_refused_with_how_to_make_it_known() -> None:
+    with pytest.raises(SpecError, match=r"backends\.register\(backend\) on every rank"):
+        ddp._check_lane_backend(object())
 
 
 def test_gloo_converts_on_the_cpu_only() -> None:
