@@ -25,7 +25,7 @@ test-frameworks: setup  ## what needs JAX, TensorFlow or Keras, in an environmen
 check: setup  ## style, types, import directions
 	@scripts/check
 
-bench: setup  ## the figures of benchmarks/README.md, into benchmarks/results/
+bench: setup  ## the benchmarks with a star in benchmarks/README.md, into benchmarks/results/
 	@scripts/packages
 	@scripts/bench $(ARGS)
 
