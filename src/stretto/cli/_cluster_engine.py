@@ -82,7 +82,8 @@ _MAX_DEVICES = 1024
     "--policy",
     default="fifo",
     show_default=True,
-    help="Decides which jobs run where, see `stretto cluster simulate`.",
+    help=f"Decides which jobs run where: {', '.join(registry.NAMES)}, or that of an "
+    "installed package; `stretto cluster simulate` compares them.",
 )
 @click.option(
     "--watchdog",

@@ -7,6 +7,7 @@ import click
 from stretto.cli import _planning
 from stretto.cli._outputs import OutputCommand, writable
 from stretto.cli._values import Real, Whole
+from stretto.cluster.policies import registry
 
 
 @click.command(cls=OutputCommand, name="simulate")
@@ -16,7 +17,8 @@ from stretto.cli._values import Real, Whole
     "policies",
     default="fifo,partition,deeppool",
     show_default=True,
-    help="Policies, separated by commas.",
+    help=f"Policies, separated by commas: {', '.join(registry.NAMES)}, or those of "
+    "installed packages.",
 )
 @click.option("--gpus", type=Whole(1, 100_000), required=True, help="GPUs to simulate.")
 @click.option(
@@ -82,7 +84,6 @@ def simulate_command(
     TRACE is Philly's JSON, or a CSV file of Helios, PAI 2020 (its task table) or
     Alibaba spot-gpu 2026. Traces name no models, so each job is a model of the zoo.
     """
-    from stretto.cluster.policies import registry
     from stretto.cluster.replay import ReplayOptions, replay
     from stretto.cluster.traces import load_trace
     from stretto.report.cluster import policies_table, save_policies

@@ -27,7 +27,7 @@ _PLANNER_OPTIONS = {
     "cap_bytes": (
         "--cap",
         Size(least=1),
-        "ddp: limit of a bucket, for instance 25MiB.",
+        "ddp: limit of a bucket.  [default: 25MiB]",
     ),
     "first_cap_bytes": (
         "--first-cap",
@@ -37,19 +37,29 @@ _PLANNER_OPTIONS = {
     "fusion_bytes": (
         "--fusion-buffer",
         Size(least=1),
-        "horovod, dear: size of the fusion buffer.",
+        "horovod, dear: size of the fusion buffer.  [default: horovod 64MiB, dear the "
+        "best power of two from 1MiB to 128MiB]",
     ),
     "cycle_s": (
         "--cycle-ms",
         Real(min=0, min_open=True),
-        "horovod: milliseconds of a cycle.",
+        "horovod: milliseconds of a cycle.  [default: 5]",
     ),
-    "unit_bytes": ("--unit", Size(least=1), "aiacc: size of a unit."),
-    "lanes": ("--lanes", Whole(min=1), "aiacc: number of lanes."),
+    "unit_bytes": (
+        "--unit",
+        Size(least=1),
+        "aiacc: size of a unit.  [default: the best of 1, 4, 16 and 64MiB]",
+    ),
+    "lanes": (
+        "--lanes",
+        Whole(min=1),
+        "aiacc: number of lanes.  [default: the best up to --max-lanes]",
+    ),
     "max_lanes": (
         "--max-lanes",
         Whole(min=1),
-        "joint, aiacc, exhaustive: largest number of lanes of a plan.",
+        "joint, aiacc, exhaustive: largest number of lanes of a plan.  [default: 8, "
+        "exhaustive 2]",
     ),
     "max_groups": (
         "--groups",
@@ -59,7 +69,8 @@ _PLANNER_OPTIONS = {
     "chunks": (
         "--chunks",
         Whole(min=1),
-        "libra, libra-m: chunks of backward (Z) for the searches grid and literal.",
+        "libra, libra-m: chunks of backward (Z) for the searches grid and literal.  "
+        "[default: grid four per tensor (libra-m: per bucket), literal 150]",
     ),
     "search": (
         "--search",
@@ -81,8 +92,9 @@ _PLANNER_OPTIONS = {
         click.STRING,
         (
             "joint, exhaustive: dimensions to search: all, or some of "
-            f"{','.join(DIMS)}. Default: {','.join(RUNNABLE_DIMS)}. The runtime "
-            "executes these and forward."
+            f"{','.join(DIMS)}. The runtime executes the default ones in every job, "
+            "and resource; forward with `stretto run --overlap`; of algorithm what "
+            f"--algorithms says.  [default: {','.join(RUNNABLE_DIMS)}]"
         ),
     ),
     "algorithms": (
@@ -90,14 +102,16 @@ _PLANNER_OPTIONS = {
         click.STRING,
         (
             "joint, exhaustive: algorithms to choose from, bucket by bucket: some of "
-            f"{','.join(ALGORITHMS)}. The runtime executes ring and, with several "
-            "ranks on each of several hosts, hierarchical."
+            f"{','.join(ALGORITHMS)}. Opens the dimension algorithm. The runtime "
+            "executes ring and, on Gloo with several ranks on each of several hosts, "
+            "hierarchical.  [default: all of them, once algorithm is searched]"
         ),
     ),
     "time_limit_s": (
         "--time-limit",
         Real(min=0, min_open=True),
-        "joint: seconds after which the search returns the best plan so far.",
+        "joint: seconds after which the search returns the best plan so far.  "
+        "[default: no limit]",
     ),
     "robust": (
         "--robust/--fastest",
@@ -110,22 +124,41 @@ _PLANNER_OPTIONS = {
 }
 
 
+def planner_help(text: str) -> str:
+    """Return the help of an option that names a planner."""
+    return (
+        f"{text}: {', '.join(planners.NAMES)}, exhaustive (for tiny jobs), or that of "
+        "an installed package."
+    )
+
+
 def planner_options(command: _Command) -> _Command:
     """Add the options of every planner to a command, under the planners' own names."""
     for name, (flag, kind, text) in reversed(_PLANNER_OPTIONS.items()):
         command = click.option(flag, name, type=kind, default=None, help=text)(command)
     for name in reversed(DIMS):
         text = f"joint, exhaustive: do not search the dimension {name}."
+        if name not in RUNNABLE_DIMS:
+            text += " By default it is not searched: use this with --dims all."
         command = click.option(f"--no-{name}", is_flag=True, help=text)(command)
     return command
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the planner options given on the command line, in SI units."""
+    """Return the planner options given on the command line, in SI units.
+
+    Raises:
+        click.UsageError: Options contradict each other.
+    """
     chosen = {k: v for k, v in options.items() if v is not None}
     if "cycle_s" in chosen:
         chosen["cycle_s"] /= 1e3
     closed = [name for name in DIMS if chosen.pop(f"no_{name}", False)]
+    if "algorithm" in closed and "algorithms" in chosen:
+        raise click.UsageError(
+            "--no-algorithm closes the dimension that --algorithms opens: pass one of "
+            "them"
+        )
     if closed:
         names = chosen.get("dims", ",".join(RUNNABLE_DIMS))
         names = DIMS if names == "all" else names.split(",")

@@ -22,8 +22,10 @@ SCALED = ("ddp", "mg-wfbp", "fusion", "joint")
 @click.option(
     "--ranks",
     type=WholeNumbers(),
-    help=("Plan for these numbers of ranks too, such as 16,64,2048, with: ")
-    + ", ".join(SCALED),
+    help=(
+        "Also plan for these numbers of ranks, such as 16,64,2048, with these "
+        f"planners: {', '.join(SCALED)}."
+    ),
 )
 @click.option(
     "--report",
@@ -36,7 +38,10 @@ SCALED = ("ddp", "mg-wfbp", "fusion", "joint")
     "others",
     multiple=True,
     metavar="NAME",
-    help="Compare this planner too, for instance an installed package's (repeatable).",
+    help=(
+        "Also compare this planner, for instance exhaustive or an installed package's "
+        "(repeatable)."
+    ),
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
 @click.option(

@@ -64,9 +64,9 @@ def command(
 ) -> None:
     """Turn SCRIPT (or a notebook), written for one device, into a distributed one.
 
-    Shows the changes as a unified diff, and lists with the lines of SCRIPT what was
-    done, what could not be decided and what is good to know. Code that is not
-    understood is refused. Converting a converted script changes nothing.
+    Shows the changes as a unified diff, and lists, with the lines of SCRIPT, what was
+    changed, what you must decide, and notes. Code that is not understood is refused.
+    Converting a converted script changes nothing.
     """
     choices = Choices(
         target=Target(target),

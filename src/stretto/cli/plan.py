@@ -19,7 +19,7 @@ from stretto.schema import NARROWER, Cluster, Workload
     "--planner",
     default="joint",
     show_default=True,
-    help="Planner: one of stretto's, or an installed package's.",
+    help=_planning.planner_help("Planner"),
 )
 @plan_output
 @click.option(

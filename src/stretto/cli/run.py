@@ -120,7 +120,10 @@ def _torchrun_options() -> dict[str, argparse.Action]:
     "--cluster", metavar="FILE", help="Save the measured cluster to this file."
 )
 @click.option(
-    "--trace", metavar="FILE", help="Save a measured step's timeline to this file."
+    "--trace",
+    metavar="FILE",
+    help="Save eight measured steps of all ranks, after tuning has settled, as a "
+    "timeline to this file.",
 )
 @click.option("--report", metavar="FILE", help="Save an HTML report to this file.")
 @click.option(

@@ -23,7 +23,7 @@ from stretto.schema import Cluster, Plan, Workload
     "names",
     multiple=True,
     metavar="NAME",
-    help="Simulate this planner's plan (repeatable).",
+    help=_planning.planner_help("Simulate this planner's plan (repeatable)"),
 )
 @click.option(
     "--ranks",

@@ -338,6 +338,12 @@ def test_a_plan_shows_algorithms_where_they_differ(files) -> None:
     assert "algorithm" not in plain
 
 
+def test_closing_the_dimension_that_an_option_opens_is_wrong_input(files) -> None:
+    code, _, error = call("plan", *files, "--algorithms", "ring", "--no-algorithm")
+    assert code == 2
+    assert "pass one of them" in error
+
+
 def test_an_unknown_dimension_is_wrong_input(files) -> None:
     code, _, error = call("plan", *files, "--dims", "fusion,speed")
     assert code == 2
