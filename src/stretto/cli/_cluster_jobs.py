@@ -80,7 +80,9 @@ def _user() -> str:
 
 
 @click.command(name="list")
-@click.option("--all", "shows_all", is_flag=True, help="Jobs that have ended, too.")
+@click.option(
+    "--all", "shows_all", is_flag=True, help="Also list jobs that have ended."
+)
 @in_folder
 @as_json
 def list_command(shows_all: bool, folders: Folders, is_json: bool) -> None:

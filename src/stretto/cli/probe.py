@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 @click.option(
     "--contention/--no-contention",
     default=True,
-    help="Measure computation beside communication, too.",
+    help="Also measure computation beside communication.",
 )
 @click.option(
     "--resources",
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     help="Number of hosts.  [default: counted by host name]",
 )
 @click.option(
-    "--json", "as_json", is_flag=True, help=("Print the cluster on stdout, too.")
+    "--json", "as_json", is_flag=True, help="Also print the cluster on stdout."
 )
 def command(
     output: Path | None,

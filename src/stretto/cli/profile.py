@@ -75,7 +75,7 @@ _ONE_RANK = {
     ),
 )
 @click.option(
-    "--json", "as_json", is_flag=True, help=("Print the workload on stdout, too.")
+    "--json", "as_json", is_flag=True, help="Also print the workload on stdout."
 )
 @click.argument("script", type=click.Path(path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
