@@ -32,6 +32,7 @@ from _record import on_time, spread, store
 from stretto import zoo
 from stretto.cluster import engine_local
 from stretto.cluster.folders import Folders, Settings
+from stretto.cost import cluster_at
 from stretto.cost.burst import BurstNetwork
 from stretto.planners.burst.plan import same_width
 from stretto.planners.burst.problem import BurstProblem
@@ -45,7 +46,6 @@ from stretto.schema.job import (
     GpuRange,
     Job,
 )
-from stretto.sim.scaling import cluster_at
 
 DEVICES, BATCH, LIMIT, BACKGROUNDS = 4, 16, 1.5, 4
 TASK_S = 0.004

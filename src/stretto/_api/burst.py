@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from stretto.cost import cluster_at
 from stretto.cost.burst import DEEPPOOL, BurstNetwork
 from stretto.cost.burst_times import updated as updated
 from stretto.errors import SpecError
@@ -16,7 +17,6 @@ from stretto.planners.burst.scaling import scaling
 from stretto.planners.burst.simulated import NEAR_RATIO as NEAR_RATIO
 from stretto.planners.burst.simulated import plan_on as plan_on
 from stretto.planners.burst.simulated import simulate as simulate
-from stretto.sim.scaling import cluster_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -17,6 +17,7 @@ from stretto.cluster.folders import Folders
 from stretto.cluster.part_spec import write_json
 from stretto.cluster.views import BURST, DATA_PARALLEL, Speed, Speeds
 from stretto.cluster.wire import data_of, plain_data
+from stretto.cost import cluster_at
 from stretto.cost.burst import BurstNetwork
 from stretto.errors import Infeasible, SpecError, StrettoError
 from stretto.planners.burst.plan import same_width
@@ -27,7 +28,6 @@ from stretto.schema.burst import BurstPlan, LayerProfile
 from stretto.schema.collocation import Collocation
 from stretto.schema.job import Job
 from stretto.sim.collocation import collocate
-from stretto.sim.scaling import cluster_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

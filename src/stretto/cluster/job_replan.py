@@ -16,6 +16,7 @@ from stretto.cluster import processes
 from stretto.cluster.job_plans import NETWORK
 from stretto.cluster.part_spec import write_json
 from stretto.cluster.replanning import PlanPrediction
+from stretto.cost import cluster_at
 from stretto.cost.burst import BurstNetwork
 from stretto.cost.burst_times import updated
 from stretto.errors import StrettoError
@@ -23,7 +24,6 @@ from stretto.planners.burst.problem import BurstProblem
 from stretto.planners.burst.simulated import plan_on, simulate
 from stretto.schema import Cluster, codec
 from stretto.schema.burst import BurstPlan, LayerProfile, LayerTiming
-from stretto.sim.scaling import cluster_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -14,9 +14,9 @@ Both share links by `fair`. Tests compare each with the other, and with
 `stretto.testing.libra_stages` for one lane.
 
 Beside them: `bounds`, `forward_bounds`, `certificate` and `scope` (what no plan can
-beat), `scaling` (steps over numbers of ranks), `burst` with `_burst_script` (steps of
-burst plans), `sample_layout` (which rank has which samples in them), and `collocation`
-(such a step with a background job beside each rank).
+beat), `scaling` (steps over numbers of ranks, for programs), `burst` with
+`_burst_script` (steps of burst plans), `sample_layout` (which rank has which samples in
+them), and `collocation` (such a step with a background job beside each rank).
 """
 
 from stretto.sim.bounds import LowerBound, lower_bound

@@ -2,6 +2,7 @@
 
 The number of ranks affects a step only through a collective's start-up and the bytes it
 puts on the wire, so a point of the table costs one simulated step whatever its ranks.
+It is for programs; no command calls it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from stretto.errors import SpecError
+from stretto.cost import cluster_at
 from stretto.schema import Plan
 from stretto.sim.bounds import lower_bound
 from stretto.sim.forward_bounds import forward_bound_s, halves_bound_s
@@ -40,29 +41,6 @@ class StepOnRanks:
 
     efficiency_ratio: float
     """Computation alone / step: throughput per rank relative to one rank's."""
-
-
-def cluster_at(cluster: Cluster, ranks: int) -> Cluster:
-    """Return the cluster with another number of ranks: more or fewer hosts.
-
-    Fewer ranks than a host has become one host with that many. On one host nothing
-    crosses the network, so figures fitted between hosts (``allreduce``,
-    ``concurrency``) are left out.
-
-    Raises:
-        SpecError: the ranks do not fill hosts.
-    """
-    per_host = min(ranks, cluster.ranks_per_host)
-    if ranks < 1 or ranks % per_host:
-        raise SpecError(
-            f"ranks must fill whole hosts of {cluster.ranks_per_host}, or a part of "
-            f"one; got {ranks}",
-            place=".ranks",
-        )
-    resized = replace(cluster, hosts=ranks // per_host, ranks_per_host=per_host)
-    if resized.hosts == 1 < cluster.hosts:
-        resized = replace(resized, allreduce=None, concurrency=None)
-    return resized
 
 
 def doubling_ranks(cluster: Cluster, *, max_ranks: int = MAX_RANKS) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,15 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.cost import ring_all_reduce_s
-from stretto.errors import SpecError
 from stretto.schema import (
-    AllReduceFit,
     Cluster,
-    Concurrency,
     Link,
 )
 from stretto.sim import simulate_step
-from stretto.sim.scaling import cluster_at, doubling_ranks, scaling
+from stretto.sim.scaling import doubling_ranks, scaling
 from stretto.testing import strategies as own
 from support.instances import workload_of
 
@@ -101,24 +97,3 @@ def test_a_plan_may_be_made_for_every_number_of_ranks():
 
 def one_tensor():
     return workload_of([(4096, 0.2)], dtype="float32", forward_s=0.1)
-
-
-def test_on_one_host_the_networks_fit_does_not_count():
-    on = cluster(
-        ranks_per_host=4,
-        allreduce=AllReduceFit(startup_s=1.0, s_per_byte=1e-6, ranks=32),
-        concurrency=Concurrency(gamma=(1.0, 2.0)),
-    )
-    within = cluster_at(on, 4)
-    assert (within.hosts, within.ranks_per_host) == (1, 4)
-    assert within.allreduce is within.concurrency is None
-    assert cluster_at(on, 2).ranks == 2
-    across = cluster_at(on, 8)
-    assert across == replace(on, hosts=2)
-
-
-def test_ranks_that_do_not_fill_hosts_are_named():
-    with pytest.raises(SpecError, match="whole hosts of 4, or a part of one; got 6"):
-        cluster_at(cluster(ranks_per_host=4), 6)
-    with pytest.raises(SpecError, match="got 0"):
-        cluster_at(cluster(), 0)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from stretto import zoo
-from stretto.cost import all_reduce_s
+from stretto.cost import all_reduce_s, cluster_at
 from stretto.cost.fit import check_capacity
 from stretto.errors import Infeasible, SpecError
 from stretto.planners.base import LinearCost
 from stretto.planners.fusion import FusionProblem
 from stretto.planners.mg_wfbp import greedy_ends
 from stretto.schema import Cluster, Workload
-from stretto.sim.scaling import cluster_at
 
 ASC = LinearCost(startup_s=1.4e-3, s_per_byte=1.7e-9)
 
