@@ -17,15 +17,33 @@ imports torch. It needs LibCST, which the extra ``stretto[convert]`` installs.
   `_optimizers`) and their models (with `_parameter_owners` and `_modules`),
   `_batch_loops` the loops and their loaders (with
   `_step_calls`).
-- Stages: `_models`, `_part_names`, `_free_tensors`, `_held_models`, `_buffers`,
-  `_unwrapping`, `_freezing`, `_unused`, `_prepared` and `_second_backward` (the model),
-  `_loaders`, `_collate`, `_batch`, `_loader_sizes`, `_passes` and `_whole_passes` (its
-  data), `_numbers`, `_loop_sums`, `_sample_loops`, `_classify`, `_losses`,
-  `_rank_values`, `_divided` and `_rank_value_notes` (numbers of one rank), `_replicas`
-  (what makes models differ: `_changed_parameters`, `_gradient_hooks`, `_rank_settings`
-  and `_rank_decisions`, which `_rank_sources`, `_trained_parts` and `_replica_notes`
-  serve), `_display`, `_file_names` and `_file_reads` (output and files), `_device`,
-  `_setup` and `_support` (the ranks, and inserted functions), and `_advice`.
+- Stages, which `_script` calls: `_models`, `_unwrapping` and `_second_backward` (the
+  model), `_loaders`, `_batch`, `_loader_sizes`, `_passes` and `_whole_passes` (its
+  data), `_numbers`, `_sample_loops` and `_rank_values` (numbers of one rank),
+  `_replicas` (what makes models differ), `_display`, `_file_names` and `_file_reads`
+  (output and files), `_device`, `_setup` and `_support` (the ranks, and inserted
+  functions), and `_advice`.
+- Parts of one stage: `_models` has `_part_names`, `_free_tensors`, `_held_models`,
+  `_buffers`, `_freezing`, `_unused` and `_prepared`; `_rank_values` has
+  `_rank_value_notes`. `_replicas` has `_changed_parameters`, `_gradient_hooks`,
+  `_rank_settings` and `_rank_decisions`, which `_rank_sources`, `_trained_parts` and
+  `_replica_notes` serve.
+
+Shared by stages:
+
+- `_loop_sums`: what a loop adds up (for `_numbers`, `_sample_loops` and
+  `_whole_passes`).
+- `_classify`: whether a rank's number is a mean over its samples, or a sum (for
+  `_numbers` and `_rank_values`).
+- `_losses`: whether a loss is a mean over samples, or a sum (for `_numbers` and
+  `_classify`).
+- `_divided`: loops over loaders that are divided among ranks (for `_rank_values` and
+  `_loader_sizes`).
+- `_collate`: a ``collate_fn`` that makes batches of uneven parts (for `_loaders` and
+  `_proof`).
+
+Beside the stages:
+
 - `_proof` shows which losses are means over samples, by computing with values that say
   how a number depends on a batch.
 - `_horovod` and `_already_distributed` convert scripts that are distributed already.

@@ -1,8 +1,9 @@
-"""Give what runs outside of the steps the batches of all ranks.
+"""Keep loaders whole for code outside of training steps.
 
-A divided loader gives each rank its part of a batch. In a step that is what the tensors
-hold. But a first batch, whose size or mean a script takes before its loops, or a pass
-for statistics, must be those of one process: there each rank goes through all samples.
+A divided loader gives each rank its part of each batch, which is right in a training
+step. A script may also read a first batch before its loops, for its size or its mean,
+or go through all batches for statistics. The results must equal those of one process,
+so there each rank reads all samples. Called by `stretto.convert._script`.
 """
 
 from __future__ import annotations
