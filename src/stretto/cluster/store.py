@@ -1,4 +1,6 @@
-"""The events of a cluster in SQLite, and tables of what they amount to.
+"""Store a cluster's events in SQLite, with tables of the state that they give.
+
+Called by `stretto.cluster.server` and `stretto.cluster.engine_local`.
 
 `events` is the truth: it is only appended to, except that old reports of steps are
 removed (`step_thinning`), which nothing follows from. `jobs`, `attempts` and `devices`

@@ -1,4 +1,7 @@
-"""The rows that a state amounts to, for readers of a store."""
+"""Convert a cluster's state to rows of SQLite tables.
+
+Called by `stretto.cluster.store`.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ backward, over the negotiated engine, while XLA computes.
 - `operations`: other collectives, in and outside of `jit`; `ranks`: init, rank, size.
 - `refusals`: what a reduction can't be within.
 - `xla_options`: `compile_options`, for programs that use none of these.
-- `callbacks`: the seam to XLA.
+- `callbacks`: Python functions that XLA calls in a computation (for `gradients`,
+  `operations` and `tags`).
 """
 
 from stretto.horovod.reduce_ops import Average, Max, Min, Product, Sum

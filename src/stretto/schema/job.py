@@ -1,4 +1,7 @@
-"""A job of a cluster: data only. Its command is a list, never a line of a shell."""
+"""What users submit to a cluster: a job, its command and the devices that it needs.
+
+The command is a list of arguments, which no shell interprets.
+"""
 
 from __future__ import annotations
 

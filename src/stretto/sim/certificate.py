@@ -1,6 +1,6 @@
-"""Lower bounds by linear programming, where computation and communication slow each
-other: the trade-off that the closed forms of `stretto.sim.bounds` do not cover.
+"""Bound a step by linear programming, where sending and computing slow each other.
 
+That trade-off is one that the closed forms of `stretto.sim.bounds` do not cover.
 Called by `stretto.sim.bounds`, which also limits rates by `max_bytes_per_s`.
 """
 

@@ -1,4 +1,4 @@
-"""ASC-WFBP's rules: the slips of the print, Theorem 1's counterexample, the tables."""
+"""ASC-WFBP's rules: errors in the printed algorithm, a counterexample, and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Search classes and functions of installed packages for holders, once per process.
+"""Search installed packages for holders, once per process.
+
+A holder is an object in which code can keep a value after a call, such as a module's
+dictionary, a class, a list or a variable of a closure. Called by
+`stretto.burst.tracing.cache_search`.
 
 A program that imports a large package leads to thousands of its classes. They are
 searched at the first capture. Later ones compare the entries found then with those

@@ -5,7 +5,8 @@
 - `tape`: `DistributedGradientTape`; `optimizer`: `DistributedOptimizer`; both on
   `gradients`, which sends them during backward.
 - `sync_batch_norm`: its layer; `keras`: Horovod's names for Keras.
-- `host_calls`: the seam to TensorFlow; `refused`: names that are not provided.
+- `host_calls`: Python functions called from a graph (shared); `refused`: names that
+  are not provided.
 """
 
 from stretto.horovod.exceptions import HorovodInternalError

@@ -1,4 +1,4 @@
-"""The seam to TensorFlow: calls from a graph to this process.
+"""Call Python functions of this process from a TensorFlow graph.
 
 In a `tf.function` a call is a stateful operation. TensorFlow runs these in program
 order, which is the same on all ranks, where gradients become ready in an order that
