@@ -6,7 +6,7 @@ and `pacing` decide when a task starts, by the loss that `paired_steps` finds;
 background's side and `foreground` the foreground's; `named_device` and `script_leases`
 open them for scripts, and `interrupts` ends a script's lease at Ctrl-C.
 `background_statistics` and `pair_measurement` are what a background reports, and
-`child_processes` what it has started (for `lease`). `program_change` leaves devices at
+`child_processes` what it has started. `program_change` leaves devices at
 ``exec``. `step_reports` counts the steps of a cluster's job. Only a device,
 `script_leases` and `step_reports` import torch.
 """

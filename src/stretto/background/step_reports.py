@@ -1,6 +1,7 @@
 """Count the optimizer's steps where a cluster's supervisor reads them.
 
-Called in each rank, by `named_device` for a model and by `stretto.script` for a script.
+Called in each rank, by `stretto.background.named_device` for a model and by
+`stretto.script` for a script.
 `stretto.cluster.step_reports` is the supervisor's side.
 """
 

@@ -1,8 +1,8 @@
 """Burst parallelism for real models: their layers, measured times, and training.
 
 `tracing` turns a module into layers; `profiling` measures them; `BurstParallel` trains
-them, and `checks` compare the ranks. Unless a line says otherwise, `executor` owns what
-a file defines, as one of its `parts`.
+them, and `checks` compare the ranks. Unless a line says otherwise, only `executor` and
+`parts`, which constructs what it owns, import a file.
 
 The model:
 
@@ -11,44 +11,48 @@ The model:
 - `plan_follower`: set a model up, and keep it on its plan, modes and parameters.
 - `plan_change`: bring parameters to other ranks: refreshes and changes of plan.
 - `requested_plans`: plans that a cluster requests while the model trains.
-- `requirements`: what a module, a plan and a call must be.
-- `ownership`: which ranks run which layer.
-- `schedule`: what a rank does in a forward, computed once per plan (for `captures`
-  and `forward_exchange`).
-- `graph`: capture a module (for `captures`, and the public function).
-- `captures`: a model's captures for its modes and values.
+- `requirements`: what a module, a plan and a call must be (shared).
+- `ownership`: which ranks run which layer (for `plan_follower` too).
+- `schedule`: what a rank does in a forward, computed once per plan (shared).
+- `graph`: capture a module (for `captures` and `profiling`, and programs).
+- `captures`: a model's captures for its modes and values (for `backward_pass` too).
 
 A step:
 
-- `forward_exchange`: the numbers that ranks exchange and compare at a forward's start.
+- `forward_exchange`: the numbers that ranks exchange and compare at a forward's start
+  (for `profiling` too).
 - `forward`: run each layer on this rank, with moves in between.
-- `activation_transfer`: the moves and their way back (for `forward` too).
-- `boundary`: weigh gradients where they enter and leave the model.
+- `activation_transfer`: the moves and their way back (for `forward` and `profiling`
+  too).
+- `boundary`: weigh gradients where they enter and leave the model (shared).
 - `backward_pass`: a backward, from its first gradient to its last.
 - `gradient_sync`: add a layer's gradients over its ranks (for `plan_follower`
   and `backward_pass`).
-- `shadows`: keep gradients that bypass the layers apart.
+- `shadows`: keep gradients that bypass the layers apart (for `backward_pass` too).
 - `reach`: the parameters that a backward reaches (for `backward_pass`).
 - `gathered_outputs`: find losses on outputs gathered from uneven ranks (for
   `torch_seam`).
-- `held_activations`: find losses on activations that hooks kept.
-- `hooks`: call the program's hooks as one process would.
-- `norm`, `dropout`: statistics and masks of the whole batch, in layers (for `forward`).
-- `timings`: what a rank's step consists of.
+- `held_activations`: find losses on activations that hooks kept (for
+  `gathered_outputs` and `torch_seam` too).
+- `hooks`: call the program's hooks as one process would (shared).
+- `norm`: statistics of the whole batch, in layers (for `forward` and `requirements`).
+- `dropout`: masks of the whole batch, in layers (for `forward` and `schedule`).
+- `timings`: what a rank's step consists of (for `forward` and `profiling` too).
 
 Ranks:
 
-- `rank_groups`: connections, among all ranks and among a layer's.
+- `rank_groups`: connections, among all ranks and among a layer's (shared).
 - `rank_meeting`: agree before anything is built or sent.
-- `refusals`: inform ranks that wait for one that raised (for `rank_groups`).
+- `refusals`: inform ranks that wait for one that raised (for `rank_groups`,
+  `backward_pass` and `checks`).
 - `parameters`: send parameters, gradients and optimizer states between ranks (for
   `plan_follower` and `plan_change`).
-- `memory`: values as bytes (for `parameters`, `activation_transfer`, `tracing` and
-  `checks`).
+- `memory`: values as bytes (shared).
 
 PyTorch's functions:
 
-- `torch_calls`: joined over the ranks for burst models, installed once per process.
+- `torch_calls`: joined over the ranks for burst models, installed once per process
+  (for `backward_pass` and `plan_follower` too).
 - `torch_seam`: a model as `torch_calls` sees it.
 """
 

@@ -1,13 +1,14 @@
 """Measure a job and a network.
 
-- `backward`: a model's workload from real steps (for the tuner and, of an unmodified
-  script, for `script`); `hook_warnings`: no warning of its hooks; `clocks`: the host's
-  clock or a device's; `steady`: whether measurements agree.
-- `network`: times of all-reduces (for probes).
+- `backward`: a model's workload from real steps (for `script` and `tune`, and
+  programs); `hook_warnings`: no warning of its hooks (for `backward`); `clocks`: the
+  host's clock or a device's (shared); `steady`: whether measurements agree (shared).
+- `script`: the workload of an unmodified script (for `cli.profile`).
+- `network`: times of all-reduces (shared).
 - `contention`: the loop that reads contention, by `beside` (real collectives) or
   `synthetic` (a device without peers); `load`: the computation.
-- `emulated`: a model that waits (for replays); `others`: other programs' use of the
-  processors (for the demo).
+- `emulated`: a model that waits (for `_api.replaying`); `others`: other programs' use
+  of the processors (for `demo`).
 """
 
 from stretto.measure.backward import ObservedStep, StepObserver, profile_model

@@ -5,7 +5,7 @@
 - `single`, `wfbp`, `ddp`, `horovod`, `mg_wfbp`, `fusion`, `asc_wfbp`, `libra`,
   `libra_m`, `aiacc`, `dear`, `joint`, `exhaustive`: one method each; `joint` is the
   default and `exhaustive` an oracle for tests.
-- `_coarse` and `_orders`: smaller workloads, and orders of tensors (for searches).
+- `_coarse` and `_orders`: smaller workloads, and orders of tensors, for searches.
 - `_joint` and `_libra`: the searches of these planners; `burst`: plans of the GPUs of
   each layer.
 """

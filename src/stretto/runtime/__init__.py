@@ -11,7 +11,8 @@
 - `ranks`, `store` and `agreement` are how ranks meet; `presence` and `failure` how lost
   ranks are found and named. `after_backward`, `weak_call`, `time_limit`, `sockets`,
   `waits` and `quiesce` serve them.
-- `regroup` makes the groups of a new membership (`stretto.members`).
+- `regroup`: make the default group of a new membership (for `elastic.training` and
+  `horovod.torch.regrouping`).
 - `backends` open lanes, `negotiated` is the engine for any order, `forward` overlaps
   communication with the next forward, and `recording` records steps. `exchange` reduces
   NumPy arrays on the engine and `reduction_rounds` number these reductions, for

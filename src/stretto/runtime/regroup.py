@@ -1,5 +1,8 @@
 """The default process group of one membership after another, in one process.
 
+Called by `stretto.elastic.training` and `stretto.horovod.torch.regrouping`. The
+memberships are those of `stretto.members`.
+
 # Note [What a lost rank leaves behind]
 Gloo reports a lost rank only to its neighbors; everyone else waits for the timeout.
 So when a membership ends, every rank shuts down the sockets of its lanes, of its

@@ -1,7 +1,8 @@
 """Lower bounds in closed form that no plan can beat whose step ends with its sends.
 
-Called by `stretto.sim.scope` for a family of plans, and by `stretto.sim.scaling`. Those
-of plans that send during the next forward are in `stretto.sim.forward_bounds`.
+Called by `stretto.sim.scope` for a family of plans, by `stretto.sim.scaling`, and by
+`stretto.sim.forward_bounds`, which has those of plans that send during the next
+forward.
 """
 
 from __future__ import annotations

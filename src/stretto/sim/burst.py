@@ -10,7 +10,7 @@ what packets lose to one another. Calls and copies count if the profile has thei
 
 It has events of its own: `stretto.sim.engine` has one track of work, and here every
 rank computes, waits and slows the others. Called by
-`stretto.planners.burst.simulated`.
+`stretto.planners.burst.simulated` and `stretto.planners.burst.collocated`.
 """
 
 from __future__ import annotations

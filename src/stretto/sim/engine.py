@@ -5,8 +5,8 @@ work reaches a point where flows become ready or where it must wait for some, wo
 a flow's start-up ends, a flow's last byte is sent. Simultaneous flows are processed in
 the order of their index, so equal inputs give equal runs.
 
-This is the reference for everything faster. Called by `stretto.sim.step`, by
-`stretto.sim.forward`, and by tests of the step model.
+This is the reference for everything faster. Called by `stretto.sim.step` and
+`stretto.sim.forward`, for flows that `stretto.sim.flows` makes, and by tests.
 """
 
 from __future__ import annotations

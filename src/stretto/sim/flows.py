@@ -1,8 +1,8 @@
 """Convert a plan to flows for the event engine, and its outcome to spans.
 
 Called by `stretto.sim.step` and `stretto.sim.forward`, which run the engine, and by
-`stretto.sim.replay`, which keeps a plan's flows for the step model. Caps and levels are
-also read by `stretto.sim.network`.
+`stretto.sim.replay`, which keeps a plan's flows for the step model. Called by
+`stretto.sim.network` for caps and levels, and by `stretto.testing.libra_stages`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The library imports none of this package.
 
 - Suites: `planner_suite` and `technique_suite` make `checks`; `backends` starts the
   ranks of `_backend_cases`, which use `_backend_bench`.
-- Instances: `strategies` (for Hypothesis), `instances` (small jobs and networks),
+- Instances: `strategies` (of Hypothesis), `instances` (small jobs and networks),
   `models` (known models), `programs` (random training programs), and `soak` (a training
   run that plans again and again).
 - `libra_stages` computes LIBRA's stages as printed, an oracle for its planner.

@@ -1,6 +1,6 @@
 """Devices that a foreground and a background share: one contract, one module each.
 
-- `base`: the contract, for `lease` and `foreground`.
+- `base`: the contract, which `lease` and `foreground` call.
 - `cpu`: processors, with `priority`; `cuda`: GPUs; `exclusive`: an emulated device.
 """
 

@@ -5,7 +5,8 @@
   ``strong``, ``weak`` and ``batch-optimal``.
 - `partition`: a part of the devices for each role; `deeppool`: burst plans, with
   backgrounds beside them.
-- `offers`: ranks beside which a background may run (for `deeppool`).
+- `offers`: ranks beside which a background may run (for `deeppool` and
+  `engine_sim`).
 """
 
 from stretto.cluster.policies.base import (

@@ -3,7 +3,7 @@
 - `base`: the interface; `registry`: techniques by name, with those of installed
   packages.
 - `predicted`, `coordinate`: the default search; `aiacc`: AIACC-Training's, and the
-  bandit that chooses among all (for `stretto.tune.search`).
+  bandit that chooses among all (shared).
 """
 
 from stretto.tune.techniques.aiacc import (
