@@ -1,4 +1,9 @@
-"""Process groups whose collectives a program has written itself, as DDP takes them."""
+"""Process groups whose collectives a program has written itself.
+
+stretto's DDP sends all buckets through such a group, with the gradients and the number
+of all-reduces of PyTorch's DDP, logs once per model that it keeps DDP's rule, and
+refuses a plan.
+"""
 
 from __future__ import annotations
 

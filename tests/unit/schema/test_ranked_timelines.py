@@ -1,3 +1,5 @@
+"""Timelines of several ranks in one trace file: written, read again, and refused."""
+
 from __future__ import annotations
 
 import json

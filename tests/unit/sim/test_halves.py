@@ -1,3 +1,5 @@
+"""Steps by DeAR's halves: their period, its bound, and where forward waits."""
+
 from __future__ import annotations
 
 from dataclasses import replace
