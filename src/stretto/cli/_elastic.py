@@ -120,7 +120,9 @@ def elastic_job(
                 "ranks that each host begins with"
             )
         ranks = most
-    if nodes == 1 and not hosts and not least <= ranks <= most:
+    # As with torchrun, one host needs no address, whatever its other options.
+    meets = nodes > 1 or not hosts.keys().isdisjoint(_ADDRESSES)
+    if not meets and not least <= ranks <= most:
         raise SpecError(f"--nproc-per-node {ranks} is not within --elastic {elastic}")
     if not 1 <= ranks <= most:
         raise SpecError(f"--nproc-per-node {ranks} is more than --elastic {elastic}")
@@ -129,10 +131,13 @@ def elastic_job(
         ranks=ranks,
         min_ranks=least,
         max_ranks=most,
-        meeting=_meeting(hosts, nodes) if hosts else None,
+        meeting=_meeting(hosts, nodes) if meets else None,
         local_rank=0 if place is None or ranks > 1 else place.local_rank,
         local_size=None if place is None or ranks > 1 else place.local_size,
     )
+
+
+_ADDRESSES = ("--master-addr", "--rdzv-endpoint")
 
 
 def _options_of(place: Placement) -> dict[str, str]:

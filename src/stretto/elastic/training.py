@@ -166,6 +166,9 @@ class Elastic:
         )
         self._repair, self._has_warned = repair, False
         self._drain, self._leavers = Drain(), list[int]()
+        self._lost: RuntimeError | None = None
+        """The error of a rank that was found to be lost when a step was committed."""
+
         self._stamp: Stamp | None = None
         self._sampler: ShareSampler | None = None
         self._buffers: dict[str, torch.Tensor] = {}
@@ -213,7 +216,8 @@ class Elastic:
             for kept in self._kept.values()
             if isinstance(kept, torch.optim.Optimizer)
         }
-        self._undo = StepUndo(model.module, [*optimizers.values()], self._state)
+        others = [kept for kept in self._kept.values() if id(kept) not in optimizers]
+        self._undo = StepUndo(model.module, [*optimizers.values()], others, self._state)
 
     # What a program reads.
 
@@ -320,6 +324,7 @@ class Elastic:
             # What the program does after each epoch has run for those skipped, too.
             self._load(self._received)
         self._has_begun, self._has_skipped, self._received = True, False, None
+        self._has_ended_epoch = False  # the loop may have been left after its last step
         if self._done and len(dataset) != self._samples:
             raise SpecError(
                 f"the data set has {len(dataset)} samples, but training stopped within "
@@ -342,6 +347,9 @@ class Elastic:
         """Yield the batches of an epoch that are not trained yet."""
         sampler = self._sampler
         while self._epoch == epoch and sampler is not None:
+            if self._done >= self._samples:  # all trained before this rank joined
+                self._epoch, self._done = epoch + 1, 0
+                break
             self._divide()
             sampler.stamps.clear()
             for batch in loader:
@@ -367,8 +375,8 @@ class Elastic:
     def _end_epoch(self) -> None:
         """End an epoch together, if the others end it now."""
         if self._has_ended_epoch:
-            self._has_ended_epoch = False
             self._meet()
+            self._has_ended_epoch = False
         else:  # the others ended it before they gave their state to this rank
             self._has_skipped = True
 
@@ -438,8 +446,9 @@ class Elastic:
         if not undo.undo():
             raise StrettoError(
                 "a rank was lost in a `with run.step():` block that has changed "
-                "parameters before optimizer.step(), as earlier blocks had not, so "
-                "that the block can't run again: change them behind the block"
+                "parameters before optimizer.step(), or what is in scheduler= or "
+                "extra=, as its first blocks had not, so that the block can't run "
+                "again: change them after the block"
             ) from error
         self._discard()
         self._recover(error)
@@ -482,7 +491,8 @@ class Elastic:
                 raise
             # Without a keeper, the next step's collectives raise the error of a loss.
             if self._client is not None:
-                self._recover(error)
+                self._end_membership()
+                self._lost = error
 
     def _name_different(self) -> None:
         """Name the ranks whose parameters differ, and give them others' if wanted."""
@@ -503,7 +513,9 @@ class Elastic:
             )
         self._has_warned = True
         if self._repair and source is not None:
+            place = self._epoch, self._done, self._has_ended_epoch
             self._share_state(source, behind=self.rank in others)
+            self._epoch, self._done, self._has_ended_epoch = place
 
     def _discard(self) -> None:
         """Undo what a failed block has changed."""
@@ -527,6 +539,8 @@ class Elastic:
 
     def _look(self) -> None:
         """Follow a new membership, if there is one, between two steps."""
+        if self._recover_late():
+            return
         if self._leavers or (self.size == 1 and self._drain.is_wanted):
             self._let_leave()
             return
@@ -613,7 +627,7 @@ class Elastic:
         They have done so after a new membership, too, which a newcomer may be in that
         does not wait here.
         """
-        if self._client is None or self.size == 1:
+        if self._recover_late() or self._client is None or self.size == 1:
             return
         try:
             self._finish(dist.all_reduce(torch.zeros(1), async_op=True))
@@ -634,11 +648,22 @@ class Elastic:
                 f"collectives failed {self._failures} times without a step between "
                 "them: the network between ranks failed, or ranks make different calls"
             ) from cause
+        self._end_membership()
+        self._follow()
+        forget_frames(cause)
+
+    def _end_membership(self) -> None:
+        """End the present membership, which has lost a rank, on all ranks."""
         if self._group is not None:
             self._group.end(self._group.generation)
         self._report()
-        self._follow()
-        forget_frames(cause)
+
+    def _recover_late(self) -> bool:
+        """Follow the next membership after a loss that was noticed in a commit."""
+        error, self._lost = self._lost, None
+        if error is not None:
+            self._recover(error)
+        return error is not None
 
     def _follow(self) -> None:
         """Enter the newest membership; again, if ranks are lost meanwhile."""
@@ -690,7 +715,7 @@ class Elastic:
         before = 0 if self._view is None else len(self._view.members)
         group.enter(view.generation, rank, size, view.members[0].address)
         self._digests.forget()
-        self._leavers = []
+        self._leavers, self._lost = [], None
         notes = [json.loads(row) for row in group.join(self._note())]
         if max(notes) == _FRESH:
             self._begin_again()
@@ -830,8 +855,18 @@ class Elastic:
             "history": [
                 (one.generation, one.first_step, list(one.ids)) for one in self.history
             ],
-            "cursor": (self._steps, self._epoch, self._done, self._samples, self._run),
+            "cursor": self._cursor(),
         }
+
+    def _cursor(self) -> tuple[int, int, int, int, int]:
+        """Return how far training is: step, epoch, its samples done and all, run.
+
+        What the program does after an epoch is not done yet while ranks meet at its
+        end, so a rank that gets this state begins with an epoch that has no batch left.
+        """
+        if self._has_ended_epoch:
+            return self._steps, self._epoch - 1, self._samples, self._samples, self._run
+        return self._steps, self._epoch, self._done, self._samples, self._run
 
     def _load(self, state: dict[str, Any]) -> None:
         self.model.module.load_state_dict(state["model"])

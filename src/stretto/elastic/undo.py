@@ -10,7 +10,8 @@ between their steps. The state is copied before the first of such steps in a blo
 A program may also change parameters itself before that step: a momentum encoder in its
 forward, or sharpness-aware minimization between two of them. Parameters are copied at
 the beginning of each block if they were changed so in one of the first blocks, in which
-all are copied. If a lost block has changed another one, it can't run again.
+all are copied. If a lost block has changed another one, it can't run again. The same
+holds for what else ranks give each other, such as a loss with a buffer (`OtherState`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import copy
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch.utils import _pytree as pytree
 
 from stretto.resume.snapshots import copy_of
 
@@ -37,6 +39,7 @@ class StepUndo:
         self,
         module: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
+        others: Sequence[Any],
         state_of: Callable[[], dict[str, Any]],
     ) -> None:
         """Watch these.
@@ -44,10 +47,13 @@ class StepUndo:
         Args:
             module: its parameters and its modules' extra state belong to the run, too.
             optimizers: whose steps change what a block began with.
+            others: what else ranks give each other: has ``state_dict`` and
+                ``load_state_dict``.
             state_of: returns everything that a block that runs again must have.
         """
         self._state_of = state_of
         self._optimizers = optimizers
+        self._others = [OtherState(each) for each in others]
         self._is_in_block = False
         self._parameters = list(module.parameters())
         self._with_extra = [
@@ -84,19 +90,23 @@ class StepUndo:
         self._copies = {i: self._parameters[i].detach().clone() for i in copied}
         self._marks = [_mark(parameter) for parameter in self._parameters]
         self._extra = [copy.deepcopy(m.get_extra_state()) for m in self._with_extra]
+        for other in self._others:
+            other.begin_block(learns=bool(self._learning))
 
     def end_block(self) -> None:
         """Release the copies of a block that is committed."""
         if self._is_in_block and not self.began:
             self._learn()
+        for other in self._others:
+            other.end_block(learns=bool(self._learning))
         self._learning = max(self._learning - 1, 0)
         self._release()
 
     @torch.no_grad()
     def undo(self) -> bool:
-        """Set a lost block's own changes of parameters back, before its first step.
+        """Set a lost block's own changes back, those before its first step.
 
-        Return false if one of them was not copied.
+        Return false if one of what it changed was not copied.
         """
         changed = self._early if self.began else self._changed()
         for i, value in self._copies.items():
@@ -104,8 +114,9 @@ class StepUndo:
         for module, extra in zip(self._with_extra, self._extra, strict=True):
             module.set_extra_state(extra)
         is_undone = self.before is not None or changed <= self._copies.keys()
+        others = [other.undo() for other in self._others]
         self._release()
-        return is_undone
+        return is_undone and all(others)
 
     def _release(self) -> None:
         self._is_in_block, self.before = False, None
@@ -143,6 +154,80 @@ class StepUndo:
     def _after_step(self, *_: Any) -> None:
         if self._is_in_block:
             self.ended += 1
+
+
+@final
+class OtherState:
+    """Sets the state of an object back to that before a lost block."""
+
+    def __init__(self, value: Any) -> None:
+        """Prepare for an object with ``state_dict`` and ``load_state_dict``."""
+        self._value = value
+        self._changes = False
+        self._has_marks = True
+        """Whether marks are equal while values are: not if it returns copies."""
+
+        self._copy: Any = None
+        self._began: Any = None
+        self._marks: list[Any] = []
+
+    def begin_block(self, *, learns: bool) -> None:
+        """Begin a block; in the first ones learn whether blocks change the state."""
+        self._copy = self._began = None
+        if not (learns or self._changes or self._has_marks):
+            return
+        state = self._value.state_dict()
+        self._marks = _marks_of(state)
+        if learns or self._changes:
+            self._copy = copy_of(state)
+        if learns:
+            self._began = state  # no other tensor gets its memory meanwhile
+
+    def end_block(self, *, learns: bool) -> None:
+        """End a block that is committed."""
+        if learns and self._copy is not None:
+            now = self._value.state_dict()
+            is_same = _is_equal(self._copy, copy_of(now))
+            self._changes = self._changes or not is_same
+            if is_same and _marks_of(now) != self._marks:
+                self._has_marks = False
+        self._copy = self._began = None
+
+    def undo(self) -> bool:
+        """Undo a lost block; return false if it changed what was not copied."""
+        if self._copy is not None:
+            self._value.load_state_dict(self._copy)
+            self._copy = None
+            return True
+        return not self._has_marks or _marks_of(self._value.state_dict()) == self._marks
+
+
+def _marks_of(state: Any) -> list[Any]:
+    """Return what changes when a state is written, as far as that is known."""
+    return [
+        _mark(leaf)
+        if isinstance(leaf, torch.Tensor)
+        else (leaf if isinstance(leaf, _PLAIN) else type(leaf))
+        for leaf in pytree.tree_leaves(state)
+    ]
+
+
+def _is_equal(one: Any, two: Any) -> bool:
+    """Return whether two copies of a state are equal."""
+    ones, kind = pytree.tree_flatten(one)
+    twos, other = pytree.tree_flatten(two)
+    if kind != other:
+        return False
+    for a, b in zip(ones, twos, strict=True):
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a, b):
+                return False
+        elif isinstance(a, _PLAIN) and a != b:
+            return False
+    return True
+
+
+_PLAIN = int | float | complex | str | bytes | bool | None
 
 
 def _mark(parameter: torch.Tensor) -> tuple[int, int]:

@@ -173,6 +173,12 @@ class RankKeeper:
         self._counter = _counter()
         self._steps = 0
         self._error: StrettoError | None = None
+        self._first: int | None = None
+        """The member that is rank 0 of the membership that was entered last."""
+
+        self._lost_first: _Rank | None = None
+        """The lost rank 0 of a membership that no other one has followed."""
+
         self._folder = Path()
 
     def run(self) -> int:
@@ -405,6 +411,8 @@ class RankKeeper:
         core = self._core
         if was_lost and not self._ends and core is not None:
             trained = core.view.generation > 0
+            if rank.member == self._first:
+                self._lost_first = rank
             self._execute(core.ended(rank.member, now_s()))
             if not trained:  # ranks may wait for it where nothing ends their wait
                 self._announce_end(_shell_code(code))
@@ -423,6 +431,14 @@ class RankKeeper:
                     )
                     self._end(_shell_code(code))
         if not living:
+            if self._network is None and (first := self._lost_first) is not None:
+                _log.error(
+                    "%s was rank 0 and was lost when the others had trained the last "
+                    "step: what only rank 0 does after it, such as saving the model, "
+                    "may be missing. With checkpoint=, start the job again",
+                    _name(first),
+                )
+                self._code = self._code or _shell_code(first.code or 0)
             if rank.is_drained:
                 self._code = self._code or _shell_code(code)
             self._stop_if_done()
@@ -555,7 +571,9 @@ class RankKeeper:
                     if self._network is not None:
                         self._network.send_all({"end": generation})
                 self._execute(core.failed(generation, now))
-            case {"entered": int()} if channel.peer is not None:
+            case {"entered": int(generation)} if channel.peer is not None:
+                if generation == core.view.generation:
+                    self._first, self._lost_first = core.view.ids[0], None
                 channel.peer.has_entered = True
                 channel.peer.drains = message.get("drains") is True
             case {"drained": list(members)} if channel.peer is not None:

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from stretto.elastic import training
+from stretto.elastic.undo import OtherState
 from stretto.errors import CommTimeout, StrettoError
 from stretto.members.view import Member, View
+from stretto.resume.snapshots import copy_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -193,8 +195,70 @@ def test_a_parameter_that_earlier_blocks_had_not_changed() -> None:
                 loss_of(run.model, batch).backward()
                 optimizer.step()
 
-    with pytest.raises(StrettoError, match="as earlier blocks had not"):
+    with pytest.raises(StrettoError, match="as its first blocks had not"):
         train()
+
+
+class Centered(torch.nn.Module):
+    """A loss that changes a buffer in its forward, as DINO's center."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1))
+        self.center: torch.Tensor
+
+    def forward(self, found: torch.Tensor, *, changes: bool = True) -> torch.Tensor:
+        if changes:
+            self.center = 0.9 * self.center + 0.1 * found.detach().mean()
+        loss: torch.Tensor = (found - self.center).square().mean()
+        return loss
+
+
+def trained_with_a_center(lost_at: int | None, since: int = 0) -> list[Any]:
+    torch.manual_seed(0)
+    net, center = torch.nn.Linear(3, 1), Centered()
+    optimizer, loss_of = torch.optim.SGD(net.parameters(), lr=0.001), Losses(lost_at)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    run = training.Elastic(
+        net, optimizer, batch="global:3", scheduler=scheduler, extra={"loss": center}
+    )
+    for batch in run.batches(DATA):
+        with run.step() as step:
+            loss = center(run.model(batch), changes=run.steps >= since)
+            (loss + loss_of(run.model, batch)).backward()
+            optimizer.step()
+        if step.is_committed:
+            scheduler.step()
+    return [*parameters(net), center.center.tolist(), scheduler.last_epoch]
+
+
+@pytest.mark.parametrize("lost_at", [1, 2, 4])
+def test_a_loss_that_changes_its_own_buffer(lost_at: int) -> None:
+    assert trained_with_a_center(lost_at) == trained_with_a_center(None)
+
+
+def test_a_buffer_of_a_loss_that_the_first_blocks_had_not_changed() -> None:
+    with pytest.raises(StrettoError, match="what is in scheduler= or extra="):
+        trained_with_a_center(4, since=3)
+
+
+def test_state_dicts_of_copies_are_not_taken_for_changes() -> None:
+    class Averaged:
+        def __init__(self) -> None:
+            self.value = torch.zeros(3)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": self.value.clone()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.value = state["value"]
+
+    other = OtherState(Averaged())
+    for learns in (True, True, False):
+        other.begin_block(learns=learns)
+        if learns:
+            other.end_block(learns=True)
+    assert other.undo()
 
 
 class Growing(torch.nn.Module):
@@ -243,3 +307,65 @@ def test_an_epoch_that_is_left_early() -> None:
         break
     with pytest.raises(StrettoError, match="left after 4 of 12 samples of epoch 0"):
         next(run.batches(DATA))
+
+
+def test_a_loss_that_a_commit_notices_is_followed_after_the_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the program does after the block belongs to the state that others get."""
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
+    run = training.Elastic(net, optimizer, batch="global:3")
+    monkeypatch.setattr(run, "_compares", lambda: run.steps == 2)
+
+    def lose(*_: Any, **__: Any) -> None:
+        raise CommTimeout("a rank is lost")
+
+    monkeypatch.setattr(run._digests, "launch", lose)
+    memberships = []
+    for batch in run.batches(DATA):
+        with run.step() as step:
+            run.model(batch).sum().backward()
+            optimizer.step()
+        assert step.is_committed
+        memberships.append(len(run.history))
+    assert memberships == [1, 1, 2, 2]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")  # the others took the steps
+def test_a_rank_that_joins_at_the_end_of_an_epoch_does_the_rest_of_it() -> None:
+    def made() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        net = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return (
+            training.Elastic(net, optimizer, batch="global:4", scheduler=scheduler),
+            scheduler,
+        )
+
+    def train(run: Any, scheduler: Any) -> list[tuple[int, int, list[float]]]:
+        rows = []
+        for epoch in run.epochs(3):
+            for batch in run.batches(DATA):
+                with run.step():
+                    run.model(batch).square().mean().backward()
+                    run.optimizer.step()
+            scheduler.step()
+            rows.append((epoch, run.steps, scheduler.get_last_lr()))
+        return rows
+
+    run, scheduler = made()
+    given: list[Any] = []
+    meet = run._meet
+
+    def meet_and_note() -> None:
+        given.append(copy_of(run._state()))
+        meet()
+
+    run._meet = meet_and_note
+    expected = train(run, scheduler)
+    for epoch, state in enumerate(given):
+        newcomer, schedule = made()
+        newcomer._receive(state)
+        assert train(newcomer, schedule) == expected[epoch:]
