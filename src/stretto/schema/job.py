@@ -1,4 +1,4 @@
-"""What users submit to a cluster: a job, its command and the devices that it needs.
+"""Describe a job that users submit to a cluster: its command and its devices.
 
 The command is a list of arguments, which no shell interprets.
 """

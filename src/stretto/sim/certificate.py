@@ -1,6 +1,6 @@
 """Bound a step by linear programming, where sending and computing slow each other.
 
-That trade-off is one that the closed forms of `stretto.sim.bounds` do not cover.
+The closed forms of `stretto.sim.bounds` do not cover that trade-off.
 Called by `stretto.sim.bounds`, which also limits rates by `max_bytes_per_s`.
 """
 

@@ -3,8 +3,7 @@
 - `overlap`: what is under way of one model: unfinished buckets, pending updates, and
   when they are finished (for `runtime.ddp_reducer`).
 - `member`: one parameter of a bucket.
-- `halves`: exchanges buckets in halves, so that clipping may go by parts (for
-  `overlap`).
+- `halves`: exchanges buckets in halves, for clipping by parts (for `overlap`).
 - `order`: launches buckets in the plan's order (for `runtime.planned_group`).
 - `steps`: defers optimizers' steps; `undisturbed` executes deferred work.
 - `lazy`: a gradient under way; `pending`: a parameter and an optimizer state before
