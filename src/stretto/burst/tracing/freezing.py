@@ -390,12 +390,7 @@ def _is_own_file(module: Any) -> bool:
         file = entries_of(module).get("__file__")
     else:  # programs put other objects among the modules
         file = getattr(module, "__file__", None)
-    return _is_own_path(file) if type(file) is str else not file
-
-
-@functools.lru_cache(maxsize=1 << 15)
-def _is_own_path(file: str) -> bool:  # asked for every file in each search
-    return INSTALLED.isdisjoint(Path(file).parts)
+    return INSTALLED.isdisjoint(Path(file or "").parts)
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
