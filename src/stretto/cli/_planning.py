@@ -37,8 +37,10 @@ _PLANNER_OPTIONS = {
     "fusion_bytes": (
         "--fusion-buffer",
         Size(least=1),
-        "horovod, dear: size of the fusion buffer.  [default: horovod 64MiB, dear the "
-        "best power of two from 1MiB to 128MiB]",
+        (
+            "horovod, dear: size of the fusion buffer.  [default: horovod 64MiB, dear "
+            "the best power of two from 1MiB to 128MiB]"
+        ),
     ),
     "cycle_s": (
         "--cycle-ms",
@@ -58,8 +60,10 @@ _PLANNER_OPTIONS = {
     "max_lanes": (
         "--max-lanes",
         Whole(min=1),
-        "joint, aiacc, exhaustive: largest number of lanes of a plan.  [default: 8, "
-        "exhaustive 2]",
+        (
+            "joint, aiacc, exhaustive: largest number of lanes of a plan.  [default: "
+            "8, exhaustive 2]"
+        ),
     ),
     "max_groups": (
         "--groups",
@@ -69,8 +73,10 @@ _PLANNER_OPTIONS = {
     "chunks": (
         "--chunks",
         Whole(min=1),
-        "libra, libra-m: chunks of backward (Z) for the searches grid and literal.  "
-        "[default: grid four per tensor (libra-m: per bucket), literal 150]",
+        (
+            "libra, libra-m: chunks of backward (Z) for the searches grid and literal. "
+            " [default: grid four per tensor (libra-m: per bucket), literal 150]"
+        ),
     ),
     "search": (
         "--search",
@@ -110,8 +116,10 @@ _PLANNER_OPTIONS = {
     "time_limit_s": (
         "--time-limit",
         Real(min=0, min_open=True),
-        "joint: seconds after which the search returns the best plan so far.  "
-        "[default: no limit]",
+        (
+            "joint: seconds after which the search returns the best plan so far.  "
+            "[default: no limit]"
+        ),
     ),
     "robust": (
         "--robust/--fastest",
