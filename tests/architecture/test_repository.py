@@ -79,7 +79,7 @@ def test_ruff_reads_programs_in_python_whose_names_have_no_suffix():
 
 
 def test_the_hook_for_language_reads_what_the_check_reads():
-    """Of a commit; the check itself reads all these folders."""
+    """The check itself reads all these folders, the hook a commit of each."""
     (pattern,) = re.findall(
         r"id: language\n.*?files: (\S+)",
         (ROOT / ".pre-commit-config.yaml").read_text(),

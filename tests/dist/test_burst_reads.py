@@ -357,7 +357,7 @@ def test_masks_that_change_and_tables_in_modules_with_hooks_train_as_one_process
 
 
 class Returns(nn.Module):
-    """Applies its first layer again at the end if told to, which joins its layers."""
+    """Applies its first layer again at the end if asked to, which joins its layers."""
 
     def __init__(self) -> None:
         super().__init__()

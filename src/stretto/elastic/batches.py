@@ -39,6 +39,10 @@ class BatchSize:
             )
         return cls(int(number), kind == "rank")
 
+    def __str__(self) -> str:
+        """Return what `of` reads."""
+        return f"{'rank' if self.per_rank else 'global'}:{self.samples}"
+
     def of_step(self, ranks: int) -> int:
         """Return the samples of a step of this many ranks."""
         return self.samples * ranks if self.per_rank else self.samples

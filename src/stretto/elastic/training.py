@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import operator
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Self, final
@@ -20,11 +21,12 @@ from stretto.elastic.digests import ParameterDigests, gathered, minority
 from stretto.elastic.draining import STATUS, Drain
 from stretto.elastic.hanging import StepProgress
 from stretto.elastic.undo import StepUndo
-from stretto.errors import CommTimeout, SpecError, StrettoError
+from stretto.errors import CommTimeout, RankDisagreement, SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.members.client import MemberClient
 from stretto.members.launchers import loss_warning
 from stretto.members.wire import HOST_VARIABLE, MIN_RANKS_VARIABLE
+from stretto.resume.exact_load import load_exactly
 from stretto.resume.manifests import Manifest
 from stretto.resume.snapshots import JobSnapshots, copy_of
 from stretto.runtime import backends
@@ -145,7 +147,7 @@ class Elastic:
         self._kept: dict[str, Any] = {"optimizer": optimizer, **(extra or {})}
         if scheduler is not None:
             self._kept["scheduler"] = scheduler
-        self._seed, self._on_change = seed, on_change
+        self._seed, self._on_change = _whole_number("seed", seed), on_change
         self._steps = self._epoch = self._done = self._calls = 0
         self._samples = 0
         self._run = 1
@@ -161,7 +163,7 @@ class Elastic:
             [
                 parameter
                 for name, parameter in model.module.named_parameters()
-                if parameter.requires_grad and name not in ignored
+                if name not in ignored  # frozen ones may differ, too
             ]
         )
         self._repair, self._has_warned = repair, False
@@ -194,9 +196,9 @@ class Elastic:
                 on_drain=self._drain.ask,
             )
             self._follow()
-        elif snapshots is not None and self.size > 1:
+        elif self.size > 1:
             rows = self.model._agreement.gather("resume", self._note())  # noqa: SLF001
-            self._level([json.loads(row) for row in rows])
+            self._level(self._require_same([json.loads(row) for row in rows]))
         if self._client is None:
             if snapshots is not None and (self.size == 1 or self._compares()):
                 self._drain.listen()
@@ -322,7 +324,9 @@ class Elastic:
             )
         if self._has_skipped and self._received is not None:
             # What the program does after each epoch has run for those skipped, too.
+            run = self._run  # that of this start of the job, not of the snapshot's
             self._load(self._received)
+            self._run = run
         self._has_begun, self._has_skipped, self._received = True, False, None
         self._has_ended_epoch = False  # the loop may have been left after its last step
         if self._done and len(dataset) != self._samples:
@@ -716,7 +720,8 @@ class Elastic:
         group.enter(view.generation, rank, size, view.members[0].address)
         self._digests.forget()
         self._leavers, self._lost = [], None
-        notes = [json.loads(row) for row in group.join(self._note())]
+        rows = [json.loads(row) for row in group.join(self._note())]
+        notes = self._require_same(rows)
         if max(notes) == _FRESH:
             self._begin_again()
         else:
@@ -791,7 +796,34 @@ class Elastic:
     def _note(self) -> str:
         """Return how far this rank's state is, for the others."""
         is_fresh = self._client is not None and self._is_fresh
-        return json.dumps(_FRESH if is_fresh else [self._run, self._steps])
+        at = _FRESH if is_fresh else [self._run, self._steps]
+        return json.dumps([at, {"seed": self._seed, "batch": str(self._batch)}])
+
+    def _require_same(self, rows: list[Any]) -> list[list[int]]:
+        """Return how far each rank's state is; all ranks must divide samples equally.
+
+        A rank that joins others, which train, ends alone where it does not.
+
+        Raises:
+            RankDisagreement: ranks have another ``seed`` or ``batch``.
+        """
+        notes: list[list[int]] = [at for at, _ in rows]
+        first = notes.index(max(notes))
+        wanted, mine = rows[first][1], rows[self.rank][1]
+        ends_alone = notes[self.rank] == _FRESH and max(notes) != _FRESH
+        of_others = [
+            rank
+            for rank, (at, options) in enumerate(rows)
+            if options != wanted and (at != _FRESH or max(notes) == _FRESH)
+        ]
+        if of_others or (ends_alone and mine != wanted):
+            rank = of_others[0] if of_others else self.rank
+            raise RankDisagreement(
+                f"rank {first} has {_words(wanted)} and rank {rank} "
+                f"{_words(rows[rank][1])}: each would divide samples in its own way. "
+                "Pass the same seed= and batch= to Elastic on all ranks."
+            )
+        return notes
 
     def _begin_again(self) -> None:
         """Begin as a job that is started again: all ranks that trained are lost."""
@@ -872,7 +904,7 @@ class Elastic:
         self.model.module.load_state_dict(state["model"])
         self._set_buffers(state["buffers"])
         for name, value in self._kept.items():
-            value.load_state_dict(state["kept"][name])
+            load_exactly(value, state["kept"][name])
         (
             self._steps,
             self._epoch,
@@ -916,6 +948,17 @@ class ElasticStep:
         is_lost = self._run._end_step(error)  # noqa: SLF001
         self.is_committed = error is None
         return is_lost
+
+
+def _words(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _whole_number(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise SpecError(f"{name} must be a whole number, got {value!r}") from None
 
 
 def _is_loss(error: BaseException) -> bool:

@@ -117,8 +117,14 @@ def stem_of(run: int, generation: int, step: int) -> str:
     return f"run{run}-membership{generation}-step{step}"
 
 
-def manifests_in(folder: Path) -> list[Manifest]:
+def manifests_in(
+    folder: Path, damaged: Callable[[Path, Exception], None] | None = None
+) -> list[Manifest]:
     """Return a folder's manifests, newest first; those that cannot be read are skipped.
+
+    Args:
+        folder: may be missing.
+        damaged: called with each that is skipped, and with the reason.
 
     Raises:
         StrettoError: one was written by a later version.
@@ -137,9 +143,22 @@ def manifests_in(folder: Path) -> list[Manifest]:
                     "or another folder"
                 )
             found.append(msgspec.json.decode(data, type=Manifest))
-        except (OSError, ValueError, AttributeError, TypeError):
-            continue
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            if damaged is not None:
+                damaged(path, error)
     return sorted(found, key=lambda manifest: manifest.order, reverse=True)
+
+
+def highest_run_in(folder: Path) -> int:
+    """Return the highest run that files of a folder are named after, or 0.
+
+    Damaged ones count too: another start of the job must not write over them.
+    """
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except OSError:
+        return 0
+    return max((int(m[1]) for n in names if (m := _NAME.match(n))), default=0)
 
 
 def require_whole(folder: Path, manifest: Manifest) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import threading
 from pathlib import Path
 from time import perf_counter
@@ -26,6 +27,7 @@ from stretto.resume.manifests import (
     Interval,
     Manifest,
     digest_of,
+    highest_run_in,
     manifests_in,
     remove_old,
     require_whole,
@@ -128,6 +130,13 @@ class SnapshotWriter:
             data = msgspec.json.format(msgspec.json.encode(whole)) + b"\n"
             write_whole(folder / whole.name, lambda file: file.write(data))
             remove_old(folder, keep=self._keep)
+            if not (folder / whole.name).exists():
+                self._log_once(
+                    "superseded",
+                    f"the snapshots of this job are not kept in {folder}: another job "
+                    "that was started later writes its own there. Give each job a "
+                    "folder of its own.",
+                )
         except Exception as error:  # noqa: BLE001 - training continues whatever it is
             self._failure = (
                 f"the snapshot of step {manifest.step} was not written to {folder}: "
@@ -177,7 +186,7 @@ class JobSnapshots:
             if value not in ("auto", "never"):
                 raise SpecError(f"{RESUME_VARIABLE} must be auto or never, not {value}")
             wanted = value == "auto"
-        self.run = newest_run(self.folder) + 1
+        self.run = highest_run_in(self.folder) + 1
         return read_newest(self.folder) if wanted else None
 
     def note(self, step: int) -> None:
@@ -220,33 +229,45 @@ def _reason(error: BaseException) -> str:
     return str(error if first is None else first)
 
 
-def newest_run(folder: Path) -> int:
-    """Return the highest run of a folder's snapshots, or 0."""
-    return max((manifest.run for manifest in manifests_in(folder)), default=0)
-
-
 def read_newest(folder: Path) -> tuple[Manifest, Any] | None:
     """Return the newest complete snapshot; ``None`` where nothing was written yet.
 
     A damaged one is skipped with a warning, and the one before it is read.
 
     Raises:
-        StrettoError: its state holds classes that torch does not load by default.
+        StrettoError: a manifest cannot be read now, or a state holds classes that torch
+            does not load by default.
     """
-    for manifest in manifests_in(folder):
+    skipped = []
+
+    def skip(path: Path, error: Exception) -> None:
+        if isinstance(error, OSError):
+            raise StrettoError(
+                f"the snapshot {path} cannot be read: {error.strerror or error}. Make "
+                "it readable, or begin again with resume=False or another folder."
+            ) from error
+        _log.warning("%s is damaged or of an older version and is skipped", path)
+        skipped.append(path)
+
+    for manifest in manifests_in(folder, skip):
         try:
             require_whole(folder, manifest)
         except StrettoError as error:
-            _log.warning("%s; the snapshot before it is taken", error)
+            _log.warning("%s; it is skipped", error)
+            skipped.append(folder / manifest.file)
             continue
         path = folder / manifest.file
         try:
             return manifest, torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
+            refused = re.search(r"GLOBAL ([\w.]+)", str(error))
+            name = refused[1] if refused else "a class that it does not know"
             raise StrettoError(
-                f"{path} holds objects that torch.load refuses by default: "
-                f"{str(error).splitlines()[0]} If you trust the file, allow their "
-                "classes with torch.serialization.add_safe_globals before "
-                "stretto.Elastic."
+                f"{path} holds objects of {name}, which torch.load refuses by default. "
+                "If you trust the file, allow their classes with "
+                "torch.serialization.add_safe_globals before stretto.Elastic; in later "
+                "snapshots keep tensors and plain values (float(x) of a NumPy number)."
             ) from error
+    if skipped:
+        _log.warning("no snapshot in %s can be read: training begins again", folder)
     return None

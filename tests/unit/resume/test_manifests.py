@@ -12,6 +12,7 @@ from stretto.resume.manifests import (
     Interval,
     Manifest,
     digest_of,
+    highest_run_in,
     manifests_in,
     remove_old,
     require_whole,
@@ -100,6 +101,11 @@ def test_a_manifest_that_is_no_manifest_is_skipped(tmp_path: Path, data: bytes) 
     (tmp_path / "broken.snapshot.json").write_bytes(data)
     store(tmp_path, 1, 1, 1)
     assert len(manifests_in(tmp_path)) == 1
+
+
+def test_a_damaged_snapshot_keeps_its_run_number(tmp_path: Path) -> None:
+    (tmp_path / store(tmp_path, 3, 1, 1).name).write_bytes(b"")
+    assert highest_run_in(tmp_path) == 3
 
 
 def test_a_manifest_of_a_later_version_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from stretto.errors import SpecError, StrettoError
 from stretto.resume import manifests, snapshots
+from stretto.resume.exact_load import load_exactly
 from stretto.resume.manifests import Manifest, manifests_in
 from stretto.resume.snapshots import (
     JobSnapshots,
@@ -86,6 +87,48 @@ def test_a_damaged_snapshot_leaves_the_one_before(
     assert found is not None
     assert (found[0].step, found[1]) == (1, [1])
     assert "damaged" in caplog.text
+
+
+def test_training_that_begins_again_beside_damaged_snapshots_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    take(tmp_path, 1, [1])
+    (tmp_path / "run1-membership0-step1.snapshot.json").write_bytes(b"{")
+    assert read_newest(tmp_path) is None
+    assert "is damaged or of an older version" in caplog.text
+    assert "training begins again" in caplog.text
+
+
+def test_a_manifest_that_cannot_be_read_now_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "run1-membership0-step1.snapshot.json").mkdir()
+    with pytest.raises(StrettoError, match="cannot be read: Is a directory"):
+        read_newest(tmp_path)
+
+
+def test_snapshots_that_a_later_job_removes_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = SnapshotWriter(tmp_path, keep=1)
+    take(tmp_path, 9, [9])
+    take(tmp_path, 10, [10])
+    for step in (1, 2):
+        writer.start(manifest(step), lambda: [1])
+        writer.join()
+    assert caplog.text.count("are not kept") == 1
+
+
+def test_an_optimizers_state_keeps_its_types() -> None:
+    def made() -> torch.optim.Optimizer:
+        weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        optimizer.state[weight]["master"] = torch.full((2,), 1.0 + 2**-20)
+        return optimizer
+
+    one, other = made(), made()
+    (weight,) = other.param_groups[0]["params"]
+    other.state[weight]["master"].zero_()
+    load_exactly(other, one.state_dict())
+    assert other.state[weight]["master"].tolist() == [1.0 + 2**-20] * 2
 
 
 def test_a_folder_that_cannot_be_written_is_said_once(

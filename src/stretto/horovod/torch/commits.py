@@ -11,8 +11,9 @@ ranks continue from the newest commit that any host has.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 FOLDER = "STRETTO_ELASTIC_DIR"
 _RUN = "TORCHELASTIC_RUN_ID"
 _KEEP = 2
+
+_OWN = re.compile(r"[0-9]+\.(commit|part-[0-9]+)")
+"""Names of the files that are written here; the user's folder may have others."""
 
 
 def folder_of(environment: Mapping[str, str]) -> Path | None:
@@ -99,8 +103,12 @@ class Commits:
             self._path(old).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Delete all commits."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Delete all commits, and the folder if nothing else is in it."""
+        with contextlib.suppress(OSError):
+            for path in list(self._folder.iterdir()):
+                if _OWN.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+            self._folder.rmdir()
 
     def _path(self, serial: int) -> Path:
         return self._folder / f"{serial}.commit"
