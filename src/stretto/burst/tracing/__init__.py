@@ -78,6 +78,7 @@ Layers:
 - `output_parameters`: the parameters from which each output is computed.
 - `graph_reach`: those that an output's autograd graph reaches (for `proof`).
 - `layers`: `LayerGraph` and `LayerNode` (shared).
+- `gradient_rounding`: by how much rounding changes gradients (for `proof`).
 - `proof`: compute the layers: they equal the model and keep rows apart (for
   `burst.graph` and `burst.checks`).
 - `dropout_rows`: a row for each sample before a dropout (for `build`, `recorder` and

@@ -20,6 +20,7 @@ from stretto.burst.tracing.freezing import (
     ATOMS,
     CODE,
     DESCRIPTORS,
+    SPACES,
     ContentFreezer,
     Freezer,
     is_users,
@@ -290,7 +291,7 @@ class WatchedRows:
         if self._is_called(value) and registry_of(value) is None:
             pass  # see `add_function`
         elif isinstance(value, (*CODE, *DESCRIPTORS)):
-            if isinstance(value, type):
+            if isinstance(value, SPACES):
                 self._freeze.meet(value)
         elif isinstance(value, ATOMS) or is_new:
             self._deep.add(id(value))

@@ -69,7 +69,7 @@ class Detach:
 
 
 Decision = Start | Stop | Resize | Attach | Detach
-"""What a policy returns, one for each change."""
+"""A policy returns one for each change."""
 
 
 def devices_text(job: JobView) -> str:
