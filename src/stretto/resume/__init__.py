@@ -1,8 +1,11 @@
 """Snapshots of a training job on disk, from which it resumes at the exact step.
 
-`manifests` names complete snapshots and finds the newest; it imports no torch.
-`exact_load` gives optimizers their state without a change of types, called by
-`stretto.elastic.training`. `snapshots` copies a job's state, writes it beside
-training, and reads it again. What the state consists of is in `stretto.elastic`, which
-uses all of them.
+- `manifests`: name complete snapshots and find the newest (for `snapshots` and
+  `elastic.training`). It imports no torch.
+- `exact_load`: give optimizers their state without a change of types (for
+  `elastic.training`).
+- `snapshots`: copy a job's state, write it beside training, and read it again (for
+  `elastic`).
+
+What the state consists of is in `stretto.elastic`.
 """
