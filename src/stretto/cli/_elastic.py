@@ -42,6 +42,9 @@ HOST_OPTIONS = (
 )
 """Options of torchrun about hosts, as far as they have a meaning here."""
 
+_ADDRESSES = ("--master-addr", "--rdzv-endpoint")
+"""Options that say where several hosts meet."""
+
 OPTIONS = ("--nproc-per-node", *HOST_OPTIONS)
 """All options of torchrun that have one; each is followed by its value."""
 
@@ -135,9 +138,6 @@ def elastic_job(
         local_rank=0 if place is None or ranks > 1 else place.local_rank,
         local_size=None if place is None or ranks > 1 else place.local_size,
     )
-
-
-_ADDRESSES = ("--master-addr", "--rdzv-endpoint")
 
 
 def _options_of(place: Placement) -> dict[str, str]:

@@ -42,7 +42,6 @@ class Ranks:
     timeout_s: float
 
     presence: Presence | None = None
-
     """Tracks the ranks' processes; ``None`` if unknown."""
 
     is_over: Callable[[], bool] = field(default=lambda: False, compare=False)
