@@ -68,6 +68,26 @@ def texts():
             yield file.relative_to(ROOT), data.decode()
 
 
+def test_no_module_imports_another_s_private_names():
+    """Nor a private module of another package, except `_api`, which has a layer."""
+    found = []
+    for file in SOURCES:
+        package = file.parent.relative_to(ROOT / "src").as_posix().replace("/", ".")
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            if node.module.partition(".")[0] != "stretto":
+                continue
+            home = ROOT / "src" / node.module.replace(".", "/")
+            is_own = package.split(".")[:2] == node.module.split(".")[:2]
+            for name in (alias.name for alias in node.names):
+                is_module = (home / name).is_dir() or (home / f"{name}.py").is_file()
+                allowed = name == "_api" or (is_own and is_module)
+                if re.match("_[^_]", name) and not allowed:
+                    found.append(f"{file.name}: {node.module}: {name}")
+    assert found == []
+
+
 def test_ruff_reads_programs_in_python_whose_names_have_no_suffix():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
     programs = [

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from stretto.convert._horovod import _conditional
+from stretto.convert._horovod import conditional_steps
 from stretto.convert._tree import argument, dotted, found
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def give(work: Work) -> None:
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping "
             "computes them over all samples",
         )
-    micro = _conditional(work)
+    micro = conditional_steps(work)
     if micro and not work.horovod:
         work.know(
             micro[0],

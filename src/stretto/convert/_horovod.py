@@ -37,7 +37,9 @@ def distribute_optimizers(work: Work, models: Models) -> None:
                 f"{full} works on gradients between backward() and step(), where "
                 "Horovod's optimizer has not averaged them yet. Use --to stretto",
             )
-        if tree.method_called(call, "step") is not None and call in _conditional(work):
+        if tree.method_called(call, "step") is not None and call in conditional_steps(
+            work
+        ):
             raise work.job.refuse(
                 call,
                 "gradients are accumulated over several backward() calls, and "
@@ -72,7 +74,7 @@ def distribute_optimizers(work: Work, models: Models) -> None:
     del models
 
 
-def _conditional(work: Work) -> list[cst.Call]:
+def conditional_steps(work: Work) -> list[cst.Call]:
     """Return the calls of ``step()`` that a step may skip."""
     out = []
     for loop in work.job.training:

@@ -14,7 +14,7 @@ from stretto.cost.contention import curve_bytes_per_s
 from stretto.cost.regression import NOISE_RATIO, Fitted, standard_errors
 from stretto.errors import Infeasible, SpecError
 from stretto.schema import ComputeContention, Contention, RateCurve
-from stretto.schema._rules import positive
+from stretto.schema.rules import positive
 from stretto.units import format_rate
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from stretto.schema import (
     TensorSpec,
     Workload,
 )
-from stretto.schema._rules import DTYPE_BYTES
 from stretto.schema.plan import ALGORITHMS, WIRE_DTYPES
+from stretto.schema.rules import DTYPE_BYTES
 from stretto.sim.scope import BoundScope
 from stretto.sim.step import simulate_step
 from stretto.sim.step_model import StepModel

@@ -9,7 +9,7 @@ from stretto.errors import SpecError
 from stretto.planners import registry
 from stretto.planners.base import with_prediction
 from stretto.schema import NARROWER
-from stretto.schema._rules import DTYPE_BYTES
+from stretto.schema.rules import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from stretto.report.html import framed, section, table
-from stretto.report.svg import _svg, _tag, _text, ticks
+from stretto.report.svg import svg_tag, tag, text_tag, ticks
 from stretto.report.tables import plain_table
 from stretto.schema import codec
 
@@ -84,18 +84,18 @@ def totals_svg(rows: Sequence[Arrangement]) -> str:
     parts = []
     for value in ticks(reach, 5):
         at = _LEFT + scale * value
-        parts.append(_tag("line", x1=at, x2=at, y1=0.0, y2=bottom, class_="grid"))
+        parts.append(tag("line", x1=at, x2=at, y1=0.0, y2=bottom, class_="grid"))
         parts.append(
-            _text(at, bottom + 17, f"{value:g}", class_="tick", text_anchor="middle")
+            text_tag(at, bottom + 17, f"{value:g}", class_="tick", text_anchor="middle")
         )
     for i, row in enumerate(rows):
         y = 4 + _ROW * i + (_ROW - _BAR) / 2
-        parts.append(_text(_LEFT - 10, y + 15, row.name, text_anchor="end"))
+        parts.append(text_tag(_LEFT - 10, y + 15, row.name, text_anchor="end"))
         begin = _LEFT
         for kind, rate in (("best", row.foreground), ("", row.background)):
             if rate:
                 parts.append(
-                    _tag(
+                    tag(
                         "rect",
                         x=begin,
                         y=y,
@@ -105,8 +105,8 @@ def totals_svg(rows: Sequence[Arrangement]) -> str:
                     )
                 )
                 begin += scale * rate
-        parts.append(_text(begin + 8, y + 15, _number(row.total), class_="figure"))
-    return _svg(parts, bottom + 26, "Throughput of both jobs by arrangement")
+        parts.append(text_tag(begin + 8, y + 15, _number(row.total), class_="figure"))
+    return svg_tag(parts, bottom + 26, "Throughput of both jobs by arrangement")
 
 
 def _figures(row: Arrangement) -> list[str]:

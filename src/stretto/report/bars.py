@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stretto.report.svg import _CHAR, _WIDTH, _svg, _tag, _text, _tick_label, ticks
+from stretto.report.svg import CHAR, WIDTH, svg_tag, tag, text_tag, tick_label, ticks
 from stretto.units import format_s
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _FULL_RATIO = 0.5
 def gaps_svg(gaps: Mapping[str, float]) -> str:
     """Draw how far each method is above the lower bound, as bars; mark the smallest."""
     left = _left(gaps)
-    right = _WIDTH - 90.0
+    right = WIDTH - 90.0
     reach = max(gaps.values(), default=0.0) * 100 or 1.0
     bottom = 4 + _ROW * len(gaps)
 
@@ -29,9 +29,11 @@ def gaps_svg(gaps: Mapping[str, float]) -> str:
     out = []
     for value in ticks(reach, 6):
         at = x(value)
-        out.append(_tag("line", x1=at, x2=at, y1=0, y2=bottom, class_="grid"))
+        out.append(tag("line", x1=at, x2=at, y1=0, y2=bottom, class_="grid"))
         label = f"{value:g} %"
-        out.append(_text(at, bottom + 17, label, class_="tick", text_anchor="middle"))
+        out.append(
+            text_tag(at, bottom + 17, label, class_="tick", text_anchor="middle")
+        )
     smallest = min(gaps.values(), default=0.0)
     for i, (name, gap) in enumerate(gaps.items()):
         y = 4 + _ROW * i + (_ROW - _BAR) / 2
@@ -41,13 +43,13 @@ def gaps_svg(gaps: Mapping[str, float]) -> str:
         width = max(x(max(gap, 0.0) * 100) - left, 1.5)
         out.append(_row_name(name, left, y, style))
         out.append(
-            _tag(
+            tag(
                 "rect", x=left, y=y, width=width, height=_BAR, rx=2, class_=f"bar{best}"
             )
         )
         style = f"figure {style}".strip()
-        out.append(_text(left + width + 8, y + 14, _percent(gap), class_=style))
-    return _svg(out, bottom + 26, "Gap of each method to the lower bound")
+        out.append(text_tag(left + width + 8, y + 14, _percent(gap), class_=style))
+    return svg_tag(out, bottom + 26, "Gap of each method to the lower bound")
 
 
 def contributions_svg(rows: Sequence[tuple[str, float]]) -> str:
@@ -58,7 +60,7 @@ def contributions_svg(rows: Sequence[tuple[str, float]]) -> str:
     """
     names = [name if i == 0 else f"+ {name}" for i, (name, _) in enumerate(rows)]
     left = _left([*names, "all"])
-    right = _WIDTH - 170.0
+    right = WIDTH - 170.0
     high_s = max((step_s for _, step_s in rows), default=0.0) or 1.0
     low_s = min((step_s for _, step_s in rows), default=0.0)
     begin_s = axis_begin_s(rows)
@@ -70,9 +72,11 @@ def contributions_svg(rows: Sequence[tuple[str, float]]) -> str:
     out = []
     for value_s in ticks(high_s - begin_s, 6):
         at = x(begin_s + value_s)
-        out.append(_tag("line", x1=at, x2=at, y1=0, y2=bottom, class_="grid"))
-        label = _tick_label(round(begin_s + value_s, 12), high_s)
-        out.append(_text(at, bottom + 17, label, class_="tick", text_anchor="middle"))
+        out.append(tag("line", x1=at, x2=at, y1=0, y2=bottom, class_="grid"))
+        label = tick_label(round(begin_s + value_s, 12), high_s)
+        out.append(
+            text_tag(at, bottom + 17, label, class_="tick", text_anchor="middle")
+        )
     before_s = rows[0][1] if rows else 0.0
     for i, (name, step_s) in enumerate([*rows, ("all", low_s)]):
         y = 4 + _ROW * i + (_ROW - _BAR) / 2
@@ -84,22 +88,22 @@ def contributions_svg(rows: Sequence[tuple[str, float]]) -> str:
         shown = names[i] if i < len(rows) else name
         out.append(_row_name(shown, left, y, words))
         out.append(
-            _tag("rect", x=start, y=y, width=width, height=_BAR, rx=2, class_=style)
+            tag("rect", x=start, y=y, width=width, height=_BAR, rx=2, class_=style)
         )
         if i < len(rows):
             # Down to the next bar, from the end of this one.
             at, end = x(step_s), y + _ROW
-            out.append(_tag("line", x1=at, x2=at, y1=y, y2=end, class_="step"))
+            out.append(tag("line", x1=at, x2=at, y1=y, y2=end, class_="step"))
         figure = f"figure {words}".strip()
-        out.append(_text(right + 14, y + 14, format_s(step_s), class_=figure))
+        out.append(text_tag(right + 14, y + 14, format_s(step_s), class_=figure))
         if not whole:
             saved = 1 - step_s / before_s if before_s else 0.0
             text = f"−{saved:.1%}" if saved >= 5e-4 else "nothing"
             out.append(
-                _text(_WIDTH - 8, y + 14, text, class_="small", text_anchor="end")
+                text_tag(WIDTH - 8, y + 14, text, class_="small", text_anchor="end")
             )
         before_s = step_s
-    return _svg(out, bottom + 26, "What each dimension of a plan contributes")
+    return svg_tag(out, bottom + 26, "What each dimension of a plan contributes")
 
 
 def axis_begin_s(rows: Sequence[tuple[str, float]]) -> float:
@@ -113,14 +117,14 @@ def axis_begin_s(rows: Sequence[tuple[str, float]]) -> float:
 
 
 def _row_name(name: str, left: float, y: float, style: str) -> str:
-    return _text(
+    return text_tag(
         left - 12, y + 14, name, class_=f"name {style}".strip(), text_anchor="end"
     )
 
 
 def _left(names: Sequence[str] | Mapping[str, float]) -> float:
     longest = max((len(name) for name in names), default=4)
-    return min(26 + longest * 15 * _CHAR, 260.0)
+    return min(26 + longest * 15 * CHAR, 260.0)
 
 
 def _percent(ratio: float) -> str:

@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from stretto.report.html import framed, section, table
-from stretto.report.svg import _svg, _tag, _text, ticks
+from stretto.report.svg import svg_tag, tag, text_tag, ticks
 from stretto.report.tables import plain_table
 from stretto.schema import codec
 
@@ -102,11 +102,11 @@ def bars_svg(rows: Sequence[tuple[str, float]], unit: str) -> str:
     for i, (name, value) in enumerate(rows):
         y = 4 + _ROW * i + (_ROW - _BAR) / 2
         width = (_RIGHT - _LEFT) * value / reach
-        parts.append(_text(_LEFT - 10, y + 14, name, text_anchor="end"))
-        parts.append(_tag("rect", x=_LEFT, y=y, width=width, height=_BAR, class_="bar"))
+        parts.append(text_tag(_LEFT - 10, y + 14, name, text_anchor="end"))
+        parts.append(tag("rect", x=_LEFT, y=y, width=width, height=_BAR, class_="bar"))
         label = f"{value:.3g} {unit}"
-        parts.append(_text(_LEFT + width + 8, y + 14, label, class_="figure"))
-    return _svg(parts, bottom + 26, f"One bar per policy, in {unit}")
+        parts.append(text_tag(_LEFT + width + 8, y + 14, label, class_="figure"))
+    return svg_tag(parts, bottom + 26, f"One bar per policy, in {unit}")
 
 
 def uses_svg(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -114,18 +114,20 @@ def uses_svg(rows: Sequence[Mapping[str, Any]]) -> str:
     parts, bottom = _frame(100.0, len(rows))
     for i, row in enumerate(rows):
         y = 4 + _ROW * i + (_ROW - _BAR) / 2
-        parts.append(_text(_LEFT - 10, y + 14, row["policy"], text_anchor="end"))
+        parts.append(text_tag(_LEFT - 10, y + 14, row["policy"], text_anchor="end"))
         begin, hours = _LEFT, row["gpu_hours"]
         for use, style in zip(_USES, ("bar best", "bar"), strict=True):
             share = hours[use] / hours["all"] if hours["all"] else 0.0
             width = (_RIGHT - _LEFT) * max(0.0, share)
             parts.append(
-                _tag("rect", x=begin, y=y, width=width, height=_BAR, class_=style)
+                tag("rect", x=begin, y=y, width=width, height=_BAR, class_=style)
             )
             begin += width
         used = 1 - hours["unused"] / hours["all"] if hours["all"] else 0.0
-        parts.append(_text(_RIGHT + 8, y + 14, f"{used:.0%} in use", class_="figure"))
-    return _svg(parts, bottom + 26, "Share of the cluster's time in percent")
+        parts.append(
+            text_tag(_RIGHT + 8, y + 14, f"{used:.0%} in use", class_="figure")
+        )
+    return svg_tag(parts, bottom + 26, "Share of the cluster's time in percent")
 
 
 def _frame(reach: float, rows: int) -> tuple[list[str], float]:
@@ -133,9 +135,9 @@ def _frame(reach: float, rows: int) -> tuple[list[str], float]:
     parts = []
     for value in ticks(reach, 5):
         at = _LEFT + (_RIGHT - _LEFT) * value / reach
-        parts.append(_tag("line", x1=at, x2=at, y1=0.0, y2=bottom, class_="grid"))
+        parts.append(tag("line", x1=at, x2=at, y1=0.0, y2=bottom, class_="grid"))
         parts.append(
-            _text(at, bottom + 17, f"{value:g}", class_="tick", text_anchor="middle")
+            text_tag(at, bottom + 17, f"{value:g}", class_="tick", text_anchor="middle")
         )
     return parts, bottom
 

@@ -8,20 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stretto.report.svg import (
-    _CHAR,
+    CHAR,
     DARK,
     LIGHT,
     SERIES,
     SVG_STYLE,
-    _svg,
-    _tag,
-    _text,
     css_variables,
+    svg_tag,
+    tag,
+    text_tag,
     ticks,
 )
 
-_WIDTH = 880.0
-_LEFT, _RIGHT = 64.0, _WIDTH - 250.0
+WIDTH = 880.0
+_LEFT, _RIGHT = 64.0, WIDTH - 250.0
 _HEIGHT = 250.0
 """Size of one chart's plotting area."""
 
@@ -62,7 +62,7 @@ def charts_svg(charts: Sequence[Chart], label: str, *, standalone: bool = True) 
         drawn += _chart(chart, pad + i * (_HEIGHT + 100.0))
     height = len(charts) * (_HEIGHT + 100.0) + pad - 14.0
     if not standalone:
-        return _svg(drawn, height, label)
+        return svg_tag(drawn, height, label)
     style = (
         f"svg{{{css_variables(LIGHT)}}}{SVG_STYLE}"
         ".curve{fill:none;stroke-width:2}.drawing .curve-name{font-size:12.5px}"
@@ -70,8 +70,8 @@ def charts_svg(charts: Sequence[Chart], label: str, *, standalone: bool = True) 
         "@media(prefers-color-scheme:dark)"
         f"{{svg{{{css_variables(DARK)}}}{_hues(dark=True)}}}"
     )
-    ground = _tag("rect", width="100%", height="100%", rx=10, class_="ground")
-    return _svg([_tag("style", style), ground, *drawn], height, label)
+    ground = tag("rect", width="100%", height="100%", rx=10, class_="ground")
+    return svg_tag([tag("style", style), ground, *drawn], height, label)
 
 
 def _hues(*, dark: bool) -> str:
@@ -99,20 +99,20 @@ def _chart(chart: Chart, top: float) -> list[str]:
             share = math.log(value / low) / math.log(1.05 * high / low)
         return bottom - (bottom - begin) * share
 
-    out = [_text(20.0, top + 12, chart.title, class_="name")]
+    out = [text_tag(20.0, top + 12, chart.title, class_="name")]
     for value in marks:
         at = y(value)
         text = f"{value:g} {chart.unit}".strip()
-        out.append(_tag("line", x1=_LEFT, x2=_RIGHT, y1=at, y2=at, class_="grid"))
-        out.append(_text(_LEFT - 8, at + 4, text, class_="tick", text_anchor="end"))
+        out.append(tag("line", x1=_LEFT, x2=_RIGHT, y1=at, y2=at, class_="grid"))
+        out.append(text_tag(_LEFT - 8, at + 4, text, class_="tick", text_anchor="end"))
     free = math.inf
     for value in ticks(chart.x[-1], 8)[::-1] if chart.linear else chart.x[::-1]:
-        half = len(_number(value)) * 11.5 * _CHAR / 2
+        half = len(_number(value)) * 11.5 * CHAR / 2
         if x(value) + half + 6 > free:
             continue
         free = x(value) - half
         out.append(
-            _text(
+            text_tag(
                 x(value),
                 bottom + 18,
                 _number(value),
@@ -122,7 +122,7 @@ def _chart(chart: Chart, top: float) -> list[str]:
         )
     middle = (_LEFT + _RIGHT) / 2
     out.append(
-        _text(middle, bottom + 38, chart.axis, class_="small", text_anchor="middle")
+        text_tag(middle, bottom + 38, chart.axis, class_="small", text_anchor="middle")
     )
     ends: list[float] = []
     for i, row in enumerate(chart.columns.values()):
@@ -133,9 +133,9 @@ def _chart(chart: Chart, top: float) -> list[str]:
         ]
         path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in points)
         if points:
-            out.append(_tag("path", d=path, class_=f"curve c{i % len(SERIES)}"))
+            out.append(tag("path", d=path, class_=f"curve c{i % len(SERIES)}"))
         out += [
-            _tag("circle", cx=px, cy=py, r=2.6, class_=f"n{i % len(SERIES)}")
+            tag("circle", cx=px, cy=py, r=2.6, class_=f"n{i % len(SERIES)}")
             for px, py in points
         ]
         ends.append(points[-1][1] + 4 if points else bottom)
@@ -143,7 +143,7 @@ def _chart(chart: Chart, top: float) -> list[str]:
     for i, (name, at) in enumerate(zip(chart.columns, placed, strict=True)):
         style = f"curve-name n{i % len(SERIES)}"
         label = f"{name} {chart.ends[name]}" if name in chart.ends else name
-        out.append(_text(_RIGHT + 10, at, label, class_=style))
+        out.append(text_tag(_RIGHT + 10, at, label, class_=style))
     return out
 
 

@@ -91,8 +91,10 @@ FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-se
 KINDS = ("forward", "backward", "send", "wait", "peer", "exposed", "outside")
 """Kinds of spans with their own color."""
 
-_WIDTH = 880
-_CHAR = 0.56
+WIDTH = 880
+"""Width of a drawing, in its own units."""
+
+CHAR = 0.56
 """Mean width of a character over the font size, used to lay out labels."""
 
 
@@ -101,7 +103,8 @@ def css_variables(colors: dict[str, str]) -> str:
     return ";".join(f"--{name}:{value}" for name, value in colors.items())
 
 
-def _tag(name: str, body: str = "", **attributes: object) -> str:
+def tag(name: str, body: str = "", **attributes: object) -> str:
+    """Return an element; ``class_`` is the attribute ``class``, ``x_y`` is ``x-y``."""
     text = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_attribute(value)}"'
         for key, value in attributes.items()
@@ -115,8 +118,9 @@ def _attribute(value: object) -> str:
     return escape(str(value))
 
 
-def _text(x: float, y: float, body: str, **attributes: object) -> str:
-    return _tag("text", escape(body), x=x, y=y, **attributes)
+def text_tag(x: float, y: float, body: str, **attributes: object) -> str:
+    """Return a text with its baseline at a place."""
+    return tag("text", escape(body), x=x, y=y, **attributes)
 
 
 def ticks(end: float, limit: int = 8) -> list[float]:
@@ -130,7 +134,8 @@ def ticks(end: float, limit: int = 8) -> list[float]:
     return [i * step for i in range(int(end / step * (1 + 1e-9)) + 1)]
 
 
-def _tick_label(value_s: float, end_s: float) -> str:
+def tick_label(value_s: float, end_s: float) -> str:
+    """Return a time as the label of an axis up to ``end_s``."""
     if end_s < 1e-3:
         return f"{value_s * 1e6:g} us"
     return f"{value_s * 1e3:g} ms" if end_s < 10 else f"{value_s:g} s"
@@ -145,9 +150,9 @@ def step_time_svg(report: RunReport, *, standalone: bool = False) -> str:
     methods = [m for m in report.methods if m.step_s is not None]
     pad = 20 if standalone else 0
     names = [m.name for m in methods]
-    left = pad + 26 + max((len(name) for name in names), default=4) * 15 * _CHAR
+    left = pad + 26 + max((len(name) for name in names), default=4) * 15 * CHAR
     left = min(left, 260.0)
-    right = _WIDTH - _FIGURES - 22.0
+    right = WIDTH - _FIGURES - 22.0
     row, bar, top = 46, 22, 34 + pad
     height = top + row * len(methods) + 64 + pad
     reach_s = max((_reach_s(m) for m in methods), default=1.0)
@@ -165,14 +170,14 @@ def step_time_svg(report: RunReport, *, standalone: bool = False) -> str:
     bottom = top + row * len(methods)
     if report.bound_s is not None:
         at = x(report.bound_s)
-        out.append(_tag("line", x1=at, x2=at, y1=top - 10, y2=bottom, class_="bound"))
+        out.append(tag("line", x1=at, x2=at, y1=top - 10, y2=bottom, class_="bound"))
         out.append(
-            _text(
+            text_tag(
                 at,
                 top - 16,
                 f"lower bound {format_s(report.bound_s)}",
                 class_="bound-text",
-                text_anchor=_anchor(at, left, _WIDTH - pad),
+                text_anchor=_anchor(at, left, WIDTH - pad),
             )
         )
     # Marks after the bound's line, so that it never hides one.
@@ -180,22 +185,23 @@ def step_time_svg(report: RunReport, *, standalone: bool = False) -> str:
     out.append(_step_legend(methods, left, bottom + 46))
     label = "Step time of each method"
     if not standalone:
-        return _svg(out, height, label)
+        return svg_tag(out, height, label)
     style = (
         f"svg{{{css_variables(LIGHT)}}}"
         f"@media(prefers-color-scheme:dark){{svg{{{css_variables(DARK)}}}}}{SVG_STYLE}"
     )
-    ground = _tag("rect", width="100%", height="100%", rx=10, class_="ground")
-    return _svg([_tag("style", style), ground, *out], height, label)
+    ground = tag("rect", width="100%", height="100%", rx=10, class_="ground")
+    return svg_tag([tag("style", style), ground, *out], height, label)
 
 
-def _svg(parts: Sequence[str], height: float, label: str) -> str:
-    return _tag(
+def svg_tag(parts: Sequence[str], height: float, label: str) -> str:
+    """Return a drawing of `WIDTH` with a label for screen readers."""
+    return tag(
         "svg",
         "".join(parts),
         xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {_WIDTH} {height:.0f}",
-        width=_WIDTH,
+        viewBox=f"0 0 {WIDTH} {height:.0f}",
+        width=WIDTH,
         height=f"{height:.0f}",
         role="img",
         aria_label=label,
@@ -222,9 +228,11 @@ def _axis(
     out = []
     for value_s in ticks(reach_s, 6):
         at = x(value_s)
-        out.append(_tag("line", x1=at, x2=at, y1=top, y2=bottom, class_="grid"))
-        label = _tick_label(value_s, reach_s)
-        out.append(_text(at, bottom + 17, label, class_="tick", text_anchor="middle"))
+        out.append(tag("line", x1=at, x2=at, y1=top, y2=bottom, class_="grid"))
+        label = tick_label(value_s, reach_s)
+        out.append(
+            text_tag(at, bottom + 17, label, class_="tick", text_anchor="middle")
+        )
     return "".join(out)
 
 
@@ -243,13 +251,13 @@ def _bar(
     hollow = method.measured_step_s is None
     bar_class = "bar hollow" if hollow else "bar best" if best else "bar"
     width = x(method.step_s or 0.0) - left
-    return _tag(
+    return tag(
         "g",
-        _tag("title", escape(_bar_title(method)))
-        + _text(
+        tag("title", escape(_bar_title(method)))
+        + text_tag(
             left - 12, middle + 5, method.name, class_=name_class, text_anchor="end"
         )
-        + _tag("rect", x=left, y=y, width=width, height=height, rx=2, class_=bar_class)
+        + tag("rect", x=left, y=y, width=width, height=height, rx=2, class_=bar_class)
         + _figures(method, middle, best=best),
     )
 
@@ -263,7 +271,7 @@ def _marks(method: MethodResult, x: Callable[[float], float], middle: float) -> 
         at, d = x(method.predicted_step_s), 6.5
         points = f"{at:.1f},{middle - d} {at + d:.1f},{middle} "
         points += f"{at:.1f},{middle + d} {at - d:.1f},{middle}"
-        out += _tag("polygon", points=points, class_="mark")
+        out += tag("polygon", points=points, class_="mark")
     return out
 
 
@@ -272,25 +280,25 @@ def _whisker(
 ) -> str:
     low, high = x(max(0.0, middle_s - spread_s)), x(middle_s + spread_s)
     path = f"M{low:.1f} {y}H{high:.1f}M{low:.1f} {y - 5}v10M{high:.1f} {y - 5}v10"
-    return _tag("path", d=path, class_="whisker-halo") + _tag(
+    return tag("path", d=path, class_="whisker-halo") + tag(
         "path", d=path, class_="whisker"
     )
 
 
 def _figures(method: MethodResult, middle: float, *, best: bool) -> str:
-    x = _WIDTH - _FIGURES
+    x = WIDTH - _FIGURES
     big = "figure best-text" if best else "figure"
     if method.measured_step_s is None:
-        return _text(x, middle + 5, f"{format_s(method.step_s or 0.0)} predicted")
-    out = _text(x, middle - 1, format_s(method.measured_step_s), class_=big)
+        return text_tag(x, middle + 5, f"{format_s(method.step_s or 0.0)} predicted")
+    out = text_tag(x, middle - 1, format_s(method.measured_step_s), class_=big)
     if method.speedup_over_ddp is not None:
         ratio = f"{method.speedup_over_ddp:.2f}× ddp"
-        out += _text(_WIDTH - 12, middle - 1, ratio, class_=big, text_anchor="end")
+        out += text_tag(WIDTH - 12, middle - 1, ratio, class_=big, text_anchor="end")
     if method.predicted_step_s is not None and method.error_ratio is not None:
         small = f"predicted {format_s(method.predicted_step_s)}"
-        out += _text(x, middle + 14, small, class_="small")
-        out += _text(
-            _WIDTH - 12,
+        out += text_tag(x, middle + 14, small, class_="small")
+        out += text_tag(
+            WIDTH - 12,
             middle + 14,
             f"{method.error_ratio:+.1%}".replace("-", "−"),
             class_="small",
@@ -313,20 +321,22 @@ def _step_legend(methods: Sequence[MethodResult], x: float, y: float) -> str:
     """Draw the legend in one line."""
     out = []
     if any(m.measured_step_s is not None for m in methods):
-        out.append(_tag("rect", x=x, y=y - 10, width=22, height=11, class_="bar"))
-        out.append(_text(x + 29, y, "measured median", class_="small"))
+        out.append(tag("rect", x=x, y=y - 10, width=22, height=11, class_="bar"))
+        out.append(text_tag(x + 29, y, "measured median", class_="small"))
         x += 150
     if any(m.spread_s for m in methods):
         path = f"M{x} {y - 4.5}h22M{x} {y - 9}v9M{x + 22} {y - 9}v9"
-        out.append(_tag("path", d=path, class_="whisker"))
-        out.append(_text(x + 29, y, "spread (half the quartile range)", class_="small"))
+        out.append(tag("path", d=path, class_="whisker"))
+        out.append(
+            text_tag(x + 29, y, "spread (half the quartile range)", class_="small")
+        )
         x += 236
     if any(m.predicted_step_s is not None for m in methods):
         points = (
             f"{x + 6},{y - 11} {x + 12.5},{y - 4.5} {x + 6},{y + 2} {x - 0.5},{y - 4.5}"
         )
-        out.append(_tag("polygon", points=points, class_="mark"))
-        out.append(_text(x + 20, y, "predicted before the run", class_="small"))
+        out.append(tag("polygon", points=points, class_="mark"))
+        out.append(text_tag(x + 20, y, "predicted before the run", class_="small"))
     return "".join(out)
 
 
@@ -371,21 +381,21 @@ def lines_svg(name: str, lines: Sequence[DrawnLine], *, shared_end_s: float) -> 
     scale_s = 1.01 * max(shared_end_s, own_end_s) or 1.0
     zoom = scale_s / (1.01 * own_end_s) if own_end_s else 1.0
     left = 160
-    inner = _WIDTH - left - 8
+    inner = WIDTH - left - 8
     outside: list[str] = []
     ground: list[str] = []
     inside: list[str] = []
     y = 4.0
     for drawn in lines:
         set_off = " late-text" if drawn.marked else ""
-        outside.append(_text(0, y + 13, drawn.name, class_="name" + set_off))
-        outside.append(_text(0, y + 30, drawn.note, class_="small" + set_off))
+        outside.append(text_tag(0, y + 13, drawn.name, class_="name" + set_off))
+        outside.append(text_tag(0, y + 30, drawn.note, class_="small" + set_off))
         for track in drawn.line.tracks:
             outside.append(
-                _text(left - 8, y + 13, track, class_="small", text_anchor="end")
+                text_tag(left - 8, y + 13, track, class_="small", text_anchor="end")
             )
             ground.append(
-                _tag("rect", x=0, y=y, width="100%", height=_TRACK, class_="track")
+                tag("rect", x=0, y=y, width="100%", height=_TRACK, class_="track")
             )
             inside += [
                 _span(span, y, scale_s, inner, zoom)
@@ -400,7 +410,7 @@ def lines_svg(name: str, lines: Sequence[DrawnLine], *, shared_end_s: float) -> 
         *(_time_axis(own_end_s, scale_s, "fit-only", y) if zoom > 1.05 else ()),
     ]
     ends = [
-        _tag(
+        tag(
             "line",
             x1=_share(drawn.line.end_s, scale_s),
             x2=_share(drawn.line.end_s, scale_s),
@@ -411,7 +421,7 @@ def lines_svg(name: str, lines: Sequence[DrawnLine], *, shared_end_s: float) -> 
         for drawn in lines
         if drawn.name in ("predicted", "measured")
     ]
-    plot = _tag(
+    plot = tag(
         "svg",
         "".join((*grid, *ground, *ends, *inside)),
         x=left,
@@ -423,8 +433,8 @@ def lines_svg(name: str, lines: Sequence[DrawnLine], *, shared_end_s: float) -> 
         data_fit=f"{inner * zoom:.1f}",
     )
     # The inner drawing grows beyond its frame when zoomed: a window clips it.
-    window = _tag("svg", plot, x=0, y=0, width=_WIDTH, height=height)
-    return _svg([*outside, window], height, f"Timeline of {name}")
+    window = tag("svg", plot, x=0, y=0, width=WIDTH, height=height)
+    return svg_tag([*outside, window], height, f"Timeline of {name}")
 
 
 def _share(value_s: float, of_s: float) -> str:
@@ -441,12 +451,12 @@ def _time_axis(end_s: float, scale_s: float, extra: str, y: float) -> list[str]:
     for i, value_s in enumerate(values_s):
         at = _share(value_s, scale_s)
         out.append(
-            _tag("line", x1=at, x2=at, y1=0, y2=y - 4, class_=f"grid {extra}".strip())
+            tag("line", x1=at, x2=at, y1=0, y2=y - 4, class_=f"grid {extra}".strip())
         )
         # The last label may not fit to its right.
         last = i == len(values_s) - 1 and value_s > 0.96 * end_s
         anchor = "start" if i == 0 else "end" if last else "middle"
-        label = _tick_label(value_s, end_s)
+        label = tick_label(value_s, end_s)
         out.append(
             _text_at(at, y + 11, label, class_=f"tick {extra}".strip(), anchor=anchor)
         )
@@ -454,7 +464,7 @@ def _time_axis(end_s: float, scale_s: float, extra: str, y: float) -> list[str]:
 
 
 def _text_at(x: str, y: float, body: str, *, class_: str, anchor: str) -> str:
-    return _tag("text", escape(body), x=x, y=y, class_=class_, text_anchor=anchor)
+    return tag("text", escape(body), x=x, y=y, class_=class_, text_anchor=anchor)
 
 
 def span_kind(span: Span) -> str:
@@ -477,9 +487,9 @@ def _span(span: Span, y: float, scale_s: float, inner: float, zoom: float) -> st
     for key, value in sorted(span.args.items()):
         title += f"\n{key}: {value}"
     waits = kind == "wait"
-    rect = _tag(
+    rect = tag(
         "rect",
-        _tag("title", escape(title)),
+        tag("title", escape(title)),
         x=_share(span.start_s, scale_s),
         y=y + (_TRACK - 4 if waits else 0),
         width=f"{100 * max(width, 0.4) / inner:.4g}%",
@@ -491,7 +501,7 @@ def _span(span: Span, y: float, scale_s: float, inner: float, zoom: float) -> st
     middle = _share((span.start_s + span.end_s) / 2, scale_s)
     baseline = y + (13 if span.track == "compute" else 10.5)
     for body in _span_labels(span):
-        need = len(body) * 10 * _CHAR + 4
+        need = len(body) * 10 * CHAR + 4
         extra = "" if need <= width else "fit-only" if need <= width * zoom else None
         if extra is not None:
             return rect + _text_at(
@@ -518,7 +528,7 @@ def loss_svg(methods: Sequence[MethodResult]) -> str:
     groups = loss_groups(methods)
     if not groups:
         return ""
-    left, right, top, bottom = 56.0, _WIDTH - 190.0, 14.0, 250.0
+    left, right, top, bottom = 56.0, WIDTH - 190.0, 14.0, 250.0
     steps = max(len(losses) for _, losses in groups)
     values = [v for _, losses in groups for v in losses if math.isfinite(v)]
     low, high = min([0.0, *values]), max(values, default=1.0) or 1.0
@@ -532,17 +542,19 @@ def loss_svg(methods: Sequence[MethodResult]) -> str:
     out = []
     for value in ticks(high, 5):
         at = y(value)
-        out.append(_tag("line", x1=left, x2=right, y1=at, y2=at, class_="grid"))
+        out.append(tag("line", x1=left, x2=right, y1=at, y2=at, class_="grid"))
         out.append(
-            _text(left - 8, at + 4, f"{value:g}", class_="tick", text_anchor="end")
+            text_tag(left - 8, at + 4, f"{value:g}", class_="tick", text_anchor="end")
         )
     for step in ticks(steps - 1, 8):
         if step == int(step):
             at = x(step)
             out.append(
-                _text(at, bottom + 18, f"{step:g}", class_="tick", text_anchor="middle")
+                text_tag(
+                    at, bottom + 18, f"{step:g}", class_="tick", text_anchor="middle"
+                )
             )
-    out.append(_text((left + right) / 2, bottom + 38, "step", class_="small"))
+    out.append(text_tag((left + right) / 2, bottom + 38, "step", class_="small"))
     wanted: list[float] = []
     for i, (_, losses) in enumerate(groups):
         points = [
@@ -551,7 +563,7 @@ def loss_svg(methods: Sequence[MethodResult]) -> str:
             if math.isfinite(value)
         ]
         path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in points)
-        out.append(_tag("path", d=path, class_=f"curve c{i % len(SERIES)}"))
+        out.append(tag("path", d=path, class_=f"curve c{i % len(SERIES)}"))
         wanted.append(points[-1][1] + 4)
     placed = spread_apart(wanted, 16.0)
     for i, ((names, losses), at) in enumerate(zip(groups, placed, strict=True)):
@@ -559,10 +571,10 @@ def loss_svg(methods: Sequence[MethodResult]) -> str:
         if 1 < len(names) < len([m for m in methods if m.losses]):
             label = ", ".join(names)
         start = x(len(losses) - 1) + 10
-        room = int((_WIDTH - start) / (13 * _CHAR))
+        room = int((WIDTH - start) / (13 * CHAR))
         label = label if len(label) <= room else label[: room - 1] + "…"
-        out.append(_text(start, at, label, class_=f"curve-name n{i % len(SERIES)}"))
-    return _svg(out, bottom + 48, "Training loss of each method")
+        out.append(text_tag(start, at, label, class_=f"curve-name n{i % len(SERIES)}"))
+    return svg_tag(out, bottom + 48, "Training loss of each method")
 
 
 def loss_groups(

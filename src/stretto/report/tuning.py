@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, final
 
 from stretto.report.svg import (
     SERIES,
-    _svg,
-    _tag,
-    _text,
-    _tick_label,
     spread_apart,
+    svg_tag,
+    tag,
+    text_tag,
+    tick_label,
     ticks,
 )
 from stretto.schema.tuning import TuningEvent
@@ -23,8 +23,8 @@ from stretto.units import format_rate, format_s
 if TYPE_CHECKING:
     from stretto.schema.tuning import Tuning
 
-_WIDTH = 880.0
-_LEFT, _RIGHT = 70.0, _WIDTH - 170.0
+WIDTH = 880.0
+_LEFT, _RIGHT = 70.0, WIDTH - 170.0
 _TOP, _HEIGHT = 22.0, 260.0
 _CREDIT_GAP, _CREDIT_HEIGHT = 74.0, 110.0
 """Gap between the areas of trials and of credits, and the height of the latter."""
@@ -55,7 +55,7 @@ def trials_svg(tuning: Tuning) -> str:
         out += _credit(searches, names, x, bottom + _CREDIT_GAP)
         bottom += _CREDIT_GAP + _CREDIT_HEIGHT
     out += [
-        _text(
+        text_tag(
             x(step), bottom + 20, f"step {step:g}", class_="tick", text_anchor="middle"
         )
         for step in ticks(last, 6)
@@ -63,7 +63,7 @@ def trials_svg(tuning: Tuning) -> str:
     ]
     out += _key(names, bottom + 46)
     height = bottom + 60 + 18 * ((len(names) - 1) // 4)
-    return _svg(out, height, f"Trials of {tuning.name}")
+    return svg_tag(out, height, f"Trials of {tuning.name}")
 
 
 @final
@@ -111,10 +111,10 @@ def _trials(
     out = []
     for value_s in ticks(1.08 * high_s, 5):
         at = y(value_s)
-        label = _tick_label(value_s, high_s)
+        label = tick_label(value_s, high_s)
         out += [
-            _tag("line", x1=_LEFT, x2=_RIGHT, y1=at, y2=at, class_="grid"),
-            _text(_LEFT - 8, at + 4, label, class_="tick", text_anchor="end"),
+            tag("line", x1=_LEFT, x2=_RIGHT, y1=at, y2=at, class_="grid"),
+            text_tag(_LEFT - 8, at + 4, label, class_="tick", text_anchor="end"),
         ]
     ends: list[tuple[float, str, str]] = []
     for search in searches:
@@ -123,16 +123,16 @@ def _trials(
             begin = _LEFT if search is searches[0] else x(steps[0])
             end = _RIGHT if search is searches[-1] else x(steps[-1])
             at = y(search.bound_s)
-            out.append(_tag("line", x1=begin, x2=end, y1=at, y2=at, class_="bound"))
+            out.append(tag("line", x1=begin, x2=end, y1=at, y2=at, class_="bound"))
         if search is not searches[0]:
             edge = x(steps[0])
             out.append(
-                _tag("line", x1=edge, x2=edge, y1=_TOP, y2=bottom, class_="grid")
-                + _text(edge + 4, _TOP + 10, "searching again", class_="tick")
+                tag("line", x1=edge, x2=edge, y1=_TOP, y2=bottom, class_="grid")
+                + text_tag(edge + 4, _TOP + 10, "searching again", class_="tick")
             )
         path, best_s = _best_line(search.tried, x, y)
         if path:
-            out.append(_tag("path", d=path, class_="whisker"))
+            out.append(tag("path", d=path, class_="whisker"))
         if search is searches[-1]:
             if best_s is not None:
                 ends.append((y(best_s) + 4, f"best {format_s(best_s)}", "tick"))
@@ -149,7 +149,7 @@ def _labels(ends: Sequence[tuple[float, str, str]]) -> list[str]:
     """Place texts right of an area at their lines' levels, or near them if crowded."""
     places = spread_apart([at for at, _, _ in ends], 16)
     return [
-        _text(_RIGHT + 8, at, label, class_=style)
+        text_tag(_RIGHT + 8, at, label, class_=style)
         for at, (_, label, style) in zip(places, ends, strict=True)
     ]
 
@@ -185,12 +185,12 @@ def _dot(
     title = f"<title>{escape(f'{name}, step {event.step}: {event.why}')}</title>"
     at = x(event.step)
     if step_s is None:
-        # Escaped already: `_text` would escape the title's tags.
-        return _tag(
+        # Escaped already: `text_tag` would escape the title's tags.
+        return tag(
             "text", f"{title}×", x=at, y=_TOP + 4, class_=style, text_anchor="middle"
         )
     radius = 6.0 if event.values.get("won") is True else 4.0
-    return _tag("circle", title, cx=at, cy=y(step_s), r=radius, class_=style)
+    return tag("circle", title, cx=at, cy=y(step_s), r=radius, class_=style)
 
 
 def _credit(
@@ -209,12 +209,12 @@ def _credit(
     def y(value: float) -> float:
         return top + _CREDIT_HEIGHT * (1 - min(max(value, 0.0), 1.0))
 
-    out = [_text(20.0, top - 14, "Credit of each technique", class_="name")]
+    out = [text_tag(20.0, top - 14, "Credit of each technique", class_="name")]
     for value in (0.0, 0.5, 1.0):
         at = y(value)
         out += [
-            _tag("line", x1=_LEFT, x2=_RIGHT, y1=at, y2=at, class_="grid"),
-            _text(_LEFT - 8, at + 4, f"{value:g}", class_="tick", text_anchor="end"),
+            tag("line", x1=_LEFT, x2=_RIGHT, y1=at, y2=at, class_="grid"),
+            text_tag(_LEFT - 8, at + 4, f"{value:g}", class_="tick", text_anchor="end"),
         ]
     ends: list[tuple[float, str, str]] = []
     arms = sorted({arm for part in credited for _, values in part for arm in values})
@@ -228,7 +228,7 @@ def _credit(
             places = [f"{x(step):.1f} {y(value):.1f}" for step, value in points]
             path += "M" + "L".join(places) if places else ""
             value = points[-1][1] if points else value
-        out.append(_tag("path", d=path, fill="none", class_=f"curve c{style}"))
+        out.append(tag("path", d=path, fill="none", class_=f"curve c{style}"))
         ends.append((y(value) + 4, f"{arm} {value:.2f}", f"tick n{style}"))
     return [*out, *_labels(ends)]
 
@@ -238,8 +238,8 @@ def _key(names: Sequence[str], top: float) -> list[str]:
     for i, name in enumerate(names):
         at, left = top + 18 * (i // 4), _LEFT + 190 * (i % 4)
         out += [
-            _tag("circle", cx=left, cy=at - 4, r=4.0, class_=f"n{i % len(SERIES)}"),
-            _text(left + 10, at, name, class_="tick"),
+            tag("circle", cx=left, cy=at - 4, r=4.0, class_=f"n{i % len(SERIES)}"),
+            text_tag(left + 10, at, name, class_="tick"),
         ]
     return out
 

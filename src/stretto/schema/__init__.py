@@ -5,7 +5,7 @@
 - `burst`, `burst_host`, `efficiency`: those of burst training; `collocation`: of a pair
   of jobs; `job`: of a cluster's jobs.
 - `codec`: reads and writes all files, with `_json` (strict JSON), `_convert` (values)
-  and `_rules` (checks).
+  and `rules` (checks).
 """
 
 from stretto.schema.cluster import (

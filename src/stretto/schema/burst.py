@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import PlanMismatch, SpecError
-from stretto.schema import _rules, codec
+from stretto.schema import codec, rules
 from stretto.schema._convert import ADDED
 from stretto.schema.burst_host import HostCosts
 
@@ -34,9 +34,9 @@ class BatchTime:
     backward_s: float
 
     def __post_init__(self) -> None:
-        _rules.at_least(".samples", self.samples, 1)
-        _rules.finite(".forward_s", self.forward_s)
-        _rules.finite(".backward_s", self.backward_s)
+        rules.at_least(".samples", self.samples, 1)
+        rules.finite(".forward_s", self.forward_s)
+        rules.finite(".backward_s", self.backward_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +63,11 @@ class Layer:
     """Number of batch norms in it, whose statistics its GPUs exchange both ways."""
 
     def __post_init__(self) -> None:
-        _rules.not_empty(".name", self.name)
-        _rules.finite(".update_s", self.update_s)
-        _rules.at_least(".norms", self.norms, 0)
-        _rules.at_least(".parameter_bytes", self.parameter_bytes, 0)
-        _rules.at_least(".activation_bytes", self.activation_bytes, 0)
+        rules.not_empty(".name", self.name)
+        rules.finite(".update_s", self.update_s)
+        rules.at_least(".norms", self.norms, 0)
+        rules.at_least(".parameter_bytes", self.parameter_bytes, 0)
+        rules.at_least(".activation_bytes", self.activation_bytes, 0)
         if len(set(self.inputs)) < len(self.inputs):
             raise SpecError(
                 f"inputs must not repeat a layer, got {', '.join(self.inputs)}",
@@ -136,10 +136,10 @@ class LayerTiming:
     backward_s: float
 
     def __post_init__(self) -> None:
-        _rules.not_empty(".layer", self.layer)
-        _rules.at_least(".samples", self.samples, 1)
-        _rules.finite(".forward_s", self.forward_s)
-        _rules.finite(".backward_s", self.backward_s)
+        rules.not_empty(".layer", self.layer)
+        rules.at_least(".samples", self.samples, 1)
+        rules.finite(".forward_s", self.forward_s)
+        rules.finite(".backward_s", self.backward_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +172,8 @@ class LayerProfile:
     """Costs that the ranks' hosts add; ``None`` if they were not measured."""
 
     def __post_init__(self) -> None:
-        _rules.at_least(".input_bytes", self.input_bytes, 0)
-        _rules.finite(".outside_s", self.outside_s)
+        rules.at_least(".input_bytes", self.input_bytes, 0)
+        rules.finite(".outside_s", self.outside_s)
         if not self.layers:
             raise SpecError("a profile needs at least one layer", place=".layers")
         seen: dict[str, int] = {}
@@ -242,9 +242,9 @@ class LayerGpus:
     """0 except in a branch that runs on its own GPUs, beside other branches."""
 
     def __post_init__(self) -> None:
-        _rules.not_empty(".layer", self.layer)
-        _rules.at_least(".gpus", self.gpus, 1)
-        _rules.at_least(".first_gpu", self.first_gpu, 0)
+        rules.not_empty(".layer", self.layer)
+        rules.at_least(".gpus", self.gpus, 1)
+        rules.at_least(".first_gpu", self.first_gpu, 0)
 
     @property
     def ranks(self) -> range:
@@ -288,12 +288,12 @@ class BurstPrediction:
             "max_amplification",
             "data_parallel_s",
         ):
-            _rules.finite(f".{name}", getattr(self, name))
+            rules.finite(f".{name}", getattr(self, name))
         if self.single_width is not None:
-            _rules.at_least(".single_width", self.single_width, 1)
+            rules.at_least(".single_width", self.single_width, 1)
         for name in ("single_width_s", "idle_gpu_s"):
             if getattr(self, name) is not None:
-                _rules.finite(f".{name}", getattr(self, name))
+                rules.finite(f".{name}", getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,10 +316,10 @@ class BurstPlan:
     predicted: BurstPrediction | None = None
 
     def __post_init__(self) -> None:
-        _rules.at_least(".gpus", self.gpus, 1)
-        _rules.at_least(".batch", self.batch, 1)
+        rules.at_least(".gpus", self.gpus, 1)
+        rules.at_least(".batch", self.batch, 1)
         if self.amplification_limit is not None:
-            _rules.finite(".amplification_limit", self.amplification_limit)
+            rules.finite(".amplification_limit", self.amplification_limit)
             if self.amplification_limit < 1:
                 raise SpecError(
                     "amplification_limit must be >= 1, GPU time of one GPU, got "

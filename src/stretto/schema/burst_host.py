@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from stretto.errors import SpecError
-from stretto.schema import _rules
+from stretto.schema import rules
 from stretto.schema._convert import EARLIER
 
 
@@ -21,8 +21,8 @@ class Slowdown:
     their own do not slow each other; ranks that share memory or processors do."""
 
     def __post_init__(self) -> None:
-        _rules.at_least(".ranks", self.ranks, 2)
-        _rules.finite(".ratio", self.ratio, above=0.0)
+        rules.at_least(".ranks", self.ranks, 2)
+        rules.finite(".ratio", self.ratio, above=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class HostCosts:
             "connection_s",
             "connection_s_per_byte",
         ):
-            _rules.finite(f".{name}", getattr(self, name))
+            rules.finite(f".{name}", getattr(self, name))
         for i, (one, two) in enumerate(itertools.pairwise(self.slowdowns)):
             if one.ranks >= two.ranks:
                 raise SpecError(

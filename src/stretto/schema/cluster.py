@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import SpecError
-from stretto.schema import _rules, codec
+from stretto.schema import codec, rules
 from stretto.schema._convert import ADDED
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ class Link:
     """Highest rate of one flow; ``None``: the whole link."""
 
     def __post_init__(self) -> None:
-        _rules.finite(".latency_s", self.latency_s)
-        _rules.finite(".bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, above=0.0)
+        rules.finite(".latency_s", self.latency_s)
+        rules.finite(".bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, above=0.0)
         if self.stream_bytes_per_s is not None:
-            _rules.finite(".stream_bytes_per_s", self.stream_bytes_per_s, above=0.0)
+            rules.finite(".stream_bytes_per_s", self.stream_bytes_per_s, above=0.0)
 
     @property
     def flow_bytes_per_s(self) -> float:
@@ -50,8 +50,8 @@ class ExtraStartup:
     """Negative where the message is faster than the line."""
 
     def __post_init__(self) -> None:
-        _rules.at_least(".bytes", self.bytes, 0)
-        _rules.finite(".extra_s", abs(self.extra_s))
+        rules.at_least(".bytes", self.bytes, 0)
+        rules.finite(".extra_s", abs(self.extra_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +71,9 @@ class AllReduceFit:
     ``startup_s``, linear between two sizes and constant beyond the ends."""
 
     def __post_init__(self) -> None:
-        _rules.finite(".startup_s", self.startup_s)
-        _rules.finite(".s_per_byte", self.s_per_byte, above=0.0)
-        _rules.at_least(".ranks", self.ranks, 2)
+        rules.finite(".startup_s", self.startup_s)
+        rules.finite(".s_per_byte", self.s_per_byte, above=0.0)
+        rules.at_least(".ranks", self.ranks, 2)
         for i, point in enumerate(self.extra):
             if i and point.bytes <= self.extra[i - 1].bytes:
                 raise SpecError(
@@ -102,7 +102,7 @@ class Concurrency:
     network start them in parallel."""
 
     def __post_init__(self) -> None:
-        _rules.finite(".startup_per_lane_s", self.startup_per_lane_s)
+        rules.finite(".startup_per_lane_s", self.startup_per_lane_s)
         if not self.gamma or not abs(self.gamma[0] - 1.0) <= 1e-9:
             begin = self.gamma[:1]
             raise SpecError(
@@ -110,7 +110,7 @@ class Concurrency:
                 place=".gamma[0]" if begin else ".gamma",
             )
         for i, value in enumerate(self.gamma):
-            _rules.finite(f".gamma[{i}]", value, above=0.0)
+            rules.finite(f".gamma[{i}]", value, above=0.0)
             if i and value < self.gamma[i - 1]:
                 raise SpecError(
                     f"gamma must not fall, got {value:g} after {self.gamma[i - 1]:g}",
@@ -130,8 +130,8 @@ class ComputeContention:
     alpha2: float
 
     def __post_init__(self) -> None:
-        _rules.finite(".alpha1", self.alpha1, above=0.0)
-        _rules.finite(".alpha2", self.alpha2)
+        rules.finite(".alpha1", self.alpha1, above=0.0)
+        rules.finite(".alpha2", self.alpha2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +150,9 @@ class RateCurve:
     gamma4: float
 
     def __post_init__(self) -> None:
-        _rules.finite(".gamma1", self.gamma1, above=0.0)
+        rules.finite(".gamma1", self.gamma1, above=0.0)
         for name in ("gamma2", "gamma3", "gamma4"):
-            _rules.finite(f".{name}", getattr(self, name))
+            rules.finite(f".{name}", getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +174,7 @@ class Contention:
         if not self.resources:
             raise SpecError("resources must not be empty", place=".resources")
         for i, value in enumerate(self.resources):
-            _rules.at_least(f".resources[{i}]", value, 1)
+            rules.at_least(f".resources[{i}]", value, 1)
             if i and value <= self.resources[i - 1]:
                 raise SpecError(
                     f"resources must ascend, got {value} after {self.resources[i - 1]}",
@@ -209,8 +209,8 @@ class Cluster:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _rules.at_least(".hosts", self.hosts, 1)
-        _rules.at_least(".ranks_per_host", self.ranks_per_host, 1)
+        rules.at_least(".hosts", self.hosts, 1)
+        rules.at_least(".ranks_per_host", self.ranks_per_host, 1)
 
     @property
     def ranks(self) -> int:

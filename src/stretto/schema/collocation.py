@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import SpecError
-from stretto.schema import _rules, codec
+from stretto.schema import codec, rules
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,20 +64,20 @@ class CollocatedPair:
 
     def __post_init__(self) -> None:
         for name in ("foreground", "background", "device"):
-            _rules.one_line(f".{name}", getattr(self, name))
-        _rules.one_of(".policy", self.policy, POLICIES)
-        _rules.at_least(".depth", self.depth, 1)
+            rules.one_line(f".{name}", getattr(self, name))
+        rules.one_of(".policy", self.policy, POLICIES)
+        rules.at_least(".depth", self.depth, 1)
         for name in ("task_s", "usable_ratio"):
-            _rules.finite(f".{name}", getattr(self, name), above=0.0)
+            rules.finite(f".{name}", getattr(self, name), above=0.0)
         if self.usable_ratio > 1.0:
             raise SpecError(
                 f"usable_ratio must be <= 1, got {self.usable_ratio:g}",
                 place=".usable_ratio",
             )
-        _rules.finite(".loss_ratio", self.loss_ratio, above=-1.0)
+        rules.finite(".loss_ratio", self.loss_ratio, above=-1.0)
         for name in ("loss_spread_ratio", "share_ratio", "share_spread_ratio"):
-            _rules.finite(f".{name}", getattr(self, name))
-        _rules.at_least(".pairs", self.pairs, 1)
+            rules.finite(f".{name}", getattr(self, name))
+        rules.at_least(".pairs", self.pairs, 1)
 
     @property
     def use_ratio(self) -> float:

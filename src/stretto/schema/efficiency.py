@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import SpecError
-from stretto.schema import _rules, codec
+from stretto.schema import codec, rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,8 @@ class BatchSamples:
     """Samples until the target is reached."""
 
     def __post_init__(self) -> None:
-        _rules.at_least(".batch", self.batch, 1)
-        _rules.finite(".samples", self.samples, above=0.0)
+        rules.at_least(".batch", self.batch, 1)
+        rules.finite(".samples", self.samples, above=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class SampleEfficiency:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _rules.not_empty(".name", self.name)
-        _rules.finite(".min_samples", self.min_samples, above=0.0)
+        rules.not_empty(".name", self.name)
+        rules.finite(".min_samples", self.min_samples, above=0.0)
         if (self.critical_batch is None) == (not self.points):
             raise SpecError(
                 "a curve is either points or a critical_batch, got "
@@ -54,7 +54,7 @@ class SampleEfficiency:
                 place=".points",
             )
         if self.critical_batch is not None:
-            _rules.finite(".critical_batch", self.critical_batch, above=0.0)
+            rules.finite(".critical_batch", self.critical_batch, above=0.0)
         for i, point in enumerate(self.points):
             if i and point.batch <= self.points[i - 1].batch:
                 raise SpecError(

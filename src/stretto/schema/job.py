@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from stretto.errors import SpecError
-from stretto.schema import _rules, codec
+from stretto.schema import codec, rules
 from stretto.schema._convert import ADDED, FORMERLY
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ class GpuRange:
     maximum: int = field(metadata={FORMERLY: "most"})
 
     def __post_init__(self) -> None:
-        _rules.at_least(".minimum", self.minimum, 1)
-        _rules.at_most(".maximum", self.maximum, MAX_GPUS)
+        rules.at_least(".minimum", self.minimum, 1)
+        rules.at_most(".maximum", self.maximum, MAX_GPUS)
         if self.maximum < self.minimum:
             raise SpecError(
                 f"maximum must be >= {self.minimum}, the minimum, got {self.maximum}",
@@ -109,7 +109,7 @@ class BurstOptions:
                 f"factory must be FILE.py:NAME, got {self.factory!r}", place=".factory"
             )
         if self.amplification_limit is not None:
-            _rules.finite(".amplification_limit", self.amplification_limit, above=0.0)
+            rules.finite(".amplification_limit", self.amplification_limit, above=0.0)
             if self.amplification_limit < 1.0:
                 raise SpecError(
                     "amplification_limit must be >= 1 (as much GPU time as on one "
@@ -133,14 +133,14 @@ class BackgroundRules:
     """Waits in which no background task starts, such as ``all-reduce``."""
 
     def __post_init__(self) -> None:
-        _rules.finite(".max_loss", self.max_loss)
+        rules.finite(".max_loss", self.max_loss)
         if self.max_loss >= 1.0:
             raise SpecError(
                 f"max_loss must be < 1, got {self.max_loss:g}: 0.05 permits 5 %",
                 place=".max_loss",
             )
         for i, wait in enumerate(self.closed_in):
-            _rules.not_empty(f".closed_in[{i}]", wait)
+            rules.not_empty(f".closed_in[{i}]", wait)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +154,8 @@ class GangOptions:
     """Micro-batches of a step, with ``claims``."""
 
     def __post_init__(self) -> None:
-        _rules.one_of(".kind", self.kind, GANGS)
-        _rules.at_least(".micro_batches", self.micro_batches, 1)
+        rules.one_of(".kind", self.kind, GANGS)
+        rules.at_least(".micro_batches", self.micro_batches, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,10 +175,10 @@ class RestartRules:
     """Time from the signal until the job is killed."""
 
     def __post_init__(self) -> None:
-        _rules.at_least(".attempts", self.attempts, 0)
-        _rules.one_of(".signal", self.signal, SIGNALS)
+        rules.at_least(".attempts", self.attempts, 0)
+        rules.one_of(".signal", self.signal, SIGNALS)
         for name in ("backoff_s", "grace_s"):
-            _rules.finite(f".{name}", getattr(self, name))
+            rules.finite(f".{name}", getattr(self, name))
             if getattr(self, name) > 86400.0:
                 raise SpecError(
                     f"{name} must be <= 86400, one day, got {getattr(self, name):g}",
@@ -241,19 +241,19 @@ class Job:
     def __post_init__(self) -> None:
         _short_name(".name", self.name)
         _short_name(".queue", self.queue)
-        _rules.one_of(".role", self.role, ROLES)
-        _rules.one_of(".launch", self.launch, LAUNCHES)
+        rules.one_of(".role", self.role, ROLES)
+        rules.one_of(".launch", self.launch, LAUNCHES)
         self._check_command()
         self._check_environment()
-        _rules.at_least(".priority", self.priority, -MAX_PRIORITY)
-        _rules.at_most(".priority", self.priority, MAX_PRIORITY)
+        rules.at_least(".priority", self.priority, -MAX_PRIORITY)
+        rules.at_most(".priority", self.priority, MAX_PRIORITY)
         if self.batch is not None:
-            _rules.at_least(".batch", self.batch, 1)
-        _rules.at_least(".memory_bytes", self.memory_bytes, 0)
-        _rules.at_least(".host_memory_bytes", self.host_memory_bytes, 0)
+            rules.at_least(".batch", self.batch, 1)
+        rules.at_least(".memory_bytes", self.memory_bytes, 0)
+        rules.at_least(".host_memory_bytes", self.host_memory_bytes, 0)
         self._check_role()
         for i, name in enumerate(self.after):
-            _rules.not_empty(f".after[{i}]", name)
+            rules.not_empty(f".after[{i}]", name)
             if name == self.name:
                 raise SpecError(
                     f"{name!r} cannot start after itself: name jobs that were "
@@ -270,7 +270,7 @@ class Job:
                 "an empty one",
                 place=".command",
             )
-        _rules.not_empty(".command[0]", self.command[0])
+        rules.not_empty(".command[0]", self.command[0])
         for i, word in enumerate(self.command):
             _text(f".command[{i}]", word)
             _short(f".command[{i}]", word)

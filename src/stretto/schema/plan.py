@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from stretto.errors import PlanMismatch, SpecError
-from stretto.schema import _rules, codec
+from stretto.schema import codec, rules
 from stretto.schema._convert import ADDED
 
 if TYPE_CHECKING:
@@ -71,13 +71,13 @@ class Bucket:
     def __post_init__(self) -> None:
         if not self.tensors:
             raise SpecError("a bucket needs at least one tensor", place=".tensors")
-        _rules.at_least(".lane", self.lane, 0)
-        _rules.at_least(".slices", self.slices, 1)
-        _rules.at_most(".slices", self.slices, MAX_SLICES)
+        rules.at_least(".lane", self.lane, 0)
+        rules.at_least(".slices", self.slices, 1)
+        rules.at_most(".slices", self.slices, MAX_SLICES)
         if self.resource is not None:
-            _rules.at_least(".resource", self.resource, 1)
-        _rules.one_of(".algorithm", self.algorithm, ALGORITHMS)
-        _rules.one_of(".wire_dtype", self.wire_dtype, WIRE_DTYPES)
+            rules.at_least(".resource", self.resource, 1)
+        rules.one_of(".algorithm", self.algorithm, ALGORITHMS)
+        rules.one_of(".wire_dtype", self.wire_dtype, WIRE_DTYPES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +108,8 @@ class Prediction:
             "exposed_communication_s",
             "lower_bound_s",
         ):
-            _rules.finite(f".{name}", getattr(self, name))
-        _rules.finite(".gap", self.gap, above=-1.0)
+            rules.finite(f".{name}", getattr(self, name))
+        rules.finite(".gap", self.gap, above=-1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +142,10 @@ class Plan:
     """
 
     def __post_init__(self) -> None:
-        _rules.at_least(".ranks", self.ranks, 1)
-        _rules.one_of(".overlap", self.overlap, OVERLAPS)
-        _rules.at_least(".lanes", self.lanes, 1)
-        _rules.at_most(".lanes", self.lanes, MAX_LANES)
+        rules.at_least(".ranks", self.ranks, 1)
+        rules.one_of(".overlap", self.overlap, OVERLAPS)
+        rules.at_least(".lanes", self.lanes, 1)
+        rules.at_most(".lanes", self.lanes, MAX_LANES)
         if not self.buckets:
             raise SpecError("a plan needs at least one bucket", place=".buckets")
         seen: dict[str, int] = {}

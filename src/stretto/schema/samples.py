@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from stretto.schema import _rules
+from stretto.schema import rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +29,12 @@ class CollectiveSample:
     repetitions: int
 
     def __post_init__(self) -> None:
-        _rules.at_least(".size_bytes", self.size_bytes, 1)
-        _rules.at_least(".lanes", self.lanes, 1)
-        _rules.at_least(".ranks", self.ranks, 2)
-        _rules.finite(".duration_s", self.duration_s, above=0.0)
-        _rules.finite(".spread_s", self.spread_s)
-        _rules.at_least(".repetitions", self.repetitions, 1)
+        rules.at_least(".size_bytes", self.size_bytes, 1)
+        rules.at_least(".lanes", self.lanes, 1)
+        rules.at_least(".ranks", self.ranks, 2)
+        rules.finite(".duration_s", self.duration_s, above=0.0)
+        rules.finite(".spread_s", self.spread_s)
+        rules.at_least(".repetitions", self.repetitions, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +64,17 @@ class ContentionSample:
     repetitions: int
 
     def __post_init__(self) -> None:
-        _rules.at_least(".size_bytes", self.size_bytes, 1)
-        _rules.at_least(".lanes", self.lanes, 1)
-        _rules.at_least(".ranks", self.ranks, 2)
+        rules.at_least(".size_bytes", self.size_bytes, 1)
+        rules.at_least(".lanes", self.lanes, 1)
+        rules.at_least(".ranks", self.ranks, 2)
         for name in (
             "compute_alone_s",
             "compute_overlapped_s",
             "duration_alone_s",
             "duration_overlapped_s",
         ):
-            _rules.finite(f".{name}", getattr(self, name), above=0.0)
-        _rules.at_least(".repetitions", self.repetitions, 1)
+            rules.finite(f".{name}", getattr(self, name), above=0.0)
+        rules.at_least(".repetitions", self.repetitions, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class SlowdownReading:
 
     def __post_init__(self) -> None:
         for name in ("resource", "compute_alone_s", "compute_overlapped_s"):
-            _rules.positive(f".{name}", getattr(self, name))
+            rules.positive(f".{name}", getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

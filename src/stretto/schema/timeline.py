@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import SpecError
-from stretto.schema import _rules
+from stretto.schema import rules
 from stretto.schema._convert import convert
 from stretto.schema._json import dump, parse, plain
 from stretto.schema.codec import header, read, take_header, write_atomically
@@ -34,9 +34,9 @@ class Span:
     args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _rules.not_empty(".track", self.track)
-        _rules.finite(".start_s", self.start_s)
-        _rules.finite(".end_s", self.end_s)
+        rules.not_empty(".track", self.track)
+        rules.finite(".start_s", self.start_s)
+        rules.finite(".end_s", self.end_s)
         if self.end_s < self.start_s:
             raise SpecError(
                 f"end_s must be >= start_s ({self.start_s:g}), got {self.end_s:g}",

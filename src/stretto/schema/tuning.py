@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from stretto.schema import _rules, codec
+from stretto.schema import codec, rules
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,8 +38,8 @@ class TuningEvent:
     """Figures; in seconds if the name ends in ``_s``."""
 
     def __post_init__(self) -> None:
-        _rules.at_least(".step", self.step, 0)
-        _rules.one_of(".what", self.what, EVENTS)
+        rules.at_least(".step", self.step, 0)
+        rules.one_of(".what", self.what, EVENTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from stretto.errors import SpecError
-from stretto.schema import _rules, codec
+from stretto.schema import codec, rules
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,18 +32,18 @@ class TensorSpec:
     """When forward first uses the parameter, from the start of forward."""
 
     def __post_init__(self) -> None:
-        _rules.not_empty(".name", self.name)
-        _rules.one_of(".dtype", self.dtype, _rules.DTYPE_BYTES)
-        _rules.at_least(".bytes", self.bytes, 0)
-        width = _rules.DTYPE_BYTES[self.dtype]
+        rules.not_empty(".name", self.name)
+        rules.one_of(".dtype", self.dtype, rules.DTYPE_BYTES)
+        rules.at_least(".bytes", self.bytes, 0)
+        width = rules.DTYPE_BYTES[self.dtype]
         if self.bytes % width:
             raise SpecError(
                 f"bytes must be a multiple of {width}, the width of {self.dtype}, "
                 f"got {self.bytes}",
                 place=".bytes",
             )
-        _rules.finite(".ready_s", self.ready_s)
-        _rules.finite(".needed_s", self.needed_s)
+        rules.finite(".ready_s", self.ready_s)
+        rules.finite(".needed_s", self.needed_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +74,9 @@ class Workload:
     """Free-form: host, versions, repetitions, spread."""
 
     def __post_init__(self) -> None:
-        _rules.at_least(".batch_per_rank", self.batch_per_rank, 1)
-        _rules.finite(".forward_s", self.forward_s)
-        _rules.finite(".backward_s", self.backward_s)
+        rules.at_least(".batch_per_rank", self.batch_per_rank, 1)
+        rules.finite(".forward_s", self.forward_s)
+        rules.finite(".backward_s", self.backward_s)
         if not self.tensors:
             raise SpecError("a workload needs at least one tensor", place=".tensors")
         seen: dict[str, int] = {}

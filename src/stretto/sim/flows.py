@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from stretto.cost import FlowRates, collective_cost, curve_bytes_per_s, flow_rates
 from stretto.errors import SpecError
 from stretto.schema import Span, slice_bounds
-from stretto.schema._rules import DTYPE_BYTES
 from stretto.schema.plan import WIRE_DTYPES
+from stretto.schema.rules import DTYPE_BYTES
 from stretto.sim.engine import Flow, SharedLink
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, final
 
 from stretto.errors import SpecError
-from stretto.schema._rules import DTYPE_BYTES
+from stretto.schema.rules import DTYPE_BYTES
 from stretto.sim.gated_lanes import GatedQueue, period_s
 from stretto.sim.lanes import run_lanes
 from stretto.sim.network import Network

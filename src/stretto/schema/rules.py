@@ -1,4 +1,4 @@
-"""Checks shared by the values of this package."""
+"""Checks of values, for this package and those that build on it."""
 
 from __future__ import annotations
 
