@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
+def imported(home: str) -> Any:
+    """Import a module, named as ``module:name``, and return its value of that name."""
+    module, _, name = home.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a package that imports modules on first use.
 
@@ -22,8 +28,8 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, _, attribute = homes[name].partition(":")
-        value = getattr(importlib.import_module(module), attribute or name)
+        home = homes[name]
+        value = imported(home if ":" in home else f"{home}:{name}")
         setattr(sys.modules[package], name, value)
         return value
 

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from stretto.logs import get_logger
-from stretto.process_identity import stat_row
+from stretto.process_identity import process_ids, stat_fields, stat_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -433,12 +433,10 @@ def _write(file: Path, text: str) -> None:
 def _others_in_session() -> bool:
     """Return whether this session has processes besides our parents and children."""
     rows = {}
-    for entry in _PROC.iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                text = (entry / "stat").read_text(errors="replace")
-                fields = text.rpartition(")")[2].split()
-                rows[int(entry.name)] = (int(fields[1]), int(fields[3]))
+    for pid in process_ids():
+        fields = stat_fields(pid)
+        if fields is not None:
+            rows[pid] = (int(fields[1]), int(fields[3]))
 
     def ancestors(pid: int) -> Iterator[int]:
         while pid in rows:
@@ -606,7 +604,7 @@ def _end_lowered(leader: int) -> None:
 
     A killed process needs processor time to end, so it is given back its priority.
     """
-    members = [int(d.name) for d in _PROC.iterdir() if d.name.isdigit()]
+    members = process_ids()
     for pid in members:
         with contextlib.suppress(OSError):
             if os.getsid(pid) != leader:

@@ -58,8 +58,9 @@ PyTorch's functions:
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from stretto.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from stretto.burst.executor import BurstParallel
@@ -71,22 +72,16 @@ if TYPE_CHECKING:
 __all__ = ["BurstParallel", "LayerGraph", "LayerNode", "capture", "profile", "row_wise"]
 
 _HOMES = {
-    "BurstParallel": "executor",
-    "LayerGraph": "tracing.layers",
-    "LayerNode": "tracing.layers",
-    "capture": "graph",
-    "profile": "profiling.layer_profile",
-    "row_wise": "tracing.inner_calls",
+    "BurstParallel": "stretto.burst.executor",
+    "LayerGraph": "stretto.burst.tracing.layers",
+    "LayerNode": "stretto.burst.tracing.layers",
+    "capture": "stretto.burst.graph",
+    "profile": "stretto.burst.profiling.layer_profile",
+    "row_wise": "stretto.burst.tracing.inner_calls",
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a name's module on first use, so that planning starts without torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'stretto.burst' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"stretto.burst.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names("stretto.burst", _HOMES)  # planning needs no torch
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,7 @@
   `_rank_options`; `demo` and `lab` have `_lab_options`.
 - `_planning`: options and output of the planning commands; `_outputs`: checks of output
   files, and ``-o PLAN``; `_programs`: errors of a user's program; `_ranks`: commands
-  that run on every rank; `_values`: types of options.
+  that run on every rank; `_tables`: aligned columns; `_values`: types of options.
 """
 
 from stretto.cli._main import main

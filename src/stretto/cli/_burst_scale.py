@@ -8,6 +8,7 @@ import click
 
 from stretto.cli import _planning
 from stretto.cli._outputs import OutputCommand, writable
+from stretto.cli._tables import aligned
 from stretto.cli._values import Real, Whole, WholeNumbers
 from stretto.errors import SpecError
 from stretto.units import format_s
@@ -166,13 +167,9 @@ def _text(rows: Sequence[ScaledGpus]) -> str:
                 f"({point.batch}, {format_s(point.iteration_s)})"
             )
         lines.append(cells)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )
     tried = sorted({batch for row in rows for batch in row.batches})
     return (
-        f"{text}\nspeed-up (samples of a step, time of a step); batches tried: "
+        f"{aligned(lines)}\n"
+        "speed-up (samples of a step, time of a step); batches tried: "
         f"{', '.join(map(str, tried)) or 'none'}"
     )

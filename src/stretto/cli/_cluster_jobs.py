@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stretto.cli._cluster_options import as_json, in_folder, json_text, put
+from stretto.cli._tables import aligned
 from stretto.cli._values import Whole
 from stretto.cluster import engine_local
 from stretto.cluster.folders import local_path
@@ -110,7 +111,7 @@ def list_command(shows_all: bool, folders: Folders, is_json: bool) -> None:
         )
         for row in rows
     ]
-    _echo_table(table)
+    click.echo(aligned(table, left=range(8)))
 
 
 def _echo_table(table: Sequence[tuple[str, ...]]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from stretto import _api, planners
+from stretto.cli._tables import aligned
 from stretto.cli._values import Real, Size, Whole
 from stretto.errors import SpecError
 from stretto.planners.joint import ALGORITHMS, DIMS, RUNNABLE_DIMS
@@ -273,11 +274,7 @@ def scaling_text(rows: Sequence[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )
+    return aligned(lines)
 
 
 def save_page(

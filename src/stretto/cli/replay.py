@@ -11,6 +11,7 @@ import click
 
 from stretto.cli._outputs import OutputCommand, writable
 from stretto.cli._ranks import process_group, require_ranks
+from stretto.cli._tables import aligned
 from stretto.cli._values import Real, Whole
 from stretto.schema import Cluster, Plan, Workload
 from stretto.units import format_bytes, format_s
@@ -135,13 +136,9 @@ def _table(found: Replay) -> str:
             for row in found.buckets
         ),
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    ]
     low_s, high_s = min(found.steps_s), max(found.steps_s)
-    lines += [
+    lines = [
+        aligned(rows),
         "",
         "Times of buckets count from the start of backward.",
         (

@@ -11,6 +11,7 @@ from stretto.cluster import processes
 from stretto.cluster.loop import now_s
 from stretto.cluster.part_spec import END_FILE, LOCK_FILE
 from stretto.cluster.roles import continue_process, kill, send
+from stretto.process_identity import children_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -36,7 +37,7 @@ def supervisors_among(holders: Collection[int]) -> set[int]:
 
 
 def _children(parents: Iterable[int]) -> set[int]:
-    return set(itertools.chain(*map(processes.children_of, parents)))
+    return set(itertools.chain(*map(children_of, parents)))
 
 
 def end_attempts(root: Path) -> list[str]:

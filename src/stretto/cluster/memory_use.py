@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from stretto.process_identity import descendants_of
+
 _PROC = Path("/proc")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -18,7 +20,7 @@ def memory_bytes(pid: int, *, above: int) -> int:
             first counted for each, which takes microseconds; only what is more than
             this is counted again, in milliseconds.
     """
-    family = _family(pid)
+    family = [pid, *descendants_of(pid)]
     resident = sum(map(_resident_bytes, family))
     if resident <= above:
         return resident
@@ -35,18 +37,6 @@ def out_of_memory_kills() -> int:
     except (OSError, ValueError):
         pass
     return 0
-
-
-def _family(pid: int) -> list[int]:
-    """Return a process and its descendants; those that were adopted are missing."""
-    found = [pid]
-    for each in found:
-        try:
-            for task in (_PROC / str(each) / "task").iterdir():
-                found += map(int, (task / "children").read_text().split())
-        except (OSError, ValueError):
-            continue  # it has ended
-    return found
 
 
 def _resident_bytes(pid: int) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto.background.priority import own_cgroup
+from stretto.process_identity import children_of, process_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,21 +34,8 @@ _CLEAN_LOOKS = 3
 
 def _entries() -> Iterator[tuple[int, Path]]:
     """Yield all processes, each with its folder in ``/proc``."""
-    for entry in _PROC.iterdir():
-        if entry.name.isdigit():
-            yield int(entry.name), entry
-
-
-def children_of(pid: int) -> list[int]:
-    """Return the processes whose parent is a process, ended ones included."""
-    found = []
-    for child, entry in _entries():
-        with contextlib.suppress(OSError):
-            # The name in parentheses may contain blanks and parentheses.
-            text = (entry / "stat").read_text(errors="replace")
-            if int(text.rpartition(")")[2].split()[1]) == pid:
-                found.append(child)
-    return found
+    for pid in process_ids():
+        yield pid, _PROC / str(pid)
 
 
 def kill_children(*, attempts: int = 200) -> bool:

@@ -38,6 +38,7 @@ from stretto.errors import LabError
 from stretto.lab import network, syscalls
 from stretto.lab.faults import FaultInjector
 from stretto.lab.spec import TIMEOUT_STATUS, LabJob, Mode, host_name, rank_environment
+from stretto.process_identity import children_of
 from stretto.step_counts import StepCounts
 
 if TYPE_CHECKING:
@@ -436,7 +437,7 @@ class _Supervisor:
             return
         # Orphans are adopted one generation at a time.
         for _ in range(100):
-            children = _children()
+            children = children_of(os.getpid())
             if not children:
                 return
             for pid in children:
@@ -454,19 +455,6 @@ def _wake_on_child() -> int:
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     return wake_read
-
-
-def _children() -> list[int]:
-    """Return the numbers of the processes whose parent is this process."""
-    me = os.getpid()
-    children = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            # The name in parentheses may contain blanks and parentheses.
-            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
-            if int(fields[1]) == me:
-                children.append(int(stat.parent.name))
-    return children
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from stretto.errors import SpecError
+from stretto.lazy_names import imported
 
 if TYPE_CHECKING:
     from stretto.background.devices.base import AbstractDevice
@@ -34,6 +34,5 @@ def open_device(name: str) -> AbstractDevice:
             f"a device is one of {', '.join(_OWN)}, with a number or a name after a "
             f"colon; got {name!r}"
         )
-    module, _, own = _OWN[kind].partition(":")
-    found: type[AbstractDevice] = getattr(importlib.import_module(module), own)
+    found: type[AbstractDevice] = imported(_OWN[kind])
     return found(name)

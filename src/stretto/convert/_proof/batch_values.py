@@ -10,12 +10,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import libcst as cst
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    _Kind = TypeVar("_Kind")
 
 
 class Why(enum.Enum):
@@ -323,18 +325,28 @@ def has_count(value: Value) -> bool:
 
 def first_rows(values: Iterable[Value]) -> Rows | None:
     """Return the first tensor with samples among values and their elements."""
+    return _first(values, Rows)
+
+
+def first_bad(values: Iterable[Value]) -> Unproved | None:
+    """Return the first value that cannot be classified among values."""
+    return _first(values, Unproved)
+
+
+def _first(values: Iterable[Value], kind: type[_Kind]) -> _Kind | None:
+    """Return the first value of a kind among values and their elements."""
     for value in values:
-        if isinstance(value, Rows):
+        if isinstance(value, kind):
             return value
-        inner: Rows | None = None
+        inner: _Kind | None = None
         if isinstance(value, Seq):
-            inner = first_rows(value.items)
+            inner = _first(value.items, kind)
         elif isinstance(value, Iter):
-            inner = first_rows([value.item])
+            inner = _first([value.item], kind)
         elif isinstance(value, OneOf):
-            inner = first_rows(value.values)
+            inner = _first(value.values, kind)
         elif isinstance(value, LibraryResult):
-            inner = first_rows([*value.args, *(v for _, v in value.options)])
+            inner = _first([*value.args, *(v for _, v in value.options)], kind)
         if inner is not None:
             return inner
     return None
@@ -359,25 +371,6 @@ def first_nonlinear(values: Iterable[Value], node: cst.CSTNode) -> Unproved | No
 def is_list_of_samples(value: Value) -> bool:
     """Return whether a value is a list with a part of each sample."""
     return isinstance(value, Iter) and value.samples and isinstance(value.item, Item)
-
-
-def first_bad(values: Iterable[Value]) -> Unproved | None:
-    """Return the first value that cannot be classified among values."""
-    for value in values:
-        if isinstance(value, Unproved):
-            return value
-        inner: Unproved | None = None
-        if isinstance(value, Seq):
-            inner = first_bad(value.items)
-        elif isinstance(value, Iter):
-            inner = first_bad([value.item])
-        elif isinstance(value, OneOf):
-            inner = first_bad(value.values)
-        elif isinstance(value, LibraryResult):
-            inner = first_bad([*value.args, *(v for _, v in value.options)])
-        if inner is not None:
-            return inner
-    return None
 
 
 def join(one: Value, other: Value, node: cst.CSTNode) -> Value:
