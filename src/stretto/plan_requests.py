@@ -1,8 +1,9 @@
 """Requests to a running job to measure its layers or change its plan, and its reports.
 
-The process that starts the ranks creates a folder and names it in `VARIABLE`. It writes
-the last request to one file; the job's rank 0 appends its reports to another. Neither
-waits for the other, and a job that reads no request loses nothing.
+The process that starts the ranks creates a folder and names it in
+`variable_names.PLAN_REQUESTS`. It writes the last request to one file; the job's rank 0
+appends its reports to another. Neither waits for the other, and a job that reads no
+request loses nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
-VARIABLE = "STRETTO_PLAN_REQUESTS"
-"""Names the folder."""
+from stretto import variable_names
 
 MEASURE, CHANGE = "measure", "change"
 """Kinds of requests: to report the layers' times, and to follow another plan."""
@@ -125,5 +125,5 @@ class JobReports:
 
 def reports_of_job() -> JobReports | None:
     """Return where this job reports, or ``None`` if nothing asks for it."""
-    folder = os.environ.get(VARIABLE)
+    folder = os.environ.get(variable_names.PLAN_REQUESTS)
     return JobReports(folder) if folder else None

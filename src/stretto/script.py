@@ -27,6 +27,7 @@ import torch.nn.parallel.distributed
 from torch import multiprocessing
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from stretto import variable_names
 from stretto._api.ddp import DistributedDataParallel
 from stretto.errors import SpecError, StrettoError
 from stretto.logs import LastResort, get_logger
@@ -43,9 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _log = get_logger(__name__)
-
-CONVERT_VARIABLE = "STRETTO_CONVERT"
-"""Set by `stretto run --convert`: scripts for one device are converted first."""
 
 
 _UNMARKED_STEPS = 3
@@ -126,7 +124,7 @@ def run_module(module: str, arguments: Sequence[str]) -> None:
         SpecError: there is no such module or network interface, or the module would
             have to be converted.
     """
-    if os.environ.get(CONVERT_VARIABLE):
+    if os.environ.get(variable_names.CONVERT):
         raise SpecError("--convert needs the path of a script, not a module (-m)")
     check_interfaces(os.environ)
     replace_ddp()
@@ -154,7 +152,7 @@ def _runner_of(script: str) -> Callable[[], None]:
     Raises:
         MissingPackage: the script is to be converted, and LibCST is missing.
     """
-    if not os.environ.get(CONVERT_VARIABLE):
+    if not os.environ.get(variable_names.CONVERT):
         return functools.partial(run_file, script)
     # Imported before the script's folder comes first in the search for modules.
     from stretto.convert import Choices, run_converted
@@ -180,7 +178,7 @@ def _lease() -> None:
         SpecError: a setting of the background is invalid.
         BackgroundError: the device has a background already.
     """
-    if os.environ.get("STRETTO_BACKGROUND"):
+    if os.environ.get(variable_names.BACKGROUND):
         # Most scripts are no backgrounds.
         from stretto.background.script_leases import lease_script
 
@@ -189,7 +187,7 @@ def _lease() -> None:
 
 def _expect_foreground() -> None:
     """Warn where a foreground's script trains with nothing that marks its steps."""
-    if not os.environ.get("STRETTO_FOREGROUND"):
+    if not os.environ.get(variable_names.FOREGROUND):
         return
     # Most scripts are no foregrounds.
     from stretto.background.named_device import warn_of_no_foreground
@@ -206,7 +204,7 @@ def _expect_foreground() -> None:
 
 def _report_steps() -> None:
     """Count steps for the supervisor that started this process, if there is one."""
-    if os.environ.get("STRETTO_STEP_COUNTS"):
+    if os.environ.get(variable_names.STEP_COUNTS):
         # Most scripts are not started by a cluster.
         from stretto.background.step_reports import report_steps
 

@@ -1,9 +1,9 @@
 """A file in which a job's ranks count their steps, and from which others read them.
 
-The process that starts the ranks creates the file and names it in `VARIABLE`. Each rank
-has a slot, with the number of steps it has ended and when the first and the last ended.
-It maps the file, so a count costs no system call, and the reader needs nothing from the
-job.
+The process that starts the ranks creates the file and names it in
+`variable_names.STEP_COUNTS`. Each rank has a slot, with the number of steps it has
+ended and when the first and the last ended. It maps the file, so a count costs no
+system call, and the reader needs nothing from the job.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from stretto.errors import SpecError
 if TYPE_CHECKING:
     from pathlib import Path
 
-VARIABLE = "STRETTO_STEP_COUNTS"
-"""Names the file."""
 
 _MAGIC = int.from_bytes(b"strsteps", "big")
 _HEADER = struct.Struct("=QQ")  # magic, ranks

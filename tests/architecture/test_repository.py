@@ -68,6 +68,33 @@ def texts():
             yield file.relative_to(ROOT), data.decode()
 
 
+def test_one_module_spells_the_names_of_environment_variables():
+    """In code; help texts and docstrings may name them."""
+    spelled_in = {
+        f"{file.relative_to(ROOT / 'src/stretto')}: {node.value}"
+        for file in SOURCES
+        if file.name != "variable_names.py"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"STRETTO_[A-Z0-9_]+=?", node.value)
+    }
+    # Python loads this file by its name, before a program can import the package.
+    own = "lab/pacing/sitecustomize.py: STRETTO_LAB_PACING_BYTES_PER_S"
+    assert spelled_in == {own}
+
+
+def test_every_name_of_an_environment_variable_is_used():
+    names = (ROOT / "src/stretto/variable_names.py").read_text()
+    code = "".join(file.read_text() for file in SOURCES)
+    unused = [
+        name
+        for name in re.findall(r"^(\w+) = ", names, re.M)
+        if not re.search(rf"\bvariable_names\.{name}\b", code)
+    ]
+    assert unused == []
+
+
 def test_no_module_imports_another_s_private_names():
     """Nor a private module of another package, except `_api`, which has a layer."""
     found = []

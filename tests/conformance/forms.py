@@ -14,11 +14,10 @@ import on_cpu
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import stretto
+from stretto import variable_names
 from stretto.runtime import DistributedDataParallel as Ours
-from stretto.runtime.forward.overlap import POISON_VARIABLE
 from stretto.runtime.plan_binding import parameter_rows
 from stretto.schema import Bucket, Plan
-from stretto.tune.forced import SCHEDULE_VARIABLE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,9 +90,12 @@ class Forward(Ours):
 
 
 ENVIRONMENT = {
-    "forced": {SCHEDULE_VARIABLE: "forced"},
-    "forward": {POISON_VARIABLE: "1"},
-    "chosen": {POISON_VARIABLE: "1", SCHEDULE_VARIABLE: "forced-forward"},
+    "forced": {variable_names.TUNE_SCHEDULE: "forced"},
+    "forward": {variable_names.POISON: "1"},
+    "chosen": {
+        variable_names.POISON: "1",
+        variable_names.TUNE_SCHEDULE: "forced-forward",
+    },
 }
 """What a form's ranks have in their environment besides."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import stretto
-from stretto.tune.forced import SCHEDULE_VARIABLE
+from stretto import variable_names
 from support.checks import Lines
 from support.nets import mlp
 
@@ -70,7 +70,7 @@ def trains(rank: int, _size: int) -> dict[str, Any]:
 
 
 def test_names_of_a_program_s_own_change_nothing(ranks: Any, monkeypatch: Any) -> None:
-    monkeypatch.setenv(SCHEDULE_VARIABLE, "forced")
+    monkeypatch.setenv(variable_names.TUNE_SCHEDULE, "forced")
     same = (True, True, [])
     expected = {"agent": same, "with_attributes": same, "kept": True}
     assert ranks(trains, 2, timeout_s=100.0) == [expected] * 2

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import stretto
+from stretto import variable_names
 from stretto.tune import TuneOptions
-from stretto.tune.forced import SCHEDULE_VARIABLE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -86,6 +86,6 @@ def trains(rank: int, _size: int) -> dict[str, tuple[bool, bool, list[str]]]:
 def test_gradients_are_those_of_ddp_and_tuning_continues(
     ranks: Any, monkeypatch: Any, schedule: str
 ) -> None:
-    monkeypatch.setenv(SCHEDULE_VARIABLE, schedule)
+    monkeypatch.setenv(variable_names.TUNE_SCHEDULE, schedule)
     expected = {name: (True, True, []) for name in BACKWARDS}
     assert ranks(trains, 2, timeout_s=300.0, group_s=120.0) == [expected] * 2

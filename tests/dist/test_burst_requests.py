@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from stretto import variable_names
 from stretto.burst import requested_plans
 from stretto.burst.executor import BurstParallel
-from stretto.plan_requests import CHANGE, MEASURE, VARIABLE, PlanRequest, RequestFolder
+from stretto.plan_requests import CHANGE, MEASURE, PlanRequest, RequestFolder
 from stretto.schema import codec
 from support.burst_ranks import random_plan, worst
 
@@ -33,7 +34,7 @@ def layers() -> nn.Sequential:
 
 def rank_that_follows(rank: int, size: int, folder: str) -> Facts:
     torch.set_default_dtype(torch.float64)
-    os.environ[VARIABLE] = str(Path(folder) / "r")
+    os.environ[variable_names.PLAN_REQUESTS] = str(Path(folder) / "r")
     # The ranks look in every call, so that the test has no clock.
     requested_plans._INTERVAL_S = 0.0  # type: ignore[misc]
     requests = RequestFolder(Path(folder) / "r")

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from stretto import variable_names
 from stretto.runtime import DistributedDataParallel
 from stretto.runtime.forward.lazy import LazyGradient
-from stretto.runtime.forward.overlap import POISON_VARIABLE
 from support.forward_models import MODELS, OPTIMIZERS, SHAPE
 from support.plans import plan_in_turn, reversed_names
 
@@ -173,7 +173,7 @@ def outcome(
 
 
 def rank_clips(rank: int, size: int) -> dict[str, Any]:
-    os.environ[POISON_VARIABLE] = "1"
+    os.environ[variable_names.POISON] = "1"
     double, single = torch.float64, torch.float32
     found: dict[str, Any] = {}
     # Four ranks add what two don't show: sums in another order than DDP's.
@@ -205,7 +205,7 @@ def test_norms_and_parameters_are_those_of_ddp(ranks: Any, size: int) -> None:
 
 def rank_differs(rank: int, size: int) -> list[bool]:
     """One rank alone can't overlap, another is observed: all continue."""
-    os.environ[POISON_VARIABLE] = "1"
+    os.environ[variable_names.POISON] = "1"
     found = []
     for what in ("scripted", "armed"):
         torch.manual_seed(3)

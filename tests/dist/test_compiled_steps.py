@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import stretto
+from stretto import variable_names
 from stretto.tune import TuneOptions
-from stretto.tune.forced import SCHEDULE_VARIABLE
 from support.nets import mlp
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
@@ -74,7 +74,7 @@ def compiles(rank: int, _size: int, name: str) -> bool:
 def test_a_step_that_is_compiled_as_a_whole_trains_as_with_ddp(
     ranks: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setenv(SCHEDULE_VARIABLE, "forced")
+    monkeypatch.setenv(variable_names.TUNE_SCHEDULE, "forced")
     assert ranks(compiles, 2, "step", timeout_s=200.0) == [True, True]
 
 

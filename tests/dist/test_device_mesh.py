@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import stretto
+from stretto import variable_names
 from stretto.errors import SpecError
-from stretto.tune.forced import SCHEDULE_VARIABLE
 from support.checks import Lines
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _same_dimension(rank: int, size: int) -> None:
 def test_parameters_are_those_of_ddp(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, train: Callable[[int, int], None]
 ) -> None:
-    monkeypatch.setenv(SCHEDULE_VARIABLE, "forced")
+    monkeypatch.setenv(variable_names.TUNE_SCHEDULE, "forced")
     ranks(train, 4, timeout_s=120)
 
 

@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import stretto
+from stretto import variable_names
 from stretto.runtime.backends import gloo
 from stretto.runtime.backends.gloo import GlooLanes
 from stretto.tune import initial_profile
-from stretto.tune.forced import SCHEDULE_VARIABLE
 from stretto.tune.tuning_meeting import TuningMeeting
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -55,7 +55,7 @@ MOMENTS = {
 def rank_that_tunes(
     rank: int, size: int, victim: int, moment: str, how: signal.Signals
 ) -> tuple[str, str, float]:
-    os.environ[SCHEDULE_VARIABLE] = "forced"
+    os.environ[variable_names.TUNE_SCHEDULE] = "forced"
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
     model: Any = stretto.DDP(module)
@@ -106,7 +106,7 @@ def test_a_rank_that_is_stopped_while_tuning_is_late_or_stuck(ranks: Any) -> Non
 
 def rank_that_opens_few_lanes(rank: int, _size: int, opened: int) -> tuple[bool, float]:
     """Train while rank 0 runs out of file descriptors at its n-th lane."""
-    os.environ[SCHEDULE_VARIABLE] = "forced"
+    os.environ[variable_names.TUNE_SCHEDULE] = "forced"
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
     model: Any = stretto.DDP(copy.deepcopy(module))
@@ -143,7 +143,7 @@ def test_a_rank_that_cant_open_a_lane_keeps_no_other_waiting(
 
 
 def rank_with_a_hook_after_missing_gradients(_rank: int, _size: int) -> list[str]:
-    os.environ[SCHEDULE_VARIABLE] = "forced"
+    os.environ[variable_names.TUNE_SCHEDULE] = "forced"
     found = []
     for kind in (nn.parallel.DistributedDataParallel, stretto.DDP):
         torch.manual_seed(0)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import stretto
+from stretto import variable_names
 from stretto.runtime import DistributedDataParallel
-from stretto.runtime.forward.overlap import POISON_VARIABLE
 from support.plans import plan_in_turn, reversed_names
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Run:
     """A model, its optimizer, and what the program keeps."""
 
     def __init__(self, optimizer_of: Any, forward: bool, size: int, views: bool):
-        os.environ[POISON_VARIABLE] = "1"
+        os.environ[variable_names.POISON] = "1"
         torch.manual_seed(1)
         self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
         names = reversed_names(self.net)

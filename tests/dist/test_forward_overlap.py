@@ -27,15 +27,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import stretto
-from stretto import step_counts
+from stretto import step_counts, variable_names
 from stretto.background import step_reports
 from stretto.burst import torch_calls
 from stretto.errors import StrettoError
 from stretto.lab.ports import free_port
 from stretto.runtime import DistributedDataParallel
-from stretto.runtime.forward.overlap import POISON_VARIABLE
 from stretto.runtime.recording.step import AbstractStepObserver
-from stretto.tune.forced import FORCED_FORWARD, SCHEDULE_VARIABLE
+from stretto.tune.forced import FORCED_FORWARD
 from support.forward_models import MODELS, OPTIMIZERS, SHAPE
 from support.plans import plan_in_turn, reversed_names
 from support.ranks import rank_environment
@@ -119,7 +118,7 @@ def train(
 
 
 def rank_compares(rank: int, size: int) -> dict[str, bool]:
-    os.environ[POISON_VARIABLE] = "1"
+    os.environ[variable_names.POISON] = "1"
     cases: list[tuple[str, str, bool, bool]] = []
     for number, name in enumerate(OPTIMIZERS):
         views = bool(number % 2)
@@ -173,7 +172,7 @@ class Case:
     """A model that has made two steps, and whose third is pending."""
 
     def __init__(self, size: int, steps: int = 3) -> None:
-        os.environ[POISON_VARIABLE] = "1"
+        os.environ[variable_names.POISON] = "1"
         torch.manual_seed(1)
         self.net = Net()
         self.model = DistributedDataParallel(self.net, plan=plans(self.net, size)[1])
@@ -331,7 +330,7 @@ def rank_reads(rank: int, size: int) -> dict[str, Any]:
     for name, read in READS.items():
         outcomes = []
         for forward in (False, True):
-            os.environ[POISON_VARIABLE] = "1"
+            os.environ[variable_names.POISON] = "1"
             torch.manual_seed(1)
             case = Case.__new__(Case)
             case.net = Net()
@@ -364,7 +363,7 @@ def rank_reads_gradients(rank: int, size: int) -> list[Any]:
     found = []
     for forward in (False, True):
         torch.manual_seed(1)
-        os.environ[POISON_VARIABLE] = "1"
+        os.environ[variable_names.POISON] = "1"
         net = Net()
         model = DistributedDataParallel(net, plan=plans(net, size)[forward])
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -455,7 +454,7 @@ def rank_falls_back(rank: int, size: int) -> dict[str, Any]:
         logging.getLogger("stretto").removeHandler(lines)
         found[name] = (pending, lines.lines)
 
-    os.environ[POISON_VARIABLE] = "1"
+    os.environ[variable_names.POISON] = "1"
     run("usual", Net())
     run("unused", Net(), find_unused_parameters=True)
     run("static", Net(), static_graph=True)
@@ -486,7 +485,7 @@ def rank_falls_back(rank: int, size: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "steps"
         step_counts.create(path, size)
-        os.environ[step_counts.VARIABLE] = str(path)
+        os.environ[variable_names.STEP_COUNTS] = str(path)
         step_reports.report_steps()
     torch_calls._install()
     run("other jobs", Net())
@@ -525,7 +524,7 @@ def test_what_prevents_overlap_is_named_once(ranks: Any) -> None:
 
 def rank_is_killed(rank: int, size: int) -> list[Any]:
     case = Case(size, steps=2)
-    os.environ.pop(POISON_VARIABLE)
+    os.environ.pop(variable_names.POISON)
     dist.barrier()
     case = Case(size, steps=2)
     before = [p.detach().clone() for p in case.net.parameters()]
@@ -568,7 +567,7 @@ class Entered(nn.Module):
 
 def rank_has_a_late_peer(rank: int, size: int) -> list[Any]:
     """Rank 1 sends nothing before rank 0 has made its step and begun its forward."""
-    os.environ[POISON_VARIABLE] = "1"
+    os.environ[variable_names.POISON] = "1"
     store = dist.distributed_c10d._get_default_store()
     torch.manual_seed(1)
     entered = Entered()
@@ -662,7 +661,7 @@ def test_a_process_that_ends_right_after_its_step_still_sends() -> None:
 def both_models(size: int) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Yield equal nets and their models without and with overlap with forward."""
     for forward in (False, True):
-        os.environ[POISON_VARIABLE] = "1"
+        os.environ[variable_names.POISON] = "1"
         torch.manual_seed(1)
         net = Net()
         yield net, DistributedDataParallel(net, plan=plans(net, size)[forward])
@@ -821,7 +820,7 @@ class HiddenReader(nn.Module):
 def rank_reads_unseen(rank: int, size: int) -> list[Any]:
     found = []
     for forward in (False, True):
-        os.environ[POISON_VARIABLE] = "1"
+        os.environ[variable_names.POISON] = "1"
         torch.manual_seed(1)
         net = HiddenReader()
         plan = plans(net, size, 1)[forward]
@@ -845,7 +844,7 @@ def test_reads_that_ask_no_class_are_exact(ranks: Any) -> None:
 
 
 def rank_has_views(rank: int, size: int) -> list[int]:
-    os.environ[POISON_VARIABLE] = "1"
+    os.environ[variable_names.POISON] = "1"
     net = Net()
     plan = plans(net, size)[1]
     model = DistributedDataParallel(net, plan=plan, gradient_as_bucket_view=True)
@@ -878,7 +877,7 @@ class TracedPart(nn.Module):
 def rank_traces(rank: int, size: int) -> list[Any]:
     outcomes = []
     for forward in (False, True):
-        os.environ[POISON_VARIABLE] = "1"
+        os.environ[variable_names.POISON] = "1"
         torch.manual_seed(1)
         net = TracedPart()
         model = DistributedDataParallel(net, plan=plans(net, size)[forward])
@@ -923,10 +922,12 @@ def test_a_forked_process_finds_the_updated_values(ranks: Any) -> None:
 
 
 def rank_runs_the_example(rank: int, size: int) -> list[bool]:
-    os.environ[POISON_VARIABLE] = "1"
+    os.environ[variable_names.POISON] = "1"
     path = Path(__file__).parents[2] / "examples" / "forward_overlap.py"
     example: dict[str, Any] = runpy.run_path(str(path))
-    os.environ.update({SCHEDULE_VARIABLE: FORCED_FORWARD, "STRETTO_PLAN_CACHE": "off"})
+    os.environ.update(
+        {variable_names.TUNE_SCHEDULE: FORCED_FORWARD, "STRETTO_PLAN_CACHE": "off"}
+    )
     jobs = [example["Job"](overlap) for overlap in ("backward", "auto")]
     for job in jobs:
         job.train(24)
@@ -1013,7 +1014,7 @@ class Ends(AbstractStepObserver):
 
 
 def rank_is_observed(rank: int, size: int) -> list[Any]:
-    os.environ[POISON_VARIABLE] = "1"
+    os.environ[variable_names.POISON] = "1"
     torch.manual_seed(1)
     net, ends = Net(), Ends()
     plan = plans(net, size)[1]
@@ -1054,7 +1055,7 @@ def rank_compiles(rank: int, size: int) -> list[Any]:
     for how in ("wrapped block", "compiled block", "compiled net", "compiled model"):
         outcomes = []
         for forward in (False, True):
-            os.environ[POISON_VARIABLE] = "1"
+            os.environ[variable_names.POISON] = "1"
             torch.manual_seed(1)
             torch._dynamo.reset()
             net = Net()
@@ -1089,7 +1090,7 @@ def test_compiled_models_are_exact(ranks: Any) -> None:
 def rank_compiles_around(rank: int, size: int, what: str) -> list[Any]:
     outcomes = []
     for forward in (False, True):
-        os.environ[POISON_VARIABLE] = "1"
+        os.environ[variable_names.POISON] = "1"
         torch.manual_seed(1)
         torch._dynamo.reset()
         net = Net()

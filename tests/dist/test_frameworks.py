@@ -20,9 +20,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from stretto._api.ddp import OVERLAP_VARIABLE
-from stretto.runtime.forward.overlap import POISON_VARIABLE
-from stretto.tune.forced import FORCED_FORWARD, SCHEDULE_VARIABLE
+from stretto import variable_names
+from stretto.tune.forced import FORCED_FORWARD
 from support.nets import mlp
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -38,9 +37,9 @@ ROWS = 96
 """Enough steps for a plan that overlaps with forward, in each framework."""
 
 CHOSEN = {
-    OVERLAP_VARIABLE: "auto",
-    SCHEDULE_VARIABLE: FORCED_FORWARD,
-    POISON_VARIABLE: "1",
+    variable_names.OVERLAP: "auto",
+    variable_names.TUNE_SCHEDULE: FORCED_FORWARD,
+    variable_names.POISON: "1",
 }
 
 net = partial(mlp, 6, 9, 2, between=nn.Tanh, seed=5)

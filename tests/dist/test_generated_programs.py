@@ -11,19 +11,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 import stretto
-from stretto._api.ddp import OVERLAP_VARIABLE
-from stretto.runtime.forward.overlap import POISON_VARIABLE
+from stretto import variable_names
 from stretto.testing.programs import ACTIONS, LOCAL_ACTIONS, compared, draw
-from stretto.tune.forced import FORCED, FORCED_FORWARD, SCHEDULE_VARIABLE
+from stretto.tune.forced import FORCED, FORCED_FORWARD
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 
 def compare(rank: int, size: int, numbers: list[int], schedule: str) -> list[str]:
-    os.environ[SCHEDULE_VARIABLE] = schedule
+    os.environ[variable_names.TUNE_SCHEDULE] = schedule
     if schedule == FORCED_FORWARD:
-        os.environ[POISON_VARIABLE] = "1"
-        os.environ[OVERLAP_VARIABLE] = "auto"
+        os.environ[variable_names.POISON] = "1"
+        os.environ[variable_names.OVERLAP] = "auto"
     found = [
         compared(
             number,
@@ -72,7 +71,7 @@ def test_programs_of_a_few_hundred_numbers_have_every_action() -> None:
 
 
 def phases(rank: int, size: int) -> list[tuple[str, str | None]]:
-    os.environ[SCHEDULE_VARIABLE] = FORCED
+    os.environ[variable_names.TUNE_SCHEDULE] = FORCED
     program = draw(0)
     found: list[tuple[str, str | None]] = []
     import torch

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import stretto
+from stretto import variable_names
 from stretto.errors import PlanMismatch
-from stretto.tune.forced import SCHEDULE_VARIABLE
 from support.checks import Lines
 from support.nets import mlp
 from support.plans import plan_in_turn, reversed_names
@@ -86,7 +86,7 @@ def trains(rank: int, size: int) -> dict[str, Any]:
 def test_groups_of_a_program_s_own_reduce_all_buckets(
     ranks: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setenv(SCHEDULE_VARIABLE, "forced")
+    monkeypatch.setenv(variable_names.TUNE_SCHEDULE, "forced")
     for rank, found in enumerate(ranks(trains, 2, timeout_s=100.0)):
         expected = {"Counting": True, "WithBackend": True, "lines": 0 if rank else 2}
         assert found == expected

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import stretto
+from stretto import variable_names
 from stretto._api.replaying import replay
 from stretto.errors import PlanMismatch
 from stretto.lab.ports import free_port
@@ -69,9 +70,9 @@ def rank_that_replays(rank: int, size: int) -> dict[str, Any]:
 
 
 def rank_that_replays_a_forward_plan(rank: int, size: int) -> list[Any]:
-    from stretto.runtime.forward.overlap import POISON_VARIABLE, ForwardOverlap
+    from stretto.runtime.forward.overlap import ForwardOverlap
 
-    os.environ[POISON_VARIABLE] = "1"  # buckets count as under way until a read
+    os.environ[variable_names.POISON] = "1"  # buckets count as under way until a read
     deferred: list[int] = []
     defer = ForwardOverlap.defer
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.tune.forced import FORCED_FORWARD, SCHEDULE_VARIABLE
+from stretto import variable_names
+from stretto.tune.forced import FORCED_FORWARD
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "forward_overlap.py"
 STEPS = 20
@@ -24,7 +25,7 @@ def test_the_example_is_equal_bit_for_bit(lab):
     done = lab.run(
         *["--hosts", 2, "--link", "300mbit", "--timeout", 100],
         *["--", "python", EXAMPLE, STEPS],
-        env={SCHEDULE_VARIABLE: FORCED_FORWARD},
+        env={variable_names.TUNE_SCHEDULE: FORCED_FORWARD},
         timeout=110,
     )
     assert done.returncode == 0, done.stderr

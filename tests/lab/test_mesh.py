@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.tune.forced import FORCED, SCHEDULE_VARIABLE
+from stretto import variable_names
+from stretto.tune.forced import FORCED
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mesh.py"
 STEPS = 8
@@ -44,7 +45,7 @@ def test_losses_beside_a_pipeline_are_those_of_one_process(lab):
     done = lab.run(
         *["--hosts", 2, "--ranks-per-host", 2, "--timeout", 220],
         *["--", "python", EXAMPLE, "pipeline", "--steps", STEPS],
-        env={SCHEDULE_VARIABLE: FORCED},
+        env={variable_names.TUNE_SCHEDULE: FORCED},
         timeout=230,
     )
     assert done.returncode == 0, done.stderr

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from stretto import variable_names
 from stretto.cluster import engine_local, engine_ray, processes, roles
 from stretto.cluster.folders import Folders, Settings
-from stretto.cluster.part_spec import ATTEMPT_VARIABLE, PartSpec
-from stretto.cluster.ray_head import MARK
+from stretto.cluster.part_spec import PartSpec
 from stretto.schema import codec
 from stretto.schema.job import BackgroundRules, GpuRange, Job, RestartRules
 
@@ -167,7 +167,7 @@ class Cluster:
             shutil.rmtree(Path(self.settings.ray.temp).parent, ignore_errors=True)
         for host in hosts:
             for folder in self.node(host).attempts(host).glob("*"):
-                processes.kill_marked(ATTEMPT_VARIABLE, str(folder))
+                processes.kill_marked(variable_names.CLUSTER_ATTEMPT, str(folder))
 
     def _kill_holders(self, locks: list[Path]) -> None:
         deadline_s = time.monotonic() + LIMIT_S
@@ -176,9 +176,9 @@ class Cluster:
                 if (pid := roles.holder_of(lock)) is not None:
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
-            processes.kill_marked(MARK, str(self.folders.root))
+            processes.kill_marked(variable_names.CLUSTER_RAY, str(self.folders.root))
             time.sleep(0.02)
-        processes.kill_marked(MARK, str(self.folders.root))
+        processes.kill_marked(variable_names.CLUSTER_RAY, str(self.folders.root))
 
 
 def await_that(

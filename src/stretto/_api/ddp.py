@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stretto import runtime
+from stretto import runtime, variable_names
 from stretto.errors import RankDisagreement, SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.runtime import backends
@@ -21,7 +21,7 @@ from stretto.runtime.weak_call import weakly
 from stretto.schema import NARROWER, Plan
 from stretto.tune import AutoPlan, TuneOptions
 from stretto.tune.artifacts import RunArtifacts, title_of
-from stretto.tune.forced import SCHEDULE_VARIABLE, schedule
+from stretto.tune.forced import schedule
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,14 +31,6 @@ if TYPE_CHECKING:
 AUTO = "auto"
 DDP_RULE = "ddp"
 
-PLAN_VARIABLE = "STRETTO_PLAN"
-"""Set by `stretto run --plan`; replaces ``"auto"``."""
-
-OVERLAP_VARIABLE = "STRETTO_OVERLAP"
-"""Set by `stretto run --overlap`; replaces a missing ``overlap``."""
-
-CLIPPING_VARIABLE = "STRETTO_CLIPPING"
-"""Set by `stretto run --clipping`; ``parts`` replaces a missing ``exact_clipping``."""
 
 BACKWARD = "backward"
 EXACT, BY_PARTS = CLIPPINGS = "exact", "parts"
@@ -110,7 +102,9 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
         self._artifacts: RunArtifacts | None = None
         negotiates = kwargs.get("order") == NEGOTIATED
         if plan == AUTO:
-            plan = DDP_RULE if negotiates else os.environ.get(PLAN_VARIABLE) or AUTO
+            plan = (
+                DDP_RULE if negotiates else os.environ.get(variable_names.PLAN) or AUTO
+            )
         # A rank that cannot continue still meets the others, so that none of them
         # waits.
         self._trouble: StrettoError | None = _invalid(
@@ -126,9 +120,11 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
             "wire_dtype": repr(wire_dtype),
             **{name: repr(kwargs[name]) for name in _COMPARED if name in kwargs},
         }
-        overlap = overlap or os.environ.get(OVERLAP_VARIABLE) or BACKWARD
+        overlap = overlap or os.environ.get(variable_names.OVERLAP) or BACKWARD
         self._compared["overlap"] = repr(overlap)
-        self._compared[SCHEDULE_VARIABLE] = repr(os.environ.get(SCHEDULE_VARIABLE, ""))
+        self._compared[variable_names.TUNE_SCHEDULE] = repr(
+            os.environ.get(variable_names.TUNE_SCHEDULE, "")
+        )
         if automatic:
             self._compared["tune"] = repr(options)
         if wire_dtype is not None and not automatic:
@@ -151,10 +147,10 @@ class DistributedDataParallel(runtime.DistributedDataParallel):
                 self._trouble = exc
         self._counts_steps = self._plans_itself = automatic
         if exact_clipping is None:
-            chosen = os.environ.get(CLIPPING_VARIABLE) or EXACT
+            chosen = os.environ.get(variable_names.CLIPPING) or EXACT
             if chosen not in CLIPPINGS:
                 self._trouble = self._trouble or SpecError(
-                    f"{CLIPPING_VARIABLE} must be {' or '.join(CLIPPINGS)}, "
+                    f"{variable_names.CLIPPING} must be {' or '.join(CLIPPINGS)}, "
                     f"got {chosen!r}"
                 )
             exact_clipping = negotiates or chosen != BY_PARTS
@@ -357,7 +353,7 @@ def require_overlap(plan: Plan | None, overlap: str | None, *, automatic: bool) 
     if overlap not in OVERLAPS:
         choices = " or ".join(map(repr, OVERLAPS))
         raise SpecError(
-            f"overlap (or {OVERLAP_VARIABLE}) must be {choices}, got {overlap!r}"
+            f"overlap (or {variable_names.OVERLAP}) must be {choices}, got {overlap!r}"
         )
     if overlap == "forward" and (plan is None or plan.overlap != "forward"):
         what = "plan='auto'" if automatic else "DDP's own buckets"

@@ -42,6 +42,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, final
 
+from stretto import variable_names
 from stretto.background.windows import Window
 from stretto.errors import BackgroundError, SpecError
 from stretto.process_identity import kernel_id, stat_row
@@ -49,8 +50,6 @@ from stretto.process_identity import kernel_id, stat_row
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-FOLDER_VARIABLE = "STRETTO_RUNTIME_DIR"
-"""Names the folder of boards; for containers that share a device."""
 
 FREE, COMPUTING, WAITING, COMMUNICATING = range(4)
 """States of the foreground. ``COMMUNICATING``: it waits, and the communication itself
@@ -142,18 +141,18 @@ def runtime_folder() -> Path:
     except OSError as exc:
         raise BackgroundError(
             f"the folder of boards {folder} cannot be created ({exc.strerror}): set "
-            f"{FOLDER_VARIABLE} to a folder of your own"
+            f"{variable_names.RUNTIME_DIR} to a folder of your own"
         ) from exc
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise BackgroundError(
             f"the folder of boards {folder} is not a folder of this user: remove it, "
-            f"or set {FOLDER_VARIABLE} to another"
+            f"or set {variable_names.RUNTIME_DIR} to another"
         )
-    if os.environ.get(FOLDER_VARIABLE):
+    if os.environ.get(variable_names.RUNTIME_DIR):
         if found.st_mode & stat.S_IWOTH:
             raise BackgroundError(
                 f"others may write to the folder of boards {folder}: set "
-                f"{FOLDER_VARIABLE} to a folder of your own, for instance "
+                f"{variable_names.RUNTIME_DIR} to a folder of your own, for instance "
                 f"{folder / f'stretto-{os.geteuid()}'}"
             )
     elif stat.S_IMODE(found.st_mode) & 0o077:
@@ -162,7 +161,7 @@ def runtime_folder() -> Path:
 
 
 def _folder_path() -> Path:
-    named = os.environ.get(FOLDER_VARIABLE)
+    named = os.environ.get(variable_names.RUNTIME_DIR)
     if named:
         return Path(named).absolute()
     private = os.environ.get("XDG_RUNTIME_DIR")
@@ -240,8 +239,8 @@ def as_background_error(path: Path) -> Iterator[None]:
         yield
     except OSError as exc:
         raise BackgroundError(
-            f"{path} cannot be used ({exc.strerror or exc}): set {FOLDER_VARIABLE} to "
-            "a folder in memory or on a local disk"
+            f"{path} cannot be used ({exc.strerror or exc}): set "
+            f"{variable_names.RUNTIME_DIR} to a folder in memory or on a local disk"
         ) from exc
 
 
@@ -615,7 +614,7 @@ def _opened(path: Path) -> int:
         except OSError as exc:
             raise BackgroundError(
                 f"the board {path} cannot be opened ({exc.strerror}): remove it, or "
-                f"set {FOLDER_VARIABLE} to another folder"
+                f"set {variable_names.RUNTIME_DIR} to another folder"
             ) from exc
         try:
             _lock(descriptor, path)
@@ -639,7 +638,7 @@ def _lock(descriptor: int, path: Path) -> None:
         raise BackgroundError(
             f"the board {path} is locked by another process, which may be stopped: "
             f"continue or end it (`fuser {path}` shows which), or set "
-            f"{FOLDER_VARIABLE} to another folder"
+            f"{variable_names.RUNTIME_DIR} to another folder"
         )
 
 
@@ -677,7 +676,7 @@ def _is_ready(descriptor: int, path: Path) -> bool:
                 raise BackgroundError(
                     f"the board {path} is used in another namespace of process ids: "
                     "run foreground and background in the same one, or set "
-                    f"{FOLDER_VARIABLE} to another folder"
+                    f"{variable_names.RUNTIME_DIR} to another folder"
                 )
         elif boot == own_boot:
             _require_unused(head, path)
@@ -719,8 +718,8 @@ def _format(descriptor: int, path: Path) -> None:
     except OSError as exc:
         os.ftruncate(descriptor, 0)
         raise BackgroundError(
-            f"no space for the board {path} ({exc.strerror}): set {FOLDER_VARIABLE} "
-            "to another folder"
+            f"no space for the board {path} ({exc.strerror}): set "
+            f"{variable_names.RUNTIME_DIR} to another folder"
         ) from exc
     header = _HEADER.pack(_MAGIC, _VERSION, _SIZE, *_own_kernel())
     os.pwrite(descriptor, header, 0)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 
-from stretto import step_counts
+from stretto import variable_names
 from stretto.errors import StrettoError
 from stretto.logs import get_logger
 
 _log = get_logger(__name__)
 
-VARIABLE = "STRETTO_FOREGROUND"
-"""Names the device; set by `stretto run --foreground`."""
 
 _is_opened = False
 
@@ -25,18 +23,18 @@ def open_named() -> None:
     is not available, one line says why, and training continues without a background.
     """
     global _is_opened
-    if os.environ.get(step_counts.VARIABLE):
+    if os.environ.get(variable_names.STEP_COUNTS):
         # Loads torch, which has been loaded by a program that trains.
         from stretto.background.step_reports import report_steps
 
         report_steps()
-    if _is_opened or not os.environ.get(VARIABLE):
+    if _is_opened or not os.environ.get(variable_names.FOREGROUND):
         return
     _is_opened = True
     # Most programs name no device.
     from stretto.background.foreground import Foreground, is_opened
 
-    device = device_name(os.environ[VARIABLE])
+    device = device_name(os.environ[variable_names.FOREGROUND])
     if is_opened(device):
         return
     try:
@@ -47,7 +45,7 @@ def open_named() -> None:
 
 def warn_of_no_foreground() -> None:
     """Log a line in a process that trains, but marks nothing on the named device."""
-    if not os.environ.get(VARIABLE) or _is_opened:
+    if not os.environ.get(variable_names.FOREGROUND) or _is_opened:
         return
     # Most programs name no device.
     from stretto.background.foreground import has_opened
@@ -58,7 +56,7 @@ def warn_of_no_foreground() -> None:
         "this process has trained without what marks its steps and waits (stretto's "
         "DDP, BurstParallel, Horovod interface), so a background takes %s for free: "
         "mark them with a stretto.Foreground",
-        device_name(os.environ[VARIABLE]),
+        device_name(os.environ[variable_names.FOREGROUND]),
     )
 
 

@@ -48,6 +48,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from stretto import variable_names
 from stretto.autograd_engine import graph_task_id, queue_callback
 from stretto.background.board import runtime_folder
 from stretto.background.child_processes import child_processes
@@ -72,21 +73,9 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
-VARIABLE = "STRETTO_BACKGROUND"
-"""Names the device; set by `stretto run --background`."""
-
-SEGMENTS_VARIABLE = "STRETTO_BACKGROUND_SEGMENTS"
-MAX_LOSS_VARIABLE = "STRETTO_BACKGROUND_MAX_LOSS"
-COLLOCATION_VARIABLE = "STRETTO_BACKGROUND_COLLOCATION"
-"""File that gets what the pair of jobs has measured; see `Collocation`."""
-
-NAMES_VARIABLE = "STRETTO_BACKGROUND_NAMES"
-"""Names of foreground and background in that file, as FOREGROUND:BACKGROUND."""
 
 _NAMES = "foreground:background"
 
-_OWNER_VARIABLE = "STRETTO_BACKGROUND_OWNER"
-"""Process id and device of the background that has started this process."""
 
 _CHILDREN_S = 0.1
 """Processor time of child processes from which the last line names it."""
@@ -437,11 +426,11 @@ def lease_script() -> None:
         SpecError: a setting is invalid.
         BackgroundError: another process is this device's background.
     """
-    named = os.environ.get(VARIABLE)
+    named = os.environ.get(variable_names.BACKGROUND)
     if not named:
         return
     device = device_name(named)
-    pid, _, owned = os.environ.get(_OWNER_VARIABLE, "").partition(" ")
+    pid, _, owned = os.environ.get(variable_names.BACKGROUND_OWNER, "").partition(" ")
     if owned == device and _runs_elsewhere(pid):
         _log.warning(
             "this process takes no leases of %s: the background that has started it "
@@ -449,20 +438,23 @@ def lease_script() -> None:
             device,
         )
         return
-    text = os.environ.get(MAX_LOSS_VARIABLE) or "0.05"
+    text = os.environ.get(variable_names.BACKGROUND_MAX_LOSS) or "0.05"
     try:
         max_loss = float(text)
     except ValueError:
-        raise SpecError(f"{MAX_LOSS_VARIABLE} must be a number, got {text!r}") from None
-    names_of(os.environ.get(NAMES_VARIABLE) or _NAMES)
-    named_path = os.environ.get(COLLOCATION_VARIABLE)
+        raise SpecError(
+            f"{variable_names.BACKGROUND_MAX_LOSS} must be a number, got {text!r}"
+        ) from None
+    names_of(os.environ.get(variable_names.BACKGROUND_NAMES) or _NAMES)
+    named_path = os.environ.get(variable_names.BACKGROUND_COLLOCATION)
     path = Path(named_path).absolute() if named_path else None  # the script may chdir
     if path is not None and path.exists():
         Collocation.load(path)  # not only at the end
     background = Background(device, max_loss=max_loss)
-    os.environ[_OWNER_VARIABLE] = f"{os.getpid()} {device}"
+    os.environ[variable_names.BACKGROUND_OWNER] = f"{os.getpid()} {device}"
     leases = ScriptLeases(
-        background, segments=os.environ.get(SEGMENTS_VARIABLE) or MICRO_BATCH
+        background,
+        segments=os.environ.get(variable_names.BACKGROUND_SEGMENTS) or MICRO_BATCH,
     )
     ending = _Ending(leases, background, path)
     atexit.register(ending.run)
@@ -485,14 +477,15 @@ def names_of(text: str) -> tuple[str, str]:
         r"[\x00-\x1f\x7f]", text
     ):
         raise SpecError(
-            f"--names, or {NAMES_VARIABLE}, must be FOREGROUND:BACKGROUND, got {text!r}"
+            f"--names, or {variable_names.BACKGROUND_NAMES}, must be "
+            f"FOREGROUND:BACKGROUND, got {text!r}"
         )
     return foreground, background
 
 
 def _save_pair(background: Background, path: Path) -> None:
     """Add the measured pair to a file, which is created if needed."""
-    names = names_of(os.environ.get(NAMES_VARIABLE) or _NAMES)
+    names = names_of(os.environ.get(variable_names.BACKGROUND_NAMES) or _NAMES)
     try:
         pair = background.measured_pair(*names)
         if path.exists():

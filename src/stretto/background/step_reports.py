@@ -16,9 +16,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from stretto import variable_names
 from stretto.errors import StrettoError
 from stretto.logs import get_logger
-from stretto.step_counts import VARIABLE, StepCounter
+from stretto.step_counts import StepCounter
 from stretto.step_hooks import reads_nothing
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def report_steps() -> None:
     one that trains two networks in turn, counts those of one.
     """
     global _is_installed
-    path = os.environ.get(VARIABLE)
+    path = os.environ.get(variable_names.STEP_COUNTS)
     if _is_installed or not path:
         return
     _is_installed = True

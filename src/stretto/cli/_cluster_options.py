@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from stretto.cluster.folders import FOLDER_VARIABLE, Folders, default_root
+from stretto import variable_names
+from stretto.cluster.folders import Folders, default_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +28,7 @@ def in_folder(command: _F) -> _F:
         "--folder",
         metavar="FOLDER",
         help="Where the cluster keeps its files.  [default: "
-        f"${FOLDER_VARIABLE}, or ~/.local/state/stretto/cluster]",
+        f"${variable_names.CLUSTER_DIR}, or ~/.local/state/stretto/cluster]",
     )
     @functools.wraps(command)
     def with_folders(*args: Any, folder: str | None, **options: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stretto import variable_names
 from stretto.cli._elastic import MODULE, OPTIONS, run_elastic
 from stretto.cli._outputs import OutputCommand, why_not_writable
 from stretto.cli._rank_options import check_options
@@ -23,24 +24,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SETTINGS = {
-    "plan": "STRETTO_PLAN",
-    "save_plan": "STRETTO_SAVE_PLAN",
-    "profile": "STRETTO_PROFILE",
-    "cluster": "STRETTO_CLUSTER",
-    "trace": "STRETTO_TRACE",
-    "report": "STRETTO_REPORT",
-    "tuning": "STRETTO_TUNING",
-    "plan_cache": "STRETTO_PLAN_CACHE",
-    "lane_backend": "STRETTO_LANE_BACKEND",
-    "overlap": "STRETTO_OVERLAP",
-    "clipping": "STRETTO_CLIPPING",
-    "resume": "STRETTO_RESUME",
-    "foreground": "STRETTO_FOREGROUND",
-    "background": "STRETTO_BACKGROUND",
-    "segments": "STRETTO_BACKGROUND_SEGMENTS",
-    "max_loss": "STRETTO_BACKGROUND_MAX_LOSS",
-    "collocation": "STRETTO_BACKGROUND_COLLOCATION",
-    "names": "STRETTO_BACKGROUND_NAMES",
+    "plan": variable_names.PLAN,
+    "save_plan": variable_names.SAVE_PLAN,
+    "profile": variable_names.PROFILE,
+    "cluster": variable_names.CLUSTER,
+    "trace": variable_names.TRACE,
+    "report": variable_names.REPORT,
+    "tuning": variable_names.TUNING,
+    "plan_cache": variable_names.PLAN_CACHE,
+    "lane_backend": variable_names.LANE_BACKEND,
+    "overlap": variable_names.OVERLAP,
+    "clipping": variable_names.CLIPPING,
+    "resume": variable_names.RESUME,
+    "foreground": variable_names.FOREGROUND,
+    "background": variable_names.BACKGROUND,
+    "segments": variable_names.BACKGROUND_SEGMENTS,
+    "max_loss": variable_names.BACKGROUND_MAX_LOSS,
+    "collocation": variable_names.BACKGROUND_COLLOCATION,
+    "names": variable_names.BACKGROUND_NAMES,
 }
 """Options, and the environment variables that pass them to ranks."""
 
@@ -245,7 +246,7 @@ def command(
         if (value := settings[option]) is not None:
             os.environ[variable] = value
     if convert:
-        os.environ["STRETTO_CONVERT"] = "1"
+        os.environ[variable_names.CONVERT] = "1"
     overlap = os.environ.get(SETTINGS["overlap"], "")
     if elastic is not None:
         run_elastic(elastic, arguments, settings, overlap=overlap, convert=convert)

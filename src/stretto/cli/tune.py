@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stretto import variable_names
 from stretto.cli._outputs import OutputCommands, plan_output
+from stretto.cli._tables import aligned
 from stretto.cli._values import RenamedOption, Whole
 from stretto.errors import SpecError
 from stretto.units import counted, format_s
@@ -24,8 +26,8 @@ _WHERE = click.option(
     former=("--memory",),
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="File of kept plans.  [default: STRETTO_PLAN_CACHE, or plans.sqlite in the "
-    "user's cache]",
+    help=f"File of kept plans.  [default: {variable_names.PLAN_CACHE}, or plans.sqlite "
+    "in the user's cache]",
 )
 _NUMBER = Whole(1, 2**63 - 1)
 """SQLite's range."""
@@ -70,13 +72,7 @@ def list_command(path: Path | None, as_json: bool) -> None:
                 _state(entry),
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = [
-            cell.ljust(width) if i in (1, 2, 6) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        click.echo("  ".join(cells).rstrip())
+    click.echo(aligned(lines, left=(1, 2, 6)))
     for entry in broken:
         click.echo(_unreadable(entry), err=True)
 
@@ -144,19 +140,20 @@ def _cache(path: Path | None) -> PlanCache | None:
     Reading must not create a file, especially if its name was mistyped.
     """
     from stretto.tune import PlanCache
-    from stretto.tune.plan_cache import VARIABLE, default_path
+    from stretto.tune.plan_cache import default_path
 
     where = path or default_path()
     if where is None:
         raise SpecError(
-            f"{VARIABLE} is off or there is no home: give --plan-cache FILE"
+            f"{variable_names.PLAN_CACHE} is off or there is no home: give "
+            "--plan-cache FILE"
         )
     if where.exists():
         return PlanCache(where, strict=True)
     if path is not None:
         raise SpecError(
-            f"{path}: no such file. Give --plan-cache the file that {VARIABLE} named "
-            "in the training"
+            f"{path}: no such file. Give --plan-cache the file that "
+            f"{variable_names.PLAN_CACHE} named in the training"
         )
     return None
 

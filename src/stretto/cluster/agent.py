@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from stretto import variable_names
 from stretto.cluster import events, processes, supervisor_start
 from stretto.cluster.attempt_ends import supervisors_among
 from stretto.cluster.channel import Channel, connected
@@ -29,7 +30,6 @@ from stretto.cluster.engine_local import served_locks
 from stretto.cluster.folders import Folders
 from stretto.cluster.loop import Loop, now_s, wall_s
 from stretto.cluster.part_spec import (
-    ATTEMPT_VARIABLE,
     LOCK_FILE,
     PART_FILE,
     SOCKET_FILE,
@@ -314,7 +314,7 @@ class Agent:
         return (
             not (folder / LOCK_FILE).exists()
             and not processes.lock_holders(folder, LOCK_FILE, removed=True)
-            and processes.kill_marked(ATTEMPT_VARIABLE, str(folder))
+            and processes.kill_marked(variable_names.CLUSTER_ATTEMPT, str(folder))
         )
 
     def _indices_of(self, spec: PartSpec | None) -> tuple[int, ...]:
@@ -363,7 +363,10 @@ class Agent:
     def _on_supervisor_dead(self, fence: Fence, part: _Part) -> None:
         """End what a supervisor has left, and report the attempt's end."""
         is_over = not self._end_removed(part)
-        if not (processes.kill_marked(ATTEMPT_VARIABLE, str(part.folder)) and is_over):
+        if not (
+            processes.kill_marked(variable_names.CLUSTER_ATTEMPT, str(part.folder))
+            and is_over
+        ):
             # Not ended while a process lives, such as one in a lost file system.
             self._loop.call_in(1.0, lambda: self._on_supervisor_dead(fence, part))
             return

@@ -10,14 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from stretto import variable_names
 from stretto.cluster.part_spec import write_json
 from stretto.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-FOLDER_VARIABLE = "STRETTO_CLUSTER_DIR"
-"""Names the folder."""
 
 _MIN_MARGIN_S = 5.0
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -215,7 +214,7 @@ class Folders:
         except PermissionError as exc:
             raise ClusterError(
                 f"the cluster's folder {self.root} is another user's: give another "
-                f"with --folder or {FOLDER_VARIABLE}"
+                f"with --folder or {variable_names.CLUSTER_DIR}"
             ) from exc
         except OSError:
             return  # missing, or not a folder: what uses it says so
@@ -232,12 +231,12 @@ class Folders:
         except OSError as exc:
             raise ClusterError(
                 f"the cluster's folder {self.root} cannot be created ({exc.strerror}): "
-                f"give another with --folder or {FOLDER_VARIABLE}"
+                f"give another with --folder or {variable_names.CLUSTER_DIR}"
             ) from exc
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             raise ClusterError(
                 f"the cluster's folder {self.root} is not a folder of this user: give "
-                f"another with --folder or {FOLDER_VARIABLE}"
+                f"another with --folder or {variable_names.CLUSTER_DIR}"
             )
         if stat.S_IMODE(found.st_mode) & 0o077:
             raise ClusterError(
@@ -296,7 +295,7 @@ def _entries(folder: Path) -> list[Path]:
 def _unwritable(path: Path, error: OSError) -> ClusterError:
     return ClusterError(
         f"{path}: cannot be written: {error.strerror}: free disk space, or give "
-        f"another folder with --folder or {FOLDER_VARIABLE}"
+        f"another folder with --folder or {variable_names.CLUSTER_DIR}"
     )
 
 
@@ -322,7 +321,7 @@ def local_path(path: str) -> Path:
 
 def default_root() -> Path:
     """Return the folder that the environment names, or the user's own."""
-    named = os.environ.get(FOLDER_VARIABLE)
+    named = os.environ.get(variable_names.CLUSTER_DIR)
     if named:
         return Path(named).absolute()
     state = os.environ.get("XDG_STATE_HOME")

@@ -10,18 +10,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from stretto.plan_requests import VARIABLE as PLAN_REQUESTS
+from stretto import variable_names
 from stretto.schema.job import BACKGROUND, DIRECT, INDEPENDENT, STRETTO_RUN
-from stretto.step_counts import VARIABLE as STEP_COUNTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ATTEMPT_VARIABLE = "STRETTO_CLUSTER_ATTEMPT"
-"""Marks every process of an attempt: the folder of the attempt, which is unique."""
-
-DEVICE_VARIABLE = "STRETTO_DEVICE"
-"""Names a rank's device, also to what the rank starts."""
 
 PART_FILE, END_FILE, LOCK_FILE = "part.json", "end.json", "supervisor.lock"
 SOCKET_FILE, STEPS_FILE = "supervisor.sock", "steps"
@@ -193,13 +187,13 @@ def rank_commands(
             "GROUP_RANK": "0",
             "MASTER_ADDR": part.master_address,
             "MASTER_PORT": str(part.master_port),
-            "STRETTO_RUNTIME_DIR": part.boards,
-            ATTEMPT_VARIABLE: str(folder),
+            variable_names.RUNTIME_DIR: part.boards,
+            variable_names.CLUSTER_ATTEMPT: str(folder),
         }
         if part.replan is not None:  # on all ranks, which look for requests together
-            environment[PLAN_REQUESTS] = str(folder / REQUESTS_FOLDER)
+            environment[variable_names.PLAN_REQUESTS] = str(folder / REQUESTS_FOLDER)
         if not is_single or not found:
-            environment[STEP_COUNTS] = str(folder / STEPS_FILE)
+            environment[variable_names.STEP_COUNTS] = str(folder / STEPS_FILE)
         environment |= _device_variables(
             part, local_rank, (device,) if is_single else part.devices
         )
@@ -231,7 +225,7 @@ def _device_variables(
     part: PartSpec, local_rank: int, visible: tuple[str, ...]
 ) -> dict[str, str]:
     own = part.devices[local_rank]
-    found = {DEVICE_VARIABLE: own}
+    found = {variable_names.DEVICE: own}
     numbers = [d.partition(":")[2] for d in visible if d.startswith("cuda:")]
     if numbers:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
@@ -239,10 +233,10 @@ def _device_variables(
     else:
         found["CUDA_VISIBLE_DEVICES"] = ""
     if part.role == BACKGROUND:
-        found["STRETTO_BACKGROUND"] = own
-        found["STRETTO_BACKGROUND_MAX_LOSS"] = f"{part.max_loss:g}"
+        found[variable_names.BACKGROUND] = own
+        found[variable_names.BACKGROUND_MAX_LOSS] = f"{part.max_loss:g}"
     elif part.allows_background:
-        found["STRETTO_FOREGROUND"] = own
+        found[variable_names.FOREGROUND] = own
     return found
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stretto import variable_names
 from stretto.cluster.commands import PROFILE
 from stretto.cluster.part_spec import PartSpec, ReplanSpec
 from stretto.cluster.views import BURST
@@ -110,16 +111,16 @@ def _variables(
     command: StartPart, folders: Folders, batch: int | None, address: str
 ) -> dict[str, str]:
     found = {
-        "STRETTO_CLUSTER_JOB": command.job,
-        "STRETTO_CLUSTER_FILES": str(folders.files(command.job)),
+        variable_names.CLUSTER_JOB: command.job,
+        variable_names.CLUSTER_FILES: str(folders.files(command.job)),
     }
     if command.resume:
-        found["STRETTO_CLUSTER_RESUME"] = "1"
+        found[variable_names.CLUSTER_RESUME] = "1"
     if batch is not None:
-        found["STRETTO_CLUSTER_BATCH"] = str(batch)
+        found[variable_names.CLUSTER_BATCH] = str(batch)
     plan = folders.plan(command.job, command.ranks)
     if command.method == BURST and plan.exists():
-        found["STRETTO_CLUSTER_PLAN"] = str(plan)
+        found[variable_names.CLUSTER_PLAN] = str(plan)
     if len(command.hosts) > 1 and (interface := interface_of(address)) is not None:
         # Gloo otherwise takes the interface of what the host's name resolves to, which
         # is often the loopback one: other hosts could not connect.

@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from stretto import variable_names
 from stretto.cluster import job_replan
 from stretto.cluster.part_spec import (
-    ATTEMPT_VARIABLE,
     ReplanSpec,
     base_environment,
 )
@@ -128,7 +128,7 @@ class PlanChanges:
             "amplification_limit": self._spec.amplification_limit,
             "timings": timings,
         }
-        mark = {ATTEMPT_VARIABLE: str(self._folder.parent)}
+        mark = {variable_names.CLUSTER_ATTEMPT: str(self._folder.parent)}
         try:
             self._planner = subprocess.Popen(
                 job_replan.ask(self._folder, question),

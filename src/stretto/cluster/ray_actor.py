@@ -20,11 +20,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
+from stretto import variable_names
 from stretto.cluster.channel import is_own_peer, listening
 from stretto.cluster.engine_local import host_locks
 from stretto.cluster.folders import Folders, settings_of
 from stretto.cluster.part_spec import write_json
-from stretto.cluster.ray_head import MARK
 from stretto.cluster.roles import Role, StoppedHolders, holder_of
 
 if TYPE_CHECKING:
@@ -237,5 +237,5 @@ def _plain_environment() -> dict[str, str]:
     return {
         key: value
         for key, value in os.environ.items()
-        if not key.startswith("RAY_") and key != MARK
+        if not key.startswith("RAY_") and key != variable_names.CLUSTER_RAY
     }

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stretto import variable_names
 from stretto.cluster import processes
 from stretto.cluster.folders import Folders
 from stretto.cluster.loop import Loop
@@ -22,8 +23,6 @@ from stretto.cluster.loop import Loop
 if TYPE_CHECKING:
     from stretto.cluster.folders import RaySettings
 
-MARK = "STRETTO_CLUSTER_RAY"
-"""Marks every process of the Ray that a cluster has started."""
 
 _OBJECT_STORE_BYTES = 80_000_000
 """Near the smallest that Ray accepts: no data goes through it."""
@@ -33,7 +32,11 @@ _GRACE_S = 5.0
 
 def environment(ray: RaySettings) -> dict[str, str]:
     """Return this process's variables, with those that any client of Ray needs."""
-    found = {key: value for key, value in os.environ.items() if key != MARK}
+    found = {
+        key: value
+        for key, value in os.environ.items()
+        if key != variable_names.CLUSTER_RAY
+    }
     found["RAY_USAGE_STATS_ENABLED"] = "0"
     if ray.token:
         found.pop("RAY_AUTH_TOKEN", None)  # it would come before the file
@@ -65,7 +68,8 @@ def start_command(ray: RaySettings) -> list[str]:
 def run(folders: Folders, ray: RaySettings) -> None:
     """Run Ray until it ends or a signal comes; nothing of it is left."""
     mark = str(folders.root)
-    processes.kill_marked(MARK, mark)  # what a killed process of this kind has left
+    # What a killed process of this kind has left.
+    processes.kill_marked(variable_names.CLUSTER_RAY, mark)
     Path(ray.temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Ray's processes otherwise run at nice 15, and jobs with them; and Ray would end
     # its own processes when a host's memory is nearly full.
@@ -73,7 +77,7 @@ def run(folders: Folders, ray: RaySettings) -> None:
     process = subprocess.Popen(
         start_command(ray),
         stdin=subprocess.DEVNULL,
-        env=environment(ray) | more | {MARK: mark},
+        env=environment(ray) | more | {variable_names.CLUSTER_RAY: mark},
         start_new_session=True,
     )
     loop = Loop()
@@ -90,7 +94,7 @@ def run(folders: Folders, ray: RaySettings) -> None:
     loop.every(1.0, look)
     look()
     loop.run()
-    processes.kill_marked(MARK, mark)
+    processes.kill_marked(variable_names.CLUSTER_RAY, mark)
     process.wait()
     if folders.down.exists():
         shutil.rmtree(Path(ray.temp).parent, ignore_errors=True)

@@ -99,12 +99,12 @@ class Replanning:
         """Begin with a plan, as the text of its file."""
         self.plan = plan
         self.state = WATCHING
-        self._rules = Rules() if rules is None else rules
-        self._recent: deque[float] = deque(maxlen=self._rules.reports)
+        self.rules = Rules() if rules is None else rules
+        self._recent: deque[float] = deque(maxlen=self.rules.reports)
         self._base_s: float | None = None
         """The base of comparison of step times; ``None``: nothing was measured yet."""
         self._steps = 0
-        self._since_measured = self._rules.min_pause_reports
+        self._since_measured = self.rules.min_pause_reports
         self._waited = 0
         self._candidate: PlanPrediction | None = None
         self._change: Change | None = None
@@ -119,13 +119,13 @@ class Replanning:
         self._since_measured += 1
         if self.state in (MEASURING, CHANGING):
             self._waited += 1
-            if self._waited > self._rules.patience_reports:
+            if self._waited > self.rules.patience_reports:
                 self.state = OFF
             return None
         if self.state not in (WATCHING, CHECKING):
             return None
         self._recent.append(step_s)
-        if len(self._recent) < self._rules.reports:
+        if len(self._recent) < self.rules.reports:
             return None
         if self.state == CHECKING:
             return self._check()
@@ -148,7 +148,7 @@ class Replanning:
         self._candidate = None
         if found is None or found.plan == self.plan or found.now_s <= 0.0:
             return None
-        if 1.0 - found.new_s / found.now_s >= self._rules.min_gain_ratio:
+        if 1.0 - found.new_s / found.now_s >= self.rules.min_gain_ratio:
             self._candidate = found
         return self._repaid()
 
@@ -179,9 +179,9 @@ class Replanning:
         return statistics.median(self._recent)
 
     def _has_drifted(self, base_s: float) -> bool:
-        if self._since_measured < self._rules.min_pause_reports:
+        if self._since_measured < self.rules.min_pause_reports:
             return False
-        ratio = self._rules.drift_ratio
+        ratio = self.rules.drift_ratio
         slower = all(each > base_s * (1 + ratio) for each in self._recent)
         return slower or all(each < base_s / (1 + ratio) for each in self._recent)
 
@@ -189,11 +189,11 @@ class Replanning:
         self.state, self._waited = MEASURING, 0
         self._base_s, self._since_measured = self._median_s(), 0
         self._candidate = None
-        return Measure(steps=self._rules.measured_steps)
+        return Measure(steps=self.rules.measured_steps)
 
     def _repaid(self) -> Change | None:
         """Return the change to the plan that waits, once it repays itself."""
-        found, rules = self._candidate, self._rules
+        found, rules = self._candidate, self.rules
         if found is None or len(self._recent) < rules.reports:
             return None
         step_s = self._median_s()

@@ -30,13 +30,12 @@ import signal
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, final
 
+from stretto import variable_names
 from stretto.cluster import processes
 from stretto.cluster.channel import Channel, Listener
 from stretto.cluster.loop import Loop, Timer, now_s
 from stretto.cluster.memory_use import memory_bytes, out_of_memory_kills
 from stretto.cluster.part_spec import (
-    ATTEMPT_VARIABLE,
-    DEVICE_VARIABLE,
     END_FILE,
     REQUESTS_FOLDER,
     STEPS_FILE,
@@ -353,7 +352,11 @@ class Supervisor:
             processes.kill_children()
             return
         for name in set(before).difference(names):
-            mark = ATTEMPT_VARIABLE, str(self._folder), f"{DEVICE_VARIABLE}={name}"
+            mark = (
+                variable_names.CLUSTER_ATTEMPT,
+                str(self._folder),
+                f"{variable_names.DEVICE}={name}",
+            )
             processes.kill_marked(*mark)
 
     def _numbers(self, names: tuple[str, ...]) -> tuple[int, ...]:

@@ -8,16 +8,14 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, final
 
-from stretto import foreground_marks
+from stretto import foreground_marks, variable_names
 from stretto.errors import SpecError
-from stretto.members.progress import VARIABLE, Doing, ProgressWriter
+from stretto.members.progress import Doing, ProgressWriter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-LIMIT_VARIABLE = "STRETTO_HANG_S"
-"""Shortest time after which a rank counts as hanging; 0: never."""
 
 _MIN_LIMIT_S = 30.0
 _TIMES_MEDIAN = 10.0
@@ -38,14 +36,14 @@ class StepProgress:
         Raises:
             SpecError: the variable's value is not a number of seconds.
         """
-        text = os.environ.get(LIMIT_VARIABLE, "")
+        text = os.environ.get(variable_names.HANG_S, "")
         try:
             self._min_limit_s = float(text or _MIN_LIMIT_S)
         except ValueError:
             raise SpecError(
-                f"{LIMIT_VARIABLE} must be a number of seconds, got {text!r}"
+                f"{variable_names.HANG_S} must be a number of seconds, got {text!r}"
             ) from None
-        path = os.environ.get(VARIABLE)
+        path = os.environ.get(variable_names.PROGRESS)
         self._page: ProgressWriter | None = None
         if path and self._min_limit_s > 0:
             self._page = ProgressWriter(path)

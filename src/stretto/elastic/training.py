@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from stretto import variable_names
 from stretto._api.ddp import DistributedDataParallel
 from stretto.boolean_options import bool_option
 from stretto.elastic.batches import BatchSize, ShareSampler, Stamp, order_of, step_seed
@@ -25,7 +26,6 @@ from stretto.errors import CommTimeout, RankDisagreement, SpecError, StrettoErro
 from stretto.logs import get_logger
 from stretto.members.client import MemberClient
 from stretto.members.launchers import loss_warning
-from stretto.members.wire import HOST_VARIABLE, MIN_RANKS_VARIABLE
 from stretto.resume.exact_load import load_exactly
 from stretto.resume.manifests import Manifest
 from stretto.resume.snapshots import JobSnapshots, copy_of
@@ -184,7 +184,7 @@ class Elastic:
         if snapshots is not None and not (self._client and self._client.joins):
             self._resume(snapshots, wanted=resume)
         if self._client is not None:
-            host = os.environ.get(HOST_VARIABLE, "127.0.0.1")
+            host = os.environ.get(variable_names.HOST_ADDRESS, "127.0.0.1")
             self._group = MemberGroup(model, host=host)
             self._is_fresh = self._client.joins
             model._on_loss = self._report  # noqa: SLF001
@@ -582,7 +582,7 @@ class Elastic:
         """Let the ranks leave that are to; all have committed the same steps."""
         leavers, self._leavers = self._leavers or [self.rank], []
         client, view = self._client, self._view
-        least = int(os.environ.get(MIN_RANKS_VARIABLE, "1"))
+        least = int(os.environ.get(variable_names.MIN_RANKS, "1"))
         if client is None or view is None or self.size - len(leavers) < least:
             if client is not None and view is not None:
                 client.drained(view.ids)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from stretto import variable_names
 from stretto.logs import get_logger
-from stretto.members.wire import JOINS_VARIABLE
 from stretto.rank_variables import (
     Place,
     decimal_number,
@@ -149,7 +149,7 @@ def present_ranks(environment: Mapping[str, str]) -> int | None:
     Raises:
         SpecError: the value is not a number.
     """
-    return whole_number(environment, JOINS_VARIABLE)
+    return whole_number(environment, variable_names.JOINS)
 
 
 def unknown(environment: Mapping[str, str]) -> list[str]:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch.distributed.distributed_c10d import PrefixStore
 
+from stretto import variable_names
 from stretto.errors import SpecError, StrettoError
 from stretto.horovod import environment, meeting, timeline, topology
 from stretto.horovod.exceptions import HorovodInternalError
 from stretto.horovod.process_sets import ProcessSet, global_process_set
 from stretto.logs import get_logger
-from stretto.members.wire import SOCKET_VARIABLE
 from stretto.runtime.agreement import Agreement
 from stretto.runtime.negotiated import Engine, EngineOptions
 from stretto.runtime.reduction_rounds import Rounds
@@ -490,7 +490,7 @@ def abort(error: StrettoError) -> None:
 
 def changes_ranks() -> bool:
     """Return whether this process may get other ranks to train with."""
-    return SOCKET_VARIABLE in os.environ
+    return variable_names.KEEPER in os.environ
 
 
 def _add_sets(world: World, process_sets: list[ProcessSet]) -> None:

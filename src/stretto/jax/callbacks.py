@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import io_callback
 from jax.experimental.buffer_callback import buffer_callback
 
+from stretto import variable_names
 from stretto.errors import SpecError
 from stretto.jax import ranks
 
@@ -26,16 +27,17 @@ if TYPE_CHECKING:
 
     from stretto.runtime.reduction_rounds import RoundRows
 
-VARIABLE = "STRETTO_JAX_CALLBACKS"
 
 _SCALAR = jax.ShapeDtypeStruct((), np.float32)
 _ZERO = np.float32(0)
 
 
 def _uses_buffers() -> bool:
-    kind = os.environ.get(VARIABLE, "buffer")
+    kind = os.environ.get(variable_names.JAX_CALLBACKS, "buffer")
     if kind not in ("buffer", "io"):
-        raise SpecError(f"{VARIABLE} must be buffer or io, got {kind!r}")
+        raise SpecError(
+            f"{variable_names.JAX_CALLBACKS} must be buffer or io, got {kind!r}"
+        )
     return kind == "buffer"
 
 

@@ -19,17 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, final
 
+from stretto import variable_names
 from stretto.errors import LabError, SpecError
 from stretto.lab import network
 from stretto.lab.spec import INTERFACE, Mode
+from stretto.process_identity import process_ids, stat_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stretto.lab.spec import LabJob, LabSpec
-
-MEMBER_VARIABLE = "STRETTO_MEMBER"
-"""In the environment of a rank that `stretto run --elastic` has started: its id."""
 
 
 class Verb(enum.Enum):
@@ -307,7 +306,7 @@ class FaultInjector:
             pid = self._pid_of_rank(fault.number)
             return [] if pid is None else [pid]
         if fault.kind == "member":
-            mark = f"{MEMBER_VARIABLE}={fault.number}".encode()
+            mark = f"{variable_names.MEMBER}={fault.number}".encode()
             return [pid for pid in _living() if mark in _environment(pid)]
         inode = os.fstat(self._hosts[fault.number].net_fd).st_ino
         return [pid for pid in _living() if _network_of(pid) == inode]
@@ -347,13 +346,8 @@ table inet faults {{
 
 def _living() -> list[int]:
     """Return the lab's processes, except this one."""
-    me, found = os.getpid(), []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            state = (folder / "stat").read_text(errors="replace").rpartition(")")[2]
-            if state.split()[0] not in "ZX" and int(folder.name) != me:
-                found.append(int(folder.name))
-    return found
+    rows = ((pid, stat_row(pid)) for pid in process_ids() if pid != os.getpid())
+    return [pid for pid, row in rows if row is not None and row[0] not in "ZX"]
 
 
 def _environment(pid: int) -> list[bytes]:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto import step_counts
+from stretto import step_counts, variable_names
 from stretto.errors import CommandNotFound, LabError, SpecError
 from stretto.lab.faults import Fault
 from stretto.lab.ports import free_port
@@ -121,7 +121,7 @@ def _step_counts(
     with tempfile.TemporaryDirectory(prefix="stretto-lab-") as folder:
         path = Path(folder, "steps")
         step_counts.create(path, spec.num_ranks)
-        rank_env[step_counts.VARIABLE] = str(path)
+        rank_env[variable_names.STEP_COUNTS] = str(path)
         yield str(path)
 
 
@@ -173,7 +173,9 @@ def _run(
     say(_describe_paced(spec))
     paced_env = dict(rank_env)
     if spec.flow_bytes_per_s is not None:
-        paced_env["STRETTO_LAB_PACING_BYTES_PER_S"] = f"{spec.flow_bytes_per_s:.0f}"
+        paced_env[variable_names.LAB_PACING_BYTES_PER_S] = (
+            f"{spec.flow_bytes_per_s:.0f}"
+        )
         paths = [str(_PACING_FOLDER), rank_env.get("PYTHONPATH", "")]
         paced_env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     job = dataclasses.replace(

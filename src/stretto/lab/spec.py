@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stretto import variable_names
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -199,10 +200,10 @@ def rank_environment(
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,
-        "STRETTO_LAB": "1",
-        "STRETTO_LAB_MODE": mode.value,
-        "STRETTO_LAB_HOSTS": str(spec.hosts),
-        "STRETTO_LAB_ADDRESSES": ",".join(addresses),
-        "STRETTO_LAB_LINK_BYTES_PER_S": f"{spec.link_bytes_per_s:.0f}",
-        "STRETTO_LAB_FLOW_BYTES_PER_S": "" if flow is None else f"{flow:.0f}",
+        variable_names.LAB: "1",
+        variable_names.LAB_MODE: mode.value,
+        variable_names.LAB_HOSTS: str(spec.hosts),
+        variable_names.LAB_ADDRESSES: ",".join(addresses),
+        variable_names.LAB_LINK_BYTES_PER_S: f"{spec.link_bytes_per_s:.0f}",
+        variable_names.LAB_FLOW_BYTES_PER_S: "" if flow is None else f"{flow:.0f}",
     }

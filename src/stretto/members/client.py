@@ -12,12 +12,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
+from stretto import variable_names
 from stretto.cluster.channel import connected, encoded
 from stretto.errors import StrettoError
 from stretto.members.wire import (
-    JOINS_VARIABLE,
-    MEMBER_VARIABLE,
-    SOCKET_VARIABLE,
     view_of,
 )
 
@@ -69,11 +67,11 @@ class MemberClient:
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
         """Return the client of a rank that a keeper has started, else ``None``."""
-        path = environment.get(SOCKET_VARIABLE)
+        path = environment.get(variable_names.KEEPER)
         if path is None:
             return None
-        member = int(environment[MEMBER_VARIABLE])
-        return cls(Path(path), member, joins=JOINS_VARIABLE in environment)
+        member = int(environment[variable_names.MEMBER])
+        return cls(Path(path), member, joins=variable_names.JOINS in environment)
 
     def start(
         self,

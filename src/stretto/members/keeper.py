@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from stretto import step_counts
+from stretto import step_counts, variable_names
 from stretto.cluster.channel import Channel, Listener, listening
 from stretto.cluster.loop import Loop, now_s
 from stretto.errors import StrettoError
@@ -35,11 +35,6 @@ from stretto.members.peers import KeeperNetwork
 from stretto.members.progress import ProgressReader
 from stretto.members.view import Member, View
 from stretto.members.wire import (
-    HOST_VARIABLE,
-    JOINS_VARIABLE,
-    MEMBER_VARIABLE,
-    MIN_RANKS_VARIABLE,
-    SOCKET_VARIABLE,
     view_message,
 )
 from stretto.step_counts import StepCounter, StepCounts
@@ -330,25 +325,27 @@ class RankKeeper:
             "LOCAL_WORLD_SIZE": str(self._job.local_size or self._job.ranks),
             "MASTER_ADDR": at[0],
             "MASTER_PORT": str(at[1]),
-            HOST_VARIABLE: _LOOPBACK if self._network is None else self._network.host,
-            SOCKET_VARIABLE: str(self._folder / "keeper"),
-            MEMBER_VARIABLE: str(member),
+            variable_names.HOST_ADDRESS: _LOOPBACK
+            if self._network is None
+            else self._network.host,
+            variable_names.KEEPER: str(self._folder / "keeper"),
+            variable_names.MEMBER: str(member),
         }
         if size > 1 or joins:
             environment.setdefault("OMP_NUM_THREADS", "1")
         steps = self._folder / f"steps-{member}"
         step_counts.create(steps, rank + 1)
-        environment[step_counts.VARIABLE] = str(steps)
+        environment[variable_names.STEP_COUNTS] = str(steps)
         page = self._folder / f"progress-{member}"
         progress.create(page)
-        environment[progress.VARIABLE] = str(page)
-        environment.pop(MIN_RANKS_VARIABLE, None)
+        environment[variable_names.PROGRESS] = str(page)
+        environment.pop(variable_names.MIN_RANKS, None)
         if self._network is None:
-            environment[MIN_RANKS_VARIABLE] = str(self._job.min_ranks)
-        environment.pop(JOINS_VARIABLE, None)
+            environment[variable_names.MIN_RANKS] = str(self._job.min_ranks)
+        environment.pop(variable_names.JOINS, None)
         environment.pop(AGENT_STORE_VARIABLE, None)  # rank 0 serves its store here
         if joins:
-            environment[JOINS_VARIABLE] = str(self._present_ranks())
+            environment[variable_names.JOINS] = str(self._present_ranks())
         process = subprocess.Popen(
             self._job.command,
             env=environment,
@@ -703,7 +700,7 @@ class RankKeeper:
 
 def _counter() -> StepCounter | None:
     """Return where this keeper's steps are counted, if anything reads them."""
-    path = os.environ.get(step_counts.VARIABLE)
+    path = os.environ.get(variable_names.STEP_COUNTS)
     if not path:
         return None
     try:

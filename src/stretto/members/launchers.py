@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from stretto import variable_names
 from stretto.rank_variables import launched_place, whole_number
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def launcher_of(environment: Mapping[str, str]) -> Launcher:
     """Return who has started this process, as far as its variables say."""
     if "RAY_RAYLET_PID" in environment or "RAY_JOB_ID" in environment:
         return Launcher.RAY
-    if "STRETTO_LAB" in environment:
+    if variable_names.LAB in environment:
         return Launcher.OTHER
     if "TORCHELASTIC_RUN_ID" in environment:
         return Launcher.TORCHRUN

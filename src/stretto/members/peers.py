@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import msgspec
 
+from stretto import variable_names
 from stretto._version import __version__
 from stretto.cluster.channel import Channel
 from stretto.errors import StrettoError
@@ -41,7 +42,7 @@ from stretto.members.meeting import (
     is_own,
     own_address,
 )
-from stretto.members.proofs import TOKEN_VARIABLE, key_of, proof_of
+from stretto.members.proofs import key_of, proof_of
 from stretto.members.wire import keeper_message, keeper_message_of
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class KeeperNetwork:
         self._view, self._on_formed, self._on_met = view, on_formed, on_met
         self._on_message, self._on_other = on_message, on_other
         self._on_failed = on_failed
-        self._key = key_of(point.job, os.environ.get(TOKEN_VARIABLE, ""))
+        self._key = key_of(point.job, os.environ.get(variable_names.ELASTIC_TOKEN, ""))
         self._process = secrets.token_hex(8)
         self.book: Book | None = None
         self._places: dict[int, KeeperPlace] = {}
@@ -255,7 +256,8 @@ class KeeperNetwork:
             self._on_failed(
                 f"{who} at {self._point.host} port {self._point.port} in "
                 f"{MEETING_S:g} s: start `stretto run --elastic` on all hosts, with "
-                f"one --master-addr, --master-port, --rdzv-id and {TOKEN_VARIABLE}"
+                "one --master-addr, --master-port, --rdzv-id and "
+                f"{variable_names.ELASTIC_TOKEN}"
             )
 
     def _form_if_complete(self) -> None:

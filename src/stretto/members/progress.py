@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, final
 if TYPE_CHECKING:
     from pathlib import Path
 
-VARIABLE = "STRETTO_PROGRESS"
-"""Names the page's file; set by a keeper for each of its ranks."""
 
 _ROW = struct.Struct("=QddQ")  # what, since, limit, what again
 _BYTES = 64

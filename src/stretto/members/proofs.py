@@ -6,9 +6,6 @@ import hashlib
 import hmac
 import json
 
-TOKEN_VARIABLE = "STRETTO_ELASTIC_TOKEN"
-"""A secret that all keepers of a job share; without it only the job's name counts."""
-
 
 def key_of(job: str, token: str) -> bytes:
     """Return the key of the proofs."""

@@ -28,21 +28,6 @@ from stretto.members.ballots import (
 )
 from stretto.members.view import View
 
-SOCKET_VARIABLE = "STRETTO_KEEPER"
-"""Path of the keeper's socket; set for ranks of ``stretto run --elastic``."""
-
-MEMBER_VARIABLE = "STRETTO_MEMBER"
-"""The rank's id as a member."""
-
-JOINS_VARIABLE = "STRETTO_JOINS"
-"""Set for a rank that joins a job which trains already: how many ranks it has."""
-
-MIN_RANKS_VARIABLE = "STRETTO_MIN_RANKS"
-"""With fewer ranks the job ends; not set where it waits for other hosts instead."""
-
-HOST_VARIABLE = "STRETTO_HOST_ADDRESS"
-"""The address at which other hosts reach this one."""
-
 _KINDS: dict[str, type[Message]] = {
     kind.__name__: kind
     for kind in (Accept, Accepted, Beat, Decided, Prepare, Promise, Refuse)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 import msgspec
 import torch
 
+from stretto import variable_names
 from stretto.errors import SpecError, StrettoError
 from stretto.logs import get_logger
 from stretto.resume.manifests import (
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _log = get_logger(__name__)
-
-RESUME_VARIABLE = "STRETTO_RESUME"
-"""``auto``, the default, or ``never``."""
 
 
 def copy_of(value: Any) -> Any:
@@ -182,9 +180,11 @@ class JobSnapshots:
             StrettoError: a snapshot is not one that this version can read.
         """
         if wanted is None:
-            value = os.environ.get(RESUME_VARIABLE) or "auto"
+            value = os.environ.get(variable_names.RESUME) or "auto"
             if value not in ("auto", "never"):
-                raise SpecError(f"{RESUME_VARIABLE} must be auto or never, not {value}")
+                raise SpecError(
+                    f"{variable_names.RESUME} must be auto or never, not {value}"
+                )
             wanted = value == "auto"
         self.run = highest_run_in(self.folder) + 1
         return read_newest(self.folder) if wanted else None

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex, cast
 import torch
 import torch.distributed as dist
 
+from stretto import variable_names
 from stretto.autograd_engine import graph_task_id
 from stretto.boolean_options import bool_option
 from stretto.errors import (
@@ -775,7 +776,7 @@ def _lane_backend_for(
 ) -> str | None:
     """Return the backend that the algorithms of a plan need, unless one is set."""
     chosen = None if plan is None else lane_backend_for(plan)
-    if chosen is None or os.environ.get(backends.LANE_BACKEND_VARIABLE):
+    if chosen is None or os.environ.get(variable_names.LANE_BACKEND):
         return None
     wanted = backends.get(chosen).device_type
     if any(p.device.type != wanted for p in module.parameters()):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from stretto import variable_names
 from stretto.background.named_device import open_named
 from stretto.errors import PlanMismatch, SpecError, StrettoError
 from stretto.foreground_marks import StepMarker
@@ -230,7 +231,7 @@ class RankedDDP(TorchDDP):
         """Return the error if the chosen backend of lanes can't be had."""
         name = self._lane_backend
         if name != self._backend and not backends.supported(name):
-            source = backends.LANE_BACKEND_VARIABLE
+            source = variable_names.LANE_BACKEND
             if self._chosen_lane_backend is not None:
                 source = "lane_backend"
             known = ", ".join(map(repr, backends.names()))

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from stretto import variable_names
 from stretto.errors import SpecError
 from stretto.schema import codec, rules
 from stretto.schema._convert import ADDED, FORMERLY
@@ -41,17 +42,15 @@ SET_BY_CLUSTER = (
     "MASTER_PORT",
     "GROUP_RANK",
     "CUDA_VISIBLE_DEVICES",
-    "STRETTO_RUNTIME_DIR",
-    "STRETTO_STEP_COUNTS",
-    "STRETTO_PLAN_REQUESTS",
-    "STRETTO_DEVICE",
-    "STRETTO_FOREGROUND",
-    "STRETTO_BACKGROUND",
-    "STRETTO_BACKGROUND_MAX_LOSS",
+    variable_names.RUNTIME_DIR,
+    variable_names.STEP_COUNTS,
+    variable_names.PLAN_REQUESTS,
+    variable_names.DEVICE,
+    variable_names.FOREGROUND,
+    variable_names.BACKGROUND,
+    variable_names.BACKGROUND_MAX_LOSS,
 )
-"""Variables that a job file cannot set, nor any that begins with `CLUSTER_PREFIX`."""
-
-CLUSTER_PREFIX = "STRETTO_CLUSTER_"
+"""Variables that a job file cannot set, nor any with the cluster's own prefix."""
 
 MAX_WORD_BYTES = 2**17 - 1
 MAX_WORDS_BYTES = 2**20
@@ -295,7 +294,7 @@ class Job:
                 raise SpecError(
                     f"{name!r} is not the name of an environment variable", place=place
                 )
-            if name in SET_BY_CLUSTER or name.startswith(CLUSTER_PREFIX):
+            if name in SET_BY_CLUSTER or name.startswith(variable_names.CLUSTER_PREFIX):
                 raise SpecError(f"{name} is set by the cluster: remove it", place=place)
             _text(place, value)
             _short(place, f"{name}={value}")

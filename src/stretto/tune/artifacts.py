@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self, final
 import torch
 import torch.distributed as dist
 
+from stretto import variable_names
 from stretto._version import __version__
 from stretto.errors import SpecError
 from stretto.logs import get_logger
@@ -56,12 +57,12 @@ class Files:
     def of(cls, environment: Mapping[str, str]) -> Self:
         """Return the files that the variables of `stretto run` request."""
         return cls(
-            plan=environment.get("STRETTO_SAVE_PLAN"),
-            profile=environment.get("STRETTO_PROFILE"),
-            cluster=environment.get("STRETTO_CLUSTER"),
-            trace=environment.get("STRETTO_TRACE"),
-            report=environment.get("STRETTO_REPORT"),
-            tuning=environment.get("STRETTO_TUNING"),
+            plan=environment.get(variable_names.SAVE_PLAN),
+            profile=environment.get(variable_names.PROFILE),
+            cluster=environment.get(variable_names.CLUSTER),
+            trace=environment.get(variable_names.TRACE),
+            report=environment.get(variable_names.REPORT),
+            tuning=environment.get(variable_names.TUNING),
         )
 
 

@@ -1,7 +1,7 @@
 """Tune on a fixed schedule, for tests: every phase runs within ten reduced steps.
 
-`SCHEDULE_VARIABLE` set to ``forced`` makes ``plan="auto"`` profile, probe, change plans
-and settle at the same steps in every run, whatever was measured:
+`variable_names.TUNE_SCHEDULE` set to ``forced`` makes ``plan="auto"`` profile, probe,
+change plans and settle at the same steps in every run, whatever was measured:
 
 | after step | what changes |
 |---|---|
@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Final, final
 
+from stretto import variable_names
 from stretto.errors import NoisyProfile, SpecError
 from stretto.planners import get as planner_named
 from stretto.planners.base import with_prediction
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from stretto.tune.online_search import Judgment
     from stretto.tune.tuning_meeting import TuningMeeting
 
-SCHEDULE_VARIABLE = "STRETTO_TUNE_SCHEDULE"
 
 FORCED = "forced"
 FORCED_FORWARD = "forced-forward"
@@ -64,11 +64,11 @@ def schedule() -> str:
     Raises:
         SpecError: there is no such schedule.
     """
-    found = os.environ.get(SCHEDULE_VARIABLE, "")
+    found = os.environ.get(variable_names.TUNE_SCHEDULE, "")
     if found not in ("", FORCED, FORCED_FORWARD):
         raise SpecError(
-            f"{SCHEDULE_VARIABLE} must be {FORCED!r} or {FORCED_FORWARD!r}, got "
-            f"{found!r}"
+            f"{variable_names.TUNE_SCHEDULE} must be {FORCED!r} or "
+            f"{FORCED_FORWARD!r}, got {found!r}"
         )
     return found
 

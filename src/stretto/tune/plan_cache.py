@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
+from stretto import variable_names
 from stretto.errors import SpecError
 from stretto.logs import get_logger
 from stretto.schema import Cluster, Plan, Workload, codec
@@ -26,11 +27,6 @@ _log = get_logger(__name__)
 VERSION = 1
 """Version of the file's layout; a file with another version is not touched."""
 
-VARIABLE = "STRETTO_PLAN_CACHE"
-"""The file's path, or ``off``."""
-
-_FORMER_VARIABLE = "STRETTO_MEMORY"
-"""The variable's name up to version 0.2.0, which is read if the other is not set."""
 
 KEPT = 500
 """Maximum number of entries; the oldest beyond it are deleted."""
@@ -123,7 +119,9 @@ class Unreadable:
 
 def default_path() -> Path | None:
     """Return the file for plans; ``None`` if it is disabled or has no folder."""
-    named = os.environ.get(VARIABLE, os.environ.get(_FORMER_VARIABLE))
+    named = os.environ.get(
+        variable_names.PLAN_CACHE, os.environ.get(variable_names.FORMER_PLAN_CACHE)
+    )
     if named is not None:
         return None if named in ("", "off") else Path(named)
     base = os.environ.get("XDG_CACHE_HOME")
@@ -134,7 +132,7 @@ def default_path() -> Path | None:
             _log.warning(
                 "there is no home directory, so settled plans are not kept for the "
                 "next run: set HOME, or name a file in %s",
-                VARIABLE,
+                variable_names.PLAN_CACHE,
             )
             return None
     return Path(base) / "stretto" / "plans.sqlite"
@@ -263,7 +261,7 @@ class PlanCache:
         except (sqlite3.Error, OSError, SpecError) as exc:
             what = (
                 f"{self._path}: can't {purpose}: {exc}. Remove the file, or set "
-                f"{VARIABLE} to another path or to off"
+                f"{variable_names.PLAN_CACHE} to another path or to off"
             )
             if self._strict:
                 raise SpecError(what) from exc

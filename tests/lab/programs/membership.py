@@ -12,14 +12,15 @@ import threading
 import time
 from pathlib import Path
 
+from stretto import variable_names
 from stretto.members.client import MemberClient
-from stretto.step_counts import VARIABLE, StepCounter
+from stretto.step_counts import StepCounter
 
 folder, views = Path(sys.argv[1]), int(sys.argv[2])
 client = MemberClient.of_environment()
 address = f"h:{client.member}"
 client.start(address, on_view=lambda _: None, on_end=lambda _: None)
-counter = StepCounter(os.environ[VARIABLE], int(os.environ["RANK"]))
+counter = StepCounter(os.environ[variable_names.STEP_COUNTS], int(os.environ["RANK"]))
 
 
 def count():

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import stretto
-from stretto import foreground_marks
+from stretto import foreground_marks, variable_names
 from stretto.background import foreground as foreground_module
 from stretto.background import named_device
 from stretto.background.board import COMMUNICATING, COMPUTING, WAITING, Mark
@@ -290,7 +290,7 @@ def test_a_foreground_that_closes_within_a_wait_leaves_the_others_their_marks(
 
 
 def test_the_named_device_is_opened_beside_one_of_the_script(foreground, monkeypatch):
-    monkeypatch.setenv(named_device.VARIABLE, "cpu:8")
+    monkeypatch.setenv(variable_names.FOREGROUND, "cpu:8")
     monkeypatch.setattr(named_device, "_is_opened", False)
     named_device.open_named()
     (opened,) = [one for one in foreground_module._opened if one is not foreground]
@@ -301,14 +301,14 @@ def test_the_named_device_is_opened_beside_one_of_the_script(foreground, monkeyp
 def test_a_named_device_that_the_script_has_opened_is_its_own(
     foreground, monkeypatch, caplog
 ):
-    monkeypatch.setenv(named_device.VARIABLE, DEVICE)
+    monkeypatch.setenv(variable_names.FOREGROUND, DEVICE)
     monkeypatch.setattr(named_device, "_is_opened", False)
     named_device.open_named()
     assert not caplog.records
 
 
 def test_a_process_that_trains_without_marks_is_reported(monkeypatch, caplog):
-    monkeypatch.setenv(named_device.VARIABLE, "cpu:8")
+    monkeypatch.setenv(variable_names.FOREGROUND, "cpu:8")
     monkeypatch.setattr(named_device, "_is_opened", False)
     with stretto.Foreground("cpu:7"):  # the program marks its steps itself
         named_device.warn_of_no_foreground()

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from stretto import variable_names
 from stretto.background import script_leases
 from stretto.background.child_processes import ChildProcesses
 from stretto.background.foreground import Foreground
@@ -600,9 +601,9 @@ def test_a_process_that_a_background_starts_takes_no_leases(
     tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setenv("STRETTO_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setenv(script_leases.VARIABLE, "exclusive:job")
+    monkeypatch.setenv(variable_names.BACKGROUND, "exclusive:job")
     owner = f"{os.getppid()} exclusive:job"
-    monkeypatch.setenv(script_leases._OWNER_VARIABLE, owner)
+    monkeypatch.setenv(variable_names.BACKGROUND_OWNER, owner)
     script_leases.lease_script()
     assert "takes no leases of exclusive:job" in caplog.text
     assert not (tmp_path / "run").exists()
@@ -612,9 +613,9 @@ def test_the_measured_pair_goes_where_it_was_asked_for_wherever_the_script_is(
     background, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(script_leases.VARIABLE, "exclusive:job")
-    monkeypatch.setenv(script_leases.COLLOCATION_VARIABLE, "pairs.json")
-    monkeypatch.setenv(script_leases._OWNER_VARIABLE, "")
+    monkeypatch.setenv(variable_names.BACKGROUND, "exclusive:job")
+    monkeypatch.setenv(variable_names.BACKGROUND_COLLOCATION, "pairs.json")
+    monkeypatch.setenv(variable_names.BACKGROUND_OWNER, "")
     endings = []
     monkeypatch.setattr(
         script_leases.atexit, "register", lambda end, *_: endings.append(end)

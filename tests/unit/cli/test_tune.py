@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from click.testing import CliRunner, Result
 
+from stretto import variable_names
 from stretto.cli._main import group, main
 from stretto.errors import SpecError
 from stretto.schema import (
@@ -18,7 +19,7 @@ from stretto.schema import (
     TensorSpec,
     Workload,
 )
-from stretto.tune.plan_cache import VARIABLE, VERSION, CachedPlan, PlanCache, TunedJob
+from stretto.tune.plan_cache import VERSION, CachedPlan, PlanCache, TunedJob
 from support.instances import one_link
 from support.plans import plan_in_turn
 
@@ -238,7 +239,7 @@ def test_looking_makes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(SpecError, match="no such file"):
             run(*args, "--plan-cache", missing)
     # Where no run has settled yet, there is nothing wrong.
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(variable_names.PLAN_CACHE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert run("list").stdout == "no plans are kept yet\n"
     found = json.loads(run("list", "--json").stdout)
@@ -250,10 +251,12 @@ def test_looking_makes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_variable_says_where(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, str(memory))
+    monkeypatch.setenv(variable_names.PLAN_CACHE, str(memory))
     assert "small" in run("list").stdout
-    monkeypatch.setenv(VARIABLE, "off")
-    with pytest.raises(SpecError, match=f"{VARIABLE} is off or there is no home: give"):
+    monkeypatch.setenv(variable_names.PLAN_CACHE, "off")
+    with pytest.raises(
+        SpecError, match=f"{variable_names.PLAN_CACHE} is off or there is no home: give"
+    ):
         run("list")
     assert "small" in run("list", "--plan-cache", memory).stdout
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from stretto import variable_names
 from stretto.cluster import engine_ray, processes
-from stretto.cluster.ray_head import MARK, environment
+from stretto.cluster.ray_head import environment
 from support.clusters import (
     LIMIT_S,
     RAY,
@@ -77,7 +78,9 @@ def command_of(pid: int) -> str:
 
 def of_ray(cluster: Cluster, word: str) -> list[int]:
     """Return the processes of the cluster's Ray whose command has a word."""
-    marked = processes.marked_processes(MARK, str(cluster.folders.root))
+    marked = processes.marked_processes(
+        variable_names.CLUSTER_RAY, str(cluster.folders.root)
+    )
     return [pid for pid in marked if word in command_of(pid)]
 
 
@@ -120,7 +123,7 @@ def test_a_killed_ray_is_started_again_and_disturbs_no_job(
     name = waiting(shared, tmp_path)
     ray = shared.pid("ray")
     for pid in [ray, *of_ray(shared, "")]:
-        processes.kill_marked(MARK, str(shared.folders.root))
+        processes.kill_marked(variable_names.CLUSTER_RAY, str(shared.folders.root))
         if pid == ray:
             os.kill(pid, signal.SIGKILL)
     await_that(lambda: shared.pid("ray") != ray, lambda: "no other")

@@ -62,10 +62,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from stretto import zoo
+from stretto import variable_names, zoo
 from stretto.cluster import engine_local, processes, server
 from stretto.cluster.folders import Folders, Settings
-from stretto.cluster.part_spec import ATTEMPT_VARIABLE, PART_FILE, PartSpec
+from stretto.cluster.part_spec import PART_FILE, PartSpec
 from stretto.cluster.processes import marked_processes
 from stretto.errors import ClusterError, Infeasible, SpecError, StrettoError
 from stretto.schema.burst import BurstPlan
@@ -409,7 +409,7 @@ def test_a_killed_supervisors_job_starts_again_and_leaves_nothing(
     await_that(
         lambda: len(list(tmp_path.glob("ready*"))) == 2, lambda: str(shared.show(name))
     )
-    assert marked_processes(ATTEMPT_VARIABLE, str(folder)) == []
+    assert marked_processes(variable_names.CLUSTER_ATTEMPT, str(folder)) == []
     assert not runs(bare)
     (tmp_path / "go").touch()
     found = shared.await_state(name, "done")

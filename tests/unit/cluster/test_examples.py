@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from stretto import variable_names
 from stretto.cluster import processes
 from stretto.cluster.folders import Folders
-from stretto.cluster.part_spec import ATTEMPT_VARIABLE
 from stretto.cluster.roles import holder_of
 from support.clusters import ENDS, ENGINES, RAY, await_that
 
@@ -64,7 +64,9 @@ def give_time(folders: Folders) -> None:
     for host in folders.hosts(settings):
         node = folders if settings.ray is None else folders.of_node(host)
         for attempt in node.attempts(host).glob("background-*"):
-            for pid in processes.marked_processes(ATTEMPT_VARIABLE, str(attempt)):
+            for pid in processes.marked_processes(
+                variable_names.CLUSTER_ATTEMPT, str(attempt)
+            ):
                 processes.raise_priority(pid)
 
 

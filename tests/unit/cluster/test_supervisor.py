@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from stretto import variable_names
 from stretto.cluster import attempt_ends, memory_use, processes, roles, supervisor_start
 from stretto.cluster.channel import connected, encoded
 from stretto.cluster.loop import now_s
 from stretto.cluster.part_spec import (
-    ATTEMPT_VARIABLE,
     END_FILE,
     LOCK_FILE,
     PART_FILE,
@@ -30,7 +30,7 @@ from stretto.cluster.part_spec import (
 )
 from stretto.cluster.step_reports import StepReports
 from stretto.lab import syscalls
-from stretto.process_identity import stat_row
+from stretto.process_identity import children_of, stat_row
 from stretto.step_counts import StepCounter
 from support.clusters import WAITS, await_that, part_spec_of
 
@@ -76,7 +76,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     while AGENTS:
         AGENTS.pop().close()
-    processes.kill_marked(ATTEMPT_VARIABLE, str(tmp_path))
+    processes.kill_marked(variable_names.CLUSTER_ATTEMPT, str(tmp_path))
     deadline_s = time.monotonic() + LIMIT_S
     while processes.is_locked(tmp_path / LOCK_FILE) and time.monotonic() < deadline_s:
         with contextlib.suppress(OSError):
@@ -277,7 +277,7 @@ def test_a_rank_that_had_ended_when_it_was_stopped_has_ended_by_itself(
     command = shell("while [ ! -e go ]; do sleep 0.01; done")
     agent = started(folder, part_spec_of(folder, *command))
     pid = int(agent.event("started")["pid"])
-    (rank,) = processes.children_of(pid)
+    (rank,) = children_of(pid)
 
     def has_ended() -> bool:
         row = stat_row(rank)
@@ -307,7 +307,7 @@ def test_a_rank_that_a_shutdown_ends_before_its_supervisor_hears_has_not_failed(
 ) -> None:
     agent = started(folder, part_spec_of(folder, *shell("exec sleep 600")))
     pid = int(agent.event("started")["pid"])
-    (rank,) = processes.children_of(pid)
+    (rank,) = children_of(pid)
     os.kill(pid, signal.SIGSTOP)
     os.kill(rank, signal.SIGTERM)
     os.kill(pid, signal.SIGTERM)
@@ -343,7 +343,7 @@ def test_no_process_of_the_attempt_is_left_even_of_another_session(
     command = shell("setsid sleep 600 & sleep 600 & touch ready; exit 0")
     agent = started(folder, part_spec_of(folder, *command))
     agent.event("ended")
-    assert processes.marked_processes(ATTEMPT_VARIABLE, str(folder)) == []
+    assert processes.marked_processes(variable_names.CLUSTER_ATTEMPT, str(folder)) == []
 
 
 ESCAPES = {
@@ -581,7 +581,7 @@ def test_a_killed_supervisor_takes_its_ranks_with_it(folder: Path) -> None:
     await_file(folder / "ready")
     os.kill(pid, signal.SIGKILL)
     deadline_s = time.monotonic() + LIMIT_S
-    while processes.marked_processes(ATTEMPT_VARIABLE, str(folder)):
+    while processes.marked_processes(variable_names.CLUSTER_ATTEMPT, str(folder)):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
 
@@ -638,9 +638,12 @@ def test_what_a_rank_has_started_leaves_its_device_with_it(
     agent.send(do="use", devices=["cpu:1"])
     agent.event("using")
     left = "STRETTO_DEVICE=cpu:0"
-    assert processes.marked_processes(ATTEMPT_VARIABLE, str(folder), left) == []
+    assert (
+        processes.marked_processes(variable_names.CLUSTER_ATTEMPT, str(folder), left)
+        == []
+    )
     kept = "STRETTO_DEVICE=cpu:1"
-    assert processes.marked_processes(ATTEMPT_VARIABLE, str(folder), kept)
+    assert processes.marked_processes(variable_names.CLUSTER_ATTEMPT, str(folder), kept)
 
 
 def test_a_single_process_that_has_ended_does_not_start_again(folder: Path) -> None:
@@ -657,9 +660,7 @@ def test_a_single_process_that_has_ended_does_not_start_again(folder: Path) -> N
     agent = started(folder, part)
     await_file(folder / "on-cpu:1")
     pid = int(agent.event("started")["pid"])
-    await_that(
-        lambda: len(processes.children_of(pid)) == 1, lambda: "two processes run"
-    )
+    await_that(lambda: len(children_of(pid)) == 1, lambda: "two processes run")
     agent.send(do="use", devices=["cpu:0", "cpu:1", "cpu:2"])
     agent.event("using")
     await_file(folder / "on-cpu:2")

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from stretto import foreground_marks
-from stretto.elastic.hanging import LIMIT_VARIABLE, StepProgress
+from stretto import foreground_marks, variable_names
+from stretto.elastic.hanging import StepProgress
 from stretto.errors import SpecError
-from stretto.members.progress import VARIABLE, Doing, ProgressReader, create
+from stretto.members.progress import Doing, ProgressReader, create
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProgressReader]:
     create(tmp_path / "page")
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "page"))
+    monkeypatch.setenv(variable_names.PROGRESS, str(tmp_path / "page"))
     before = foreground_marks.current()
     yield ProgressReader(tmp_path / "page")
     foreground_marks.set_current(before)
@@ -59,9 +59,9 @@ def test_a_wait_for_others_is_not_a_computation(page: ProgressReader) -> None:
 def test_the_limit_may_be_switched_off(
     page: ProgressReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(LIMIT_VARIABLE, "0")
+    monkeypatch.setenv(variable_names.HANG_S, "0")
     trained(4)
     assert page.read().doing is Doing.ANYTHING
-    monkeypatch.setenv(LIMIT_VARIABLE, "long")
-    with pytest.raises(SpecError, match=LIMIT_VARIABLE):
+    monkeypatch.setenv(variable_names.HANG_S, "long")
+    with pytest.raises(SpecError, match=variable_names.HANG_S):
         StepProgress()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import stretto.horovod.torch as hvd
+from stretto import variable_names
 from stretto.horovod.topology import without_gaps
-from stretto.members.wire import JOINS_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def joining(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(JOINS_VARIABLE, "2")
+    monkeypatch.setenv(variable_names.JOINS, "2")
     hvd.init()
     yield
     hvd.shutdown()

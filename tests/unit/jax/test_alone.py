@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from stretto import variable_names
 from stretto.errors import SpecError
 
 jax = pytest.importorskip("jax")
@@ -59,7 +60,7 @@ def test_devices_other_than_cpus_are_refused(monkeypatch):
 
 
 def test_an_unknown_kind_of_callback_is_refused(monkeypatch):
-    monkeypatch.setenv(callbacks.VARIABLE, "fast")
+    monkeypatch.setenv(variable_names.JAX_CALLBACKS, "fast")
     with pytest.raises(SpecError, match="buffer or io"):
         callbacks.call(print, [])
 

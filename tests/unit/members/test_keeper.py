@@ -262,12 +262,13 @@ def test_a_keeper_that_gets_sigterm_lets_its_ranks_leave_in_order(hosts: Hosts) 
 HANGING = """
 import os, sys, time
 from stretto.members.client import MemberClient
-from stretto.members.progress import VARIABLE, Doing, ProgressWriter
+from stretto import variable_names
+from stretto.members.progress import Doing, ProgressWriter
 client = MemberClient.of_environment()
 client.start(f"h:{client.member}", on_view=lambda _: None, on_end=lambda _: None)
 view = client.next_view(0, timeout_s=60)
 client.entered(1)
-page = ProgressWriter(os.environ[VARIABLE])
+page = ProgressWriter(os.environ[variable_names.PROGRESS])
 page.limit_s = 0.2
 page.note(Doing.COMPUTING if client.member == 0 else Doing.WAITING)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from stretto import variable_names
 from stretto.cluster.channel import encoded
 from stretto.cluster.loop import Loop
 from stretto.errors import StrettoError
@@ -15,7 +16,7 @@ from stretto.lab.ports import free_port
 from stretto.members.ballots import Beat
 from stretto.members.meeting import MeetingPoint, own_address
 from stretto.members.peers import KeeperNetwork
-from stretto.members.proofs import TOKEN_VARIABLE, key_of
+from stretto.members.proofs import key_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -123,7 +124,7 @@ def test_a_stranger_without_a_proof_learns_and_changes_nothing(
 def test_the_key_depends_on_the_job_and_the_token() -> None:
     keys = {key_of(*row) for row in (("a", ""), ("b", ""), ("a", "t"), ("", "a"))}
     assert len(keys) == 4
-    assert TOKEN_VARIABLE.startswith("STRETTO_")
+    assert variable_names.ELASTIC_TOKEN.startswith("STRETTO_")
 
 
 def test_an_unknown_first_host_is_one_sentence() -> None:

@@ -29,8 +29,8 @@ from collections import deque
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar, final
 
+from stretto import variable_names
 from stretto.background.board import (
-    FOLDER_VARIABLE,
     as_background_error,
     file_of,
     is_running,
@@ -83,7 +83,7 @@ class ExclusiveDevice(AbstractDevice):
         except OSError as exc:
             raise BackgroundError(
                 f"the queue {self._path} cannot be opened ({exc.strerror}): remove it, "
-                f"or set {FOLDER_VARIABLE} to another folder"
+                f"or set {variable_names.RUNTIME_DIR} to another folder"
             ) from exc
         self._lock = threading.RLock()  # see Note [Interrupts]
         self._pid, self._started = os.getpid(), own_start()

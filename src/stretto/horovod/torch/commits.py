@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from stretto import variable_names
 from stretto.errors import StrettoError
+from stretto.process_identity import stat_row
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-FOLDER = "STRETTO_ELASTIC_DIR"
+
 _RUN = "TORCHELASTIC_RUN_ID"
 _KEEP = 2
 
@@ -38,24 +40,17 @@ def folder_of(environment: Mapping[str, str]) -> Path | None:
 
     STRETTO_ELASTIC_DIR sets another folder, which also survives the agent.
     """
-    given = environment.get(FOLDER)
+    given = environment.get(variable_names.ELASTIC_DIR)
     if given:
         return Path(given)
     run = environment.get(_RUN)
     if run is None:
         return None
     agent = os.getppid()
-    name = f"{run}-{agent}-{_started(agent)}".replace(os.sep, "_")
+    row = stat_row(agent)  # with its start, since process ids are reused
+    started = "0" if row is None else row[1]
+    name = f"{run}-{agent}-{started}".replace(os.sep, "_")
     return Path(tempfile.gettempdir()) / f"stretto-elastic-{os.getuid()}" / name
-
-
-def _started(process: int) -> str:
-    """Return a process's start in kernel ticks: process ids are reused."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        return "0"
-    return text.rpartition(")")[2].split()[19]
 
 
 @final
@@ -119,5 +114,6 @@ class Commits:
             raise StrettoError(
                 f"commits are read only from a folder that no other user can write: "
                 f"{self._folder} has mode {found.st_mode & 0o777:o} and owner "
-                f"{found.st_uid}. Remove it, or set another one in {FOLDER}."
+                f"{found.st_uid}. Remove it, or set another one in "
+                f"{variable_names.ELASTIC_DIR}."
             )

@@ -33,12 +33,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Sampler
 
+from stretto import variable_names
 from stretto.errors import RankDisagreement, SpecError
 from stretto.horovod import world
 from stretto.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from stretto.horovod.reduce_ops import Max
 from stretto.horovod.torch.allreduce import allreduce
-from stretto.horovod.torch.commits import FOLDER, Commits, folder_of
+from stretto.horovod.torch.commits import Commits, folder_of
 from stretto.horovod.torch.functions import (
     allgather_object,
     broadcast_object,
@@ -172,7 +173,7 @@ def _recover_from_files(ranks: JobRanks, state: TorchState) -> bool:
         _log.warning(
             "all ranks that had trained were lost: training begins again. With %s, a "
             "folder on each host, commits are also written there.",
-            FOLDER,
+            variable_names.ELASTIC_DIR,
         )
     return found
 

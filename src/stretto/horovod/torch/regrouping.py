@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, final
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
+from stretto import variable_names
 from stretto.errors import CommTimeout, RankDisagreement, SpecError, StrettoError
 from stretto.horovod import environment, world
 from stretto.horovod.exceptions import HorovodInternalError
 from stretto.horovod.torch.functions import allgather_object
 from stretto.logs import get_logger
 from stretto.members.client import MemberClient
-from stretto.members.wire import HOST_VARIABLE
 from stretto.runtime.failure import forget_frames
 from stretto.runtime.presence import is_communication_error
 from stretto.runtime.ranks import timeout_of
@@ -92,7 +92,7 @@ class JobRanks:
         settings = environment.settings(os.environ)
         timeout_s = settings.timeout_s or default_pg_timeout.total_seconds()
         self._group = _WorldGroup(
-            host=os.environ.get(HOST_VARIABLE, "127.0.0.1"),
+            host=os.environ.get(variable_names.HOST_ADDRESS, "127.0.0.1"),
             timeout=timeout_of(timeout_s),
         )
         self._view: View | None = None

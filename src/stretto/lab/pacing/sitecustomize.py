@@ -63,6 +63,7 @@ def _run_shadowed_sitecustomize() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+# `variable_names` spells it too: this file is not read as a part of the package.
 _rate = os.environ.get("STRETTO_LAB_PACING_BYTES_PER_S")
 if _rate:
     threading.Thread(

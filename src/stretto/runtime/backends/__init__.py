@@ -15,10 +15,11 @@ docs/how-to/add-a-backend.md describes how to write one.
 
 from __future__ import annotations
 
-import importlib
 import os
 
+from stretto import variable_names
 from stretto.errors import PlanMismatch
+from stretto.lazy_names import imported
 from stretto.plugins import installed_names, load_class
 from stretto.runtime.backends.base import AbstractBackend
 
@@ -33,8 +34,6 @@ _OWN = {
 ENTRY_POINTS = "stretto.backends"
 """Group of entry points; each is a subclass of `AbstractBackend`."""
 
-LANE_BACKEND_VARIABLE = "STRETTO_LANE_BACKEND"
-"""Names the backend of lanes where no argument does; set by `stretto run`."""
 
 ON_HOST = "gloo"
 """The backend for values on the CPU, such as agreements, whatever the gradients use."""
@@ -82,9 +81,8 @@ def get(name: str) -> AbstractBackend:
 
 def _class_of(name: str) -> type[AbstractBackend]:
     if name in _OWN:
-        module, _, own = _OWN[name].partition(":")
-        found: type[AbstractBackend] = getattr(importlib.import_module(module), own)
-        return found
+        own: type[AbstractBackend] = imported(_OWN[name])
+        return own
     installed = load_class(ENTRY_POINTS, name, AbstractBackend)  # type: ignore[type-abstract]
     if installed is None:
         raise PlanMismatch(
@@ -140,4 +138,4 @@ def for_lanes(usual: str, chosen: str | None = None) -> str:
         chosen: The user's argument; ``None`` leaves the choice to the environment
             variable ``STRETTO_LANE_BACKEND``, and that, unless it is set, to ``usual``.
     """
-    return chosen or os.environ.get(LANE_BACKEND_VARIABLE) or usual
+    return chosen or os.environ.get(variable_names.LANE_BACKEND) or usual

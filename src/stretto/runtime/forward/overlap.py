@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from stretto import variable_names
 from stretto.logs import get_logger
 from stretto.runtime.forward import other_threads, raw_access, steps
 from stretto.runtime.forward.halves import Halves, why_whole
@@ -61,9 +62,6 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
-POISON_VARIABLE = "STRETTO_POISON"
-"""``1``: what is pending is NaN until it is finished, so a read that finishes nothing
-can't go unnoticed. For tests."""
 
 COMPILATIONS = 4
 """Steps in which code may be compiled; TorchDynamo's limit for a function is 8."""
@@ -71,7 +69,7 @@ COMPILATIONS = 4
 
 def is_poisoned() -> bool:
     """Return whether this process fills what is pending with NaN."""
-    return os.environ.get(POISON_VARIABLE) == "1"
+    return os.environ.get(variable_names.POISON) == "1"
 
 
 _live: weakref.WeakSet[ForwardOverlap] = weakref.WeakSet()
