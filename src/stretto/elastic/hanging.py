@@ -45,19 +45,27 @@ class StepProgress:
             ) from None
         path = os.environ.get(variable_names.PROGRESS)
         self._page: ProgressWriter | None = None
-        if path and self._min_limit_s > 0:
+        self._may_judge = self._min_limit_s > 0
+        if path:
             self._page = ProgressWriter(path)
-            foreground_marks.add(self)
+            if self._may_judge:
+                foreground_marks.add(self)
         self._durations: deque[float] = deque(maxlen=_KEPT)
         self._steps, self._began_s = 0, 0.0
         self._is_judged = False
 
-    def begin_step(self) -> None:
-        """Mark the start of a step; from the fourth on, it may count as hanging."""
+    def begin_step(self, committed: int) -> None:
+        """Mark the start of a step; from the fourth on, it may count as hanging.
+
+        Args:
+            committed: steps of the job that are committed.
+        """
         self._began_s = time.perf_counter()
-        if self._page is not None and self._steps >= _FIRST_STEPS:
-            self._is_judged = True
-            self._page.note(Doing.COMPUTING)
+        if self._page is None:
+            return
+        self._page.steps = committed + 1
+        self._is_judged = self._may_judge and self._steps >= _FIRST_STEPS
+        self._page.note(Doing.COMPUTING if self._is_judged else Doing.ANYTHING)
 
     def end_step(self) -> None:
         """Mark the end of a step; the next one's input counts as computing, too."""

@@ -198,7 +198,8 @@ class Elastic:
             self._follow()
         elif self.size > 1:
             rows = self.model._agreement.gather("resume", self._note())  # noqa: SLF001
-            self._level(self._require_same([json.loads(row) for row in rows]))
+            self._require_same(rows)
+            self._level(_positions(rows))
         if self._client is None:
             if snapshots is not None and (self.size == 1 or self._compares()):
                 self._drain.listen()
@@ -427,7 +428,7 @@ class Elastic:
                 name: buffer.detach().clone()
                 for name, buffer in self.model.module.named_buffers()
             }
-        self._progress.begin_step()
+        self._progress.begin_step(self._steps)
         torch.manual_seed(step_seed(self._seed, step=self._steps, rank=self.rank))
 
     def _end_step(self, error: BaseException | None) -> bool:
@@ -720,8 +721,7 @@ class Elastic:
         group.enter(view.generation, rank, size, view.members[0].address)
         self._digests.forget()
         self._leavers, self._lost = [], None
-        rows = [json.loads(row) for row in group.join(self._note())]
-        notes = self._require_same(rows)
+        notes = _positions(group.join(self._note(), self._require_same))
         if max(notes) == _FRESH:
             self._begin_again()
         else:
@@ -797,33 +797,43 @@ class Elastic:
         """Return how far this rank's state is, for the others."""
         is_fresh = self._client is not None and self._is_fresh
         at = _FRESH if is_fresh else [self._run, self._steps]
-        return json.dumps([at, {"seed": self._seed, "batch": str(self._batch)}])
+        options = {"seed": self._seed, "batch": str(self._batch)}
+        return json.dumps([at, options, self.model._described()])  # noqa: SLF001
 
-    def _require_same(self, rows: list[Any]) -> list[list[int]]:
-        """Return how far each rank's state is; all ranks must divide samples equally.
+    def _require_same(self, rows: list[str]) -> None:
+        """Require that all ranks divide samples equally.
 
-        A rank that joins others, which train, ends alone where it does not.
+        A rank that joins others, which train, ends alone where it does not, or where it
+        has another model. The models of ranks that begin together are compared later.
 
         Raises:
-            RankDisagreement: ranks have another ``seed`` or ``batch``.
+            RankDisagreement: ranks have another ``seed`` or ``batch``, or another model
+                than those that train.
         """
-        notes: list[list[int]] = [at for at, _ in rows]
+        notes = _positions(rows)
+        options = [json.loads(row)[1] for row in rows]
+        models = [json.loads(row)[2] for row in rows]
         first = notes.index(max(notes))
-        wanted, mine = rows[first][1], rows[self.rank][1]
         ends_alone = notes[self.rank] == _FRESH and max(notes) != _FRESH
         of_others = [
             rank
-            for rank, (at, options) in enumerate(rows)
-            if options != wanted and (at != _FRESH or max(notes) == _FRESH)
+            for rank, at in enumerate(notes)
+            if options[rank] != options[first]
+            and (at != _FRESH or max(notes) == _FRESH)
         ]
-        if of_others or (ends_alone and mine != wanted):
+        if of_others or (ends_alone and options[self.rank] != options[first]):
             rank = of_others[0] if of_others else self.rank
             raise RankDisagreement(
-                f"rank {first} has {_words(wanted)} and rank {rank} "
-                f"{_words(rows[rank][1])}: each would divide samples in its own way. "
+                f"rank {first} has {_words(options[first])} and rank {rank} "
+                f"{_words(options[rank])}: each would divide samples in its own way. "
                 "Pass the same seed= and batch= to Elastic on all ranks."
             )
-        return notes
+        if ends_alone and models[self.rank] != models[first]:
+            raise RankDisagreement(
+                f"rank {first} trains {models[first]}, and rank {self.rank}, which "
+                f"would join it, has {models[self.rank]}: was the script or its "
+                "environment changed meanwhile? Restore it, or start the job again."
+            )
 
     def _begin_again(self) -> None:
         """Begin as a job that is started again: all ranks that trained are lost."""
@@ -948,6 +958,11 @@ class ElasticStep:
         is_lost = self._run._end_step(error)  # noqa: SLF001
         self.is_committed = error is None
         return is_lost
+
+
+def _positions(rows: list[str]) -> list[list[int]]:
+    """Return how far each rank's state is, of their notes."""
+    return [json.loads(row)[0] for row in rows]
 
 
 def _words(options: dict[str, Any]) -> str:

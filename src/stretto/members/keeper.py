@@ -70,6 +70,10 @@ _AGAIN_S = 1.0
 _MAX_REPLACEMENTS = 16
 """A rank that always fails must not be started forever."""
 
+_ERRORS = 3
+"""Ranks that fail by an error of their own, in one step or before they have joined,
+until none is started in their place."""
+
 _NUMBERS = 10_000
 """Members that a keeper starts later have ids from its number times this on."""
 
@@ -122,6 +126,9 @@ class _Rank:
         self.counts: StepCounts | None = None
         self.slot = 0
         self.page: ProgressReader | None = None
+        self.step = 0
+        """The number of the job's step in which it has ended, if it said one."""
+
         self.code: int | None = None
 
     def signal(self, number: int) -> None:
@@ -137,6 +144,7 @@ class _Rank:
         if self.counts is not None:
             self.counts.close()
         if self.page is not None:
+            self.step = self.page.read().steps
             self.page.close()
         self.counts = self.page = None
 
@@ -159,7 +167,7 @@ class RankKeeper:
         self._keeper = 0
         self._ranks: dict[int, _Rank] = {}
         self._next = 0
-        self._replacements = 0
+        self._replacements = self._unjoined = self._errors = self._failed_step = 0
         self._code = 0
         self._ends = self._waits = False
         self._confirmed: set[int] | None = None
@@ -415,7 +423,11 @@ class RankKeeper:
                 self._announce_end(_shell_code(code))
                 self._end(_shell_code(code))
             else:
-                self._replace(rank)
+                if self._may_replace(rank):
+                    self._replace(rank)
+                elif not any(each.has_entered for each in living):
+                    self._code = self._code or _shell_code(code)
+                    self._end_newcomers()
                 living = [r for r in self._ranks.values() if r.code is None]
                 if not living:
                     self._code = self._code or _shell_code(code)
@@ -457,6 +469,42 @@ class RankKeeper:
                 for keeper in core.peers:
                     network.send(keeper, core.beat(now_s()))
             self._loop.stop()
+
+    # Note [Errors that come again]
+    # A signal, such as that of a system out of memory, is a rank's own misfortune. An
+    # error that ends a rank with an exit status is often one of the program, and each
+    # rank that is started in its place meets it again: before it has joined, or in the
+    # same step. A job whose ranks all had one would begin again and end there again.
+
+    def _may_replace(self, lost: _Rank) -> bool:
+        """Return whether a rank in the place of a lost one may fare better."""
+        if (lost.code or 0) < 0:
+            return True
+        ranks = self._ranks.values()
+        if self._network is None and not any(
+            rank.has_entered and rank.code is None for rank in ranks
+        ):
+            _log.error(
+                "the last rank that had trained ended by an error of its own, see "
+                "above: the job ends"
+            )
+            return False
+        if not lost.has_entered:
+            self._unjoined += 1
+            count, what = self._unjoined, "could not join the others"
+        else:
+            if not lost.step or lost.step > self._failed_step:
+                self._failed_step, self._errors = lost.step, 0
+            self._errors += 1
+            count, what = self._errors, f"ended in step {lost.step} or before it"
+        if count == _ERRORS:
+            _log.error(
+                "%d ranks %s, each by an error of its own, see above: none is started "
+                "in their place",
+                count,
+                what,
+            )
+        return count < _ERRORS
 
     def _replace(self, lost: _Rank) -> None:
         """Start a rank in place of a lost one, if its job still trains."""
@@ -571,6 +619,8 @@ class RankKeeper:
             case {"entered": int(generation)} if channel.peer is not None:
                 if generation == core.view.generation:
                     self._first, self._lost_first = core.view.ids[0], None
+                if channel.peer.joins and not channel.peer.has_entered:
+                    self._unjoined = 0
                 channel.peer.has_entered = True
                 channel.peer.drains = message.get("drains") is True
             case {"drained": list(members)} if channel.peer is not None:

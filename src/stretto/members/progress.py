@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-_ROW = struct.Struct("=QddQ")  # what, since, limit, what again
+_ROW = struct.Struct("=QddQQ")  # what, since, limit, steps, what again
 _BYTES = 64
 
 
@@ -45,6 +45,9 @@ class Progress:
     for_s: float
     limit_s: float
     """Longest time that a step may take before the rank counts as hanging."""
+
+    steps: int = 0
+    """The number of the job's step that it was in last, from 1; 0 if it says none."""
 
     @property
     def hangs(self) -> bool:
@@ -86,9 +89,13 @@ class ProgressWriter:
         self.limit_s = 0.0
         """Set before the rank computes."""
 
+        self.steps = 0
+        """The number of the job's step, from 1."""
+
     def note(self, doing: Doing) -> None:
         """Note that the rank begins to do something."""
-        _ROW.pack_into(self._map, 0, doing, time.monotonic(), self.limit_s, doing)
+        now_s = time.monotonic()
+        _ROW.pack_into(self._map, 0, doing, now_s, self.limit_s, self.steps, doing)
 
 
 @final
@@ -106,11 +113,14 @@ class ProgressReader:
     def read(self) -> Progress:
         """Return what the rank does; a torn page is read again."""
         for _ in range(100):
-            what, since_s, limit_s, again = _ROW.unpack_from(self._map)
+            what, since_s, limit_s, steps, again = _ROW.unpack_from(self._map)
             if what == again:
                 break
         return Progress(
-            doing=Doing(what), for_s=time.monotonic() - since_s, limit_s=limit_s
+            doing=Doing(what),
+            for_s=time.monotonic() - since_s,
+            limit_s=limit_s,
+            steps=steps,
         )
 
     def close(self) -> None:

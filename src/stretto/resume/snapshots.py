@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
 
 import msgspec
+import numpy as np
 import torch
 
 from stretto import variable_names
@@ -40,6 +41,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _log = get_logger(__name__)
+
+
+def _numpy_classes() -> list[Any]:
+    """Return what NumPy's numbers and arrays are made of when they are read."""
+    makers: list[Any] = [
+        value.__reduce__()[0] for value in (np.float64(0), np.zeros(1))
+    ]
+    return [
+        np.ndarray,
+        np.dtype,
+        *{type(np.dtype(code)) for code in np.typecodes["All"]},
+        *(
+            (maker, f"{module}.{maker.__name__}")
+            for maker in makers
+            for module in ("numpy.core.multiarray", "numpy._core.multiarray")
+        ),
+    ]
 
 
 def copy_of(value: Any) -> Any:
@@ -122,11 +140,17 @@ class SnapshotWriter:
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / name, lambda file: torch.save(state, file))
             size_bytes, sha256 = digest_of(folder / name)
+            self._warn_of_classes(folder / name)
             whole = msgspec.structs.replace(
                 manifest, file=name, size_bytes=size_bytes, sha256=sha256
             )
             data = msgspec.json.format(msgspec.json.encode(whole)) + b"\n"
-            write_whole(folder / whole.name, lambda file: file.write(data))
+            try:
+                write_whole(folder / whole.name, lambda file: file.write(data))
+            except OSError:
+                if not (folder / whole.name).exists():
+                    (folder / name).unlink()  # no manifest will ever name it
+                raise
             remove_old(folder, keep=self._keep)
             if not (folder / whole.name).exists():
                 self._log_once(
@@ -141,6 +165,13 @@ class SnapshotWriter:
                 f"{_reason(error)}. Earlier ones remain."
             )
             self._log_once(f"{type(error)}", self._failure)
+
+    def _warn_of_classes(self, path: Path) -> None:
+        """Warn of what `read_newest` would refuse, while the job runs."""
+        with torch.serialization.safe_globals(_numpy_classes()):
+            found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        if found:
+            self._log_once("classes", _refused(path, ", ".join(found)))
 
     def _log_once(self, kind: str, text: str) -> None:
         if kind not in self._logged:
@@ -221,6 +252,15 @@ class JobSnapshots:
         self.note(manifest.step)
 
 
+def _refused(path: Path, names: str) -> str:
+    return (
+        f"{path} holds objects of {names}, which torch.load refuses by default. If you "
+        "trust the file, allow their classes with torch.serialization.add_safe_globals "
+        "before stretto.Elastic; better keep tensors, NumPy arrays and plain values "
+        "only in what scheduler= and extra= save."
+    )
+
+
 def _reason(error: BaseException) -> str:
     """Return what the system said, where torch's own error hides it."""
     first: BaseException | None = error
@@ -258,16 +298,14 @@ def read_newest(folder: Path) -> tuple[Manifest, Any] | None:
             continue
         path = folder / manifest.file
         try:
-            return manifest, torch.load(path, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals(_numpy_classes()):
+                state = torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             refused = re.search(r"GLOBAL ([\w.]+)", str(error))
             name = refused[1] if refused else "a class that it does not know"
-            raise StrettoError(
-                f"{path} holds objects of {name}, which torch.load refuses by default. "
-                "If you trust the file, allow their classes with "
-                "torch.serialization.add_safe_globals before stretto.Elastic; in later "
-                "snapshots keep tensors and plain values (float(x) of a NumPy number)."
-            ) from error
+            raise StrettoError(_refused(path, name)) from error
+        else:
+            return manifest, state
     if skipped:
         _log.warning("no snapshot in %s can be read: training begins again", folder)
     return None

@@ -300,6 +300,13 @@ _NAMES = "names"
 """The key of the parameters' names, which may differ where there is no plan."""
 
 
+def described(rows: Sequence[TensorRow]) -> str:
+    """Return a model's tensors in a few words; names count no more than for DDP."""
+    unnamed = [("", *row[1:]) for row in map(tuple, rows)]
+    size_bytes = sum(row.bytes for row in rows)
+    return f"{len(rows)} tensors of {size_bytes} bytes, {tensors_digest(unnamed)}"
+
+
 def require_matching_setup(
     agreement: Agreement,
     ranks: Ranks,
@@ -325,16 +332,11 @@ def require_matching_setup(
     """
     same_names = True
     if ranks.size > 1:
-        named = [tuple(row) for row in rows]
-        unnamed = [("", *row[1:]) for row in named]
         values = {
             "stretto": __version__,
             "torch": torch.__version__,
-            "model": (
-                f"{len(rows)} tensors of {sum(r.bytes for r in rows)} bytes, "
-                f"{tensors_digest(unnamed)}"
-            ),
-            _NAMES: tensors_digest(named),
+            "model": described(rows),
+            _NAMES: tensors_digest([tuple(row) for row in rows]),
             "plan": "no plan" if plan is None else plan.digest,
             **{f"option {name}": value for name, value in settings.items()},
         }

@@ -442,7 +442,12 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         self._micro_steps = False
         return old
 
-    def _join_ranks(self, group: dist.ProcessGroup, note: str) -> list[str]:
+    def _join_ranks(
+        self,
+        group: dist.ProcessGroup,
+        note: str,
+        require: Callable[[list[str]], None],
+    ) -> list[str]:
         """Train with the ranks of another group from the next step on.
 
         All ranks of the group must call it, whatever they have trained with before. All
@@ -452,6 +457,8 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         Args:
             group: the new process group.
             note: anything that the others must know.
+            require: called with each rank's note before anything else is done; raises
+                where this rank can't train with the others.
 
         Returns: each rank's note.
 
@@ -471,6 +478,8 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         }
         texts = self._agreement.gather("regroup", json.dumps(mine))
         rows = [json.loads(text) for text in texts]
+        notes = [row["note"] for row in rows]
+        require(notes)
         # A rank may have seen DDP rebuild its buckets when another was lost.
         self._rule_buckets = next((r["buckets"] for r in rows if r["buckets"]), None)
         self._waiting_plan = None
@@ -481,7 +490,7 @@ class DistributedDataParallel(ReplaceableReducerDDP):
         self._take_up(decoded)
         self._stand_alone()
         self._ranks_changed(rows[0]["tuning"])
-        return [row["note"] for row in rows]
+        return notes
 
     def _distributed_broadcast_coalesced(
         self, tensors: Any, buffer_size: int, authoritative_rank: int = 0

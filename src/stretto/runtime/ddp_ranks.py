@@ -12,11 +12,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from stretto import variable_names
+from stretto._version import __version__
 from stretto.background.named_device import open_named
 from stretto.errors import PlanMismatch, SpecError, StrettoError
 from stretto.foreground_marks import StepMarker
 from stretto.runtime import backends
-from stretto.runtime.agreement import Agreement, require_matching_setup
+from stretto.runtime.agreement import (
+    Agreement,
+    described,
+    require_matching_setup,
+)
 from stretto.runtime.failure import FailureReporter
 from stretto.runtime.lanes import LanePool
 from stretto.runtime.nan_check import NanCheck
@@ -242,6 +247,11 @@ class RankedDDP(TorchDDP):
             except StrettoError as exc:
                 return exc
         return None
+
+    def _described(self) -> str:
+        """Return the model and the versions that run it, which ranks must share."""
+        tensors = described([row for row, _ in self._table(self.module)])
+        return f"stretto {__version__}, torch {torch.__version__}, {tensors}"
 
     def _table(self, module: nn.Module) -> list[tuple[TensorRow, nn.Parameter]]:
         """Return rows and parameters in the order of DDP's parameter list.

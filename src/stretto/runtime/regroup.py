@@ -348,8 +348,13 @@ class MemberGroup(AbstractMemberGroup):
         backend: Any = default._get_backend(model._device_used)  # noqa: SLF001
         super().__init__(host=host, timeout=backend.options._timeout)  # noqa: SLF001
 
-    def join(self, note: str) -> list[str]:
+    def join(self, note: str, require: Callable[[list[str]], None]) -> list[str]:
         """Let the model train with the ranks of the group; return each rank's note.
+
+        Args:
+            note: what the others must know.
+            require: called with the notes first; raises where this rank must not train
+                with the others, who continue without it.
 
         Raises:
             RankDisagreement: ranks have different models or versions.
@@ -359,7 +364,7 @@ class MemberGroup(AbstractMemberGroup):
         self.require_current()
         self._model._is_over = self.is_over()  # noqa: SLF001
         default = dist.distributed_c10d._get_default_group()  # noqa: SLF001
-        return self._model._join_ranks(default, note)  # noqa: SLF001
+        return self._model._join_ranks(default, note, require)  # noqa: SLF001
 
     def _leave(self) -> list[Any]:
         return [self._model.process_group, *self._model._leave_ranks()]  # noqa: SLF001

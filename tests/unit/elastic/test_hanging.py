@@ -28,14 +28,14 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProgressRe
 def trained(steps: int) -> StepProgress:
     made = StepProgress()
     for _ in range(steps):
-        made.begin_step()
+        made.begin_step(0)
         made.end_step()
     return made
 
 
 def test_the_first_steps_may_take_their_time(page: ProgressReader) -> None:
     made = trained(2)
-    made.begin_step()
+    made.begin_step(0)
     assert page.read().doing is Doing.ANYTHING
 
 

@@ -80,6 +80,55 @@ def test_a_job_with_too_few_ranks_ends_with_the_status_of_the_lost_one(
     assert "2 ranks are left, of at least 3" in ended.stderr
 
 
+FAILING = """
+import os, pathlib, sys, time
+from stretto.members.client import MemberClient
+client = MemberClient.of_environment()
+folder = pathlib.Path(sys.argv[0]).parent
+if client.joins:
+    (folder / f"failed{client.member}").touch()
+    sys.exit(3)
+client.start(f"h:{client.member}", on_view=lambda _: None, on_end=lambda _: None)
+client.entered(client.next_view(0, timeout_s=60).generation)
+if client.member == 2 or HOW == "all":
+    sys.exit(4)
+while not (folder / "failed5").exists():
+    time.sleep(0.01)
+time.sleep(0.5)  # another one would be started meanwhile
+client.left()
+"""
+
+
+def run_failing(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
+    """Run ranks of which some end by an error of their own."""
+    driver, rank = folder / "keeper.py", folder / "rank.py"
+    driver.write_text(KEEPER.replace("replaces=False", "replaces=True"))
+    rank.write_text(FAILING.replace("HOW", repr(how)))
+    return subprocess.run(
+        [sys.executable, str(driver), str(rank), "1"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_ranks_that_fail_before_they_join_are_not_started_forever(
+    tmp_path: Path,
+) -> None:
+    ended = run_failing(tmp_path, "one")
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(path.name for path in tmp_path.glob("failed*")) == [
+        *("failed3", "failed4", "failed5")
+    ]
+
+
+def test_a_job_ends_whose_ranks_all_have_an_error_of_their_own(tmp_path: Path) -> None:
+    ended = run_failing(tmp_path, "all")
+    assert ended.returncode == 4
+    assert "the last rank that had trained ended by an error" in ended.stderr
+
+
 def test_a_view_survives_its_line() -> None:
     view = View(generation=3, members=(Member(id=4, keeper=1, address="a:1"),))
     assert view_of(view_message(view)) == view

@@ -7,6 +7,7 @@ import resource
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import pytest
 import torch
 
@@ -222,3 +223,37 @@ def test_only_rank_0_takes_snapshots(tmp_path: Path) -> None:
     job.take_if_due(5, lambda: manifest(5), lambda: [1], rank=0)
     job._writer.wait()
     assert read_newest(tmp_path) is not None
+
+
+@pytest.mark.parametrize(
+    "value", [numpy.float64(0.5), numpy.arange(3), numpy.bool_(True)]
+)
+def test_a_state_may_hold_numpy_values(tmp_path: Path, value: Any) -> None:
+    take(tmp_path, 1, {"best": value})
+    found = read_newest(tmp_path)
+    assert found is not None
+    assert type(found[1]["best"]) is type(value)
+    assert numpy.array_equal(found[1]["best"], value)
+
+
+def test_a_class_that_cannot_be_read_is_named_when_it_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    take(tmp_path, 1, {"path": tmp_path})
+    assert "holds objects of pathlib." in caplog.text
+
+
+def test_a_state_whose_manifest_cannot_be_written_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = manifests.write_whole
+
+    def write_state_only(path: Path, write_to: Any) -> None:
+        if path.suffix == ".json":
+            raise OSError(28, "No space left on device")
+        write(path, write_to)
+
+    monkeypatch.setattr(snapshots, "write_whole", write_state_only)
+    with pytest.raises(StrettoError, match="No space left"):
+        take(tmp_path, 1, {})
+    assert list(tmp_path.iterdir()) == []

@@ -24,6 +24,7 @@ from stretto.runtime.negotiated import reductions
 from stretto.runtime.negotiated.ledger import Launch
 from stretto.runtime.negotiated.pending import Undelivered, as_row, write
 from stretto.runtime.negotiated.requests import CollectiveKind
+from stretto.runtime.waits import why_endless
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from stretto.runtime.negotiated.pending import PendingRequest
     from stretto.runtime.negotiated.requests import Request
 
-_WAIT_OVER = "Operation timed out!"
 
 # Note [Small collectives go directly]
 # Gloo's all-reduce is a ring: 2 (p - 1) dependent messages, each of which wakes a
@@ -112,16 +112,7 @@ class Control:
         self._lane = None
 
     def _finish(self, work: Any) -> None:
-        while True:
-            try:
-                # Sleeps in C++; the work continues after this wait times out.
-                work.wait(self._tick)
-            except RuntimeError as exc:
-                if _WAIT_OVER not in str(exc):
-                    raise
-                self._on_tick()
-            else:
-                return
+        why_endless(work, self._on_tick, self._tick)
 
 
 _MAX_BYTES = 8 * 2**10
