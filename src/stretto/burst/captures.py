@@ -350,16 +350,27 @@ class Captures:
 
     def _why_other_layers(self) -> str:
         """Return why the model has no longer the plan's layers in training."""
-        found = (known.outdated() for known in self._graphs)
-        changed = next((name for name in found if name), "a mode")
-        line = f"{self._changed_line}: " if self._changed_line else ""
-        what = "what forward reads here" if line else changed
+        found = [self._outdated(known) or known.outdated() for known in self._graphs]
+        changed = next((name for name in found if name), None)
+        place = self._changed_line or self._first_difference()
+        line = f"{place}: " if place else ""
+        what = changed or ("what forward reads here" if line else "a mode")
         return (
             f"{line}{what} changed after the burst model was built, and the model "
             "now has different layers than its plan: build BurstParallel with a "
-            "plan for these layers when it changes, or let forward run the same "
-            "layers throughout, such as with a rate of 0"
+            "plan for these layers when it changes, let forward run the same "
+            "layers throughout, such as with a rate of 0, or register hooks before "
+            "the model is captured"
         )
+
+    def _first_difference(self) -> str | None:
+        """Return the first line at which forward differs from a capture, or None."""
+        with self._stale_guard.opened():
+            for known in self._graphs:
+                with contextlib.suppress(SpecError):
+                    if (place := known.difference()) is not None:
+                        return place
+        return None
 
     def _refuse_new_parameters(self, graph: LayerGraph) -> None:
         """Refuse a capture that reads parameters that the model did not have before.

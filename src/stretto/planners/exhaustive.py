@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, final
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from stretto.sim.scope import BoundScope
 
 MAX_TENSORS = 8
+MAX_PLANS = 2_000_000
+"""A minute or two of plans."""
 
 
 @final
@@ -50,7 +54,7 @@ class ExhaustivePlanner(AbstractPlanner):
     (`single`).
 
     Lanes are equal, so a bucket opens no lane beyond the first unused one. Refuses more
-    than 8 tensors.
+    than 8 tensors or two million plans.
     """
 
     name: ClassVar[str] = "exhaustive"
@@ -85,6 +89,7 @@ class ExhaustivePlanner(AbstractPlanner):
         space = space_of(
             self._dims, self._max_lanes, workload, cluster, self._algorithms
         )
+        _require_few(workload, space)
         view = workload
         if not space.fusion:
             view = grouped(workload, (FIRST_CAP_BYTES, CAP_BYTES))
@@ -100,6 +105,33 @@ class ExhaustivePlanner(AbstractPlanner):
             faster = replace(single, planner=self.name)
             return with_prediction(faster, workload, cluster, scope)
         return plan
+
+
+def _require_few(workload: Workload, space: JointSpace) -> None:
+    """Require that all plans can be tried.
+
+    Raises:
+        Infeasible: there are too many.
+    """
+    kinds = len(space.resources) * len(space.algorithms)
+    fusions = Counter(map(len, all_fusions(workload)))
+    if not space.fusion:
+        fusions = Counter([len(capped_ends(workload, FIRST_CAP_BYTES, CAP_BYTES))])
+    found = 0
+    for buckets, times in sorted(fusions.items()):
+        orders = 1 + (math.factorial(buckets) if space.forward else 0)
+        each = times * orders * kinds**buckets
+        for lanes in range(1, space.max_lanes + 1):
+            most = (MAX_PLANS - found) // each + 1
+            sendings = itertools.islice(_sendings(buckets, lanes), most)
+            found += each * sum(1 for _ in sendings)
+            if found > MAX_PLANS:
+                raise Infeasible(
+                    f"planner exhaustive tries at most {MAX_PLANS:,} plans, and "
+                    f"workload {workload.name!r} has more in these dimensions on up to "
+                    f"{space.max_lanes} lanes. Use planner joint, or fewer lanes, "
+                    "dimensions or tensors."
+                )
 
 
 def _drafts(workload: Workload, space: JointSpace) -> Iterator[Draft]:

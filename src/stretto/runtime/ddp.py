@@ -53,7 +53,7 @@ from stretto.runtime.plan_binding import (
 )
 from stretto.runtime.read_only import shown_value
 from stretto.runtime.recording.step import require_observer
-from stretto.runtime.static_graph import unsupported
+from stretto.runtime.static_graph import raise_as_static, unsupported
 from stretto.runtime.torch_compat import (
     arguments_of,
     backend_of,
@@ -525,6 +525,8 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             self._end_forward()  # no condition: TorchDynamo would depend on it
         except RuntimeError as exc:
             self._raise_named("a collective of forward", exc)
+            if self.static_graph:
+                raise_as_static(exc)
             raise
         return output
 

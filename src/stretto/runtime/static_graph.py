@@ -11,6 +11,7 @@ without a first step, so a new plan gets such a Reducer.
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import TYPE_CHECKING, final
 
@@ -50,6 +51,30 @@ class GradientCounts:
 
     def _count(self, index: int, _parameter: nn.Parameter) -> None:
         self._counts[index] += 1
+
+
+_UNFINISHED = re.compile(
+    r"(Expected to have finished reduction.*?) This error .*?(?=Param|$)", re.DOTALL
+)
+
+
+def raise_as_static(error: RuntimeError) -> None:
+    """Raise DDP's error on a changed static graph in place of its new Reducer's.
+
+    Other errors are left alone.
+
+    Raises:
+        RuntimeError: a parameter had no gradient in the last step.
+    """
+    found = _UNFINISHED.match(str(error))
+    if found is None or "static_graph" in str(error):
+        return
+    raise RuntimeError(
+        f"{found[1]} This error indicates that your training graph has changed in this "
+        "iteration, e.g., one parameter is used in first iteration, but then got "
+        "unused in the second iteration. this is not compatible with static_graph set "
+        f"to True.\n{str(error)[found.end() :]}"
+    ) from error
 
 
 def unsupported(counts: Mapping[str, int]) -> str:

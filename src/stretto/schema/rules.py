@@ -27,8 +27,12 @@ DTYPE_BYTES = {
 """Bytes of one element, by the type's name in PyTorch and NumPy."""
 
 
+_LEAST, _MOST = 1e-30, 1e30
+"""No rate is outside of these, and no size or time above: products stay finite."""
+
+
 def finite(place: str, value: float, *, above: float | None = None) -> None:
-    """Require a finite number at least 0, or more than ``above`` if it is given.
+    """Require a number of 0 to 1e30, or more than ``above`` if it is given.
 
     Raises:
         SpecError: naming the place, the rule and the value.
@@ -40,6 +44,10 @@ def finite(place: str, value: float, *, above: float | None = None) -> None:
         raise SpecError(f"{name} must be > {above:g}, got {value:g}", place=place)
     if above is None and value < 0:
         raise SpecError(f"{name} must be >= 0, got {value:g}", place=place)
+    if value > _MOST or (above == 0.0 and value < _LEAST):
+        raise SpecError(
+            f"{name} must be within {_LEAST:g} to {_MOST:g}, got {value:g}", place=place
+        )
 
 
 def positive(place: str, value: float) -> None:

@@ -177,6 +177,15 @@ def test_no_feasible_plan_exits_with_3(files) -> None:
     assert "at most 8 tensors" in err
 
 
+def test_a_search_that_would_not_end_is_refused_at_once(files, tmp_path) -> None:
+    workload = tmp_path / "six.json"
+    a_workload(tensors=6).save(workload)
+    options = ("--planner", "exhaustive", "--max-lanes", "6")
+    code, _, err = call("plan", workload, files[1], *options)
+    assert code == 3
+    assert "tries at most 2,000,000 plans" in err
+
+
 def test_compare_gives_every_planner_a_row_beside_the_same_bound(files) -> None:
     code, out, err = call("compare", *files, "--json")
     assert (code, err) == (0, "")

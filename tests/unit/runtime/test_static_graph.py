@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from stretto.runtime.static_graph import GradientCounts, unsupported
+from stretto.runtime.static_graph import (
+    GradientCounts,
+    raise_as_static,
+    unsupported,
+)
 
 
 def counted(*uses: int) -> dict[str, int]:
@@ -36,3 +41,25 @@ def test_a_parameter_with_several_gradients_is_named_with_its_number() -> None:
     assert "'p0' gets 2 (1 more differ). " in line
     assert line.endswith("Pass the plan when the model is created.")
     assert "find_unused_parameters" not in line
+
+
+UNUSED = (
+    "Expected to have finished reduction in the prior iteration before starting a new "
+    "one. This error indicates that your module has parameters that were not used in "
+    "producing loss. Pass `find_unused_parameters=True`.\n"
+    "Parameter indices which did not receive grad for rank 0: 3"
+)
+
+
+def test_a_changed_graph_gets_ddps_error_for_static_graphs() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        raise_as_static(RuntimeError(UNUSED))
+    assert "training graph has changed in this iteration" in str(raised.value)
+    assert "find_unused_parameters" not in str(raised.value)
+    assert str(raised.value).endswith(
+        "\nParameter indices which did not receive grad for rank 0: 3"
+    )
+
+
+def test_other_errors_of_a_static_graph_stay() -> None:
+    raise_as_static(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

@@ -110,6 +110,14 @@ BROKEN = {
         ".gamma[0]",
     ),
     "a gamma that falls": (lambda: Concurrency(gamma=(1.0, 2.0, 1.5)), ".gamma[2]"),
+    "a gamma that no sum can hold": (
+        lambda: Concurrency(gamma=(1.0, 1e308)),
+        ".gamma[1]",
+    ),
+    "a bandwidth near 0": (
+        lambda: Link(**LINK | {"bandwidth_bytes_per_s": 1e-320}),
+        ".bandwidth_bytes_per_s",
+    ),
     "resources that do not ascend": (
         lambda: Contention(
             compute=ComputeContention(alpha1=1.0, alpha2=0.0),

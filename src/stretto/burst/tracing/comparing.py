@@ -4,8 +4,7 @@
 A forward may branch on the number of samples. A capture holds for the numbers with
 which it was recorded. These are two at construction, chosen to reveal a limit between
 them or a test for even numbers. Each further number of samples of a global batch is
-recorded when it first occurs: the first few of them, and each that is larger than all
-before.
+recorded when it first occurs.
 """
 
 from __future__ import annotations
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
 
 BATCHES = (7, 1008)
 """Two numbers of samples: a difference in this ratio follows the batch."""
-
-_MAX_COUNTS = 8
-"""Limit of other numbers of samples to record, unless larger than all before."""
 
 _SHAPING = {
     "affine_grid",
@@ -235,8 +231,6 @@ class Counts:
             SpecError: it does something else than for those of the capture.
         """
         if count in self._seen:
-            return
-        if len(self._seen) >= _MAX_COUNTS and count < max(self._seen):
             return
         for way in self._ways[:-1]:
             with contextlib.suppress(SpecError):

@@ -313,7 +313,7 @@ class LayerGraph:
     def require_count(self, count: int) -> None:
         """Require that the forward does the same for a number of samples in all.
 
-        It is recorded again for the first few numbers and for any larger one.
+        It is recorded again for each number that is new.
 
         Raises:
             SpecError: it does something else; the message names the line.

@@ -93,6 +93,25 @@ def test_a_layout_call_for_some_numbers_of_samples_is_captured(function):
         graph.require_count(count)
 
 
+class SpecialCount(nn.Module):
+    """Treats one number of samples in another way."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.layer(x) * (0.5 if len(x) == 3 else 1.0)
+
+
+def test_a_number_of_samples_is_tried_however_many_came_before():
+    graph = capture(SpecialCount(), (torch.randn(6, 4),))
+    for count in range(20, 3, -1):
+        graph.require_count(count)
+    with pytest.raises(SpecError, match=r"test_layout_calls.py:\d+: "):
+        graph.require_count(3)
+
+
 class Classed(nn.Module):
     """Puts a learned row before each sample's rows, as vision transformers do."""
 
