@@ -467,6 +467,67 @@ def test_a_rank_that_catches_a_refusal_continues_with_the_others(ranks: Any) -> 
     assert [row[0] for row in refused] == ["StrettoError", "", "", ""]
 
 
+def fails_where_set(*_: Any) -> None:
+    if gc.get_threshold()[0] == FAILS:
+        raise ValueError("on this rank alone")
+
+
+def rank_with_two_models(rank: int, size: int, kind: str) -> tuple[str, str]:
+    """Rank 1 has an error in one model; rank 0 waits in the other."""
+    from stretto.burst import refusals
+
+    refusals.GRACE_S = 2.0
+    first, second = two_ranks(size), two_ranks(size)
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    first(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    second(torch.ones(2, 4)).sum().backward()
+    failed = ""
+    if kind == "hook":
+        first.module.register_forward_hook(fails_where_set)
+        usual = gc.get_threshold()
+        if rank == 1:
+            gc.set_threshold(FAILS)
+        try:
+            first(torch.ones(2, 4))
+        except ValueError as exc:
+            failed = str(exc)
+        gc.set_threshold(*usual)
+    elif rank == 1:
+        failed = raised(first.module.state_dict)[1]
+    assert bool(failed) == (rank == 1), failed
+    if kind == "continues":
+        second(torch.ones(2, 4)).sum().backward()
+    if rank == 1:
+        time.sleep(5.0)  # longer than the others wait
+    found = raised(lambda: second(torch.ones(2, 4)).sum().backward())
+    torch.distributed.barrier()  # the store is one rank's
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("read", "does not run layer '4'"),
+        ("hook", "ValueError: on this rank alone"),
+    ],
+)
+def test_ranks_that_wait_in_another_model_learn_of_an_error(
+    ranks: Any, kind: str, words: str
+) -> None:
+    waiting, refused = ranks(rank_with_two_models, 2, kind, group_s=600)
+    assert waiting[0] == "CommTimeout", waiting
+    assert "because rank 1 stopped with an error of its own" in waiting[1]
+    assert words in waiting[1]
+    assert "the other ranks no longer wait for this one" in refused[1]
+    assert words in refused[1]
+
+
+def test_a_rank_that_continues_with_another_model_is_awaited(ranks: Any) -> None:
+    found = ranks(rank_with_two_models, 2, "continues", group_s=600)
+    assert found == [("", ""), ("", "")]
+
+
 def rank_lost_while_ranks_name_a_difference(
     rank: int, size: int, kind: str
 ) -> tuple[str, str, float]:

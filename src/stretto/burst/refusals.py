@@ -9,6 +9,12 @@ step never arrives: they stop at once. For any other error they wait `GRACE_S` s
 because the rank may continue; its next call withdraws the error. Stopping means to
 close the model's connections and to raise one error that names the rank and its error.
 The store is not queried before a wait has lasted `_POLL_S` seconds.
+
+A program may have several models, such as the two of a GAN, and the others may wait in
+another one than that of the error. So each rank also writes its last error in any model
+of the group, which ranks that wait in any model read. The rank's next call of any model
+withdraws it there. Ranks that wait in the model of the error wait for a call of that
+model: a rank that continues with another one does not come.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ import weakref
 from time import perf_counter
 from typing import TYPE_CHECKING, final
 
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,22 +39,74 @@ _POLL_S = 0.5
 
 
 @final
+class Published:
+    """An error of this rank that the others can read until it is withdrawn."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._is_published = False
+        self.last = ""
+        """The last error, also once it is withdrawn."""
+
+    def publish(self, text: str) -> None:
+        """Let the others read an error, unless they can read an earlier one."""
+        self.last = text
+        if not self._is_published:
+            self._store.set(self._key, text)
+            self._is_published = True
+
+    def withdraw(self) -> None:
+        """Record that this rank continues."""
+        if self._is_published:
+            self._is_published = False
+            self.clear()
+
+    def clear(self) -> None:
+        """Remove an error; also one that an earlier process left in the store."""
+        # The key stays: a request for a key that was deleted meanwhile would block.
+        with contextlib.suppress(RuntimeError):
+            self._store.set(self._key, "")
+
+
+# Each group has one connection to its store (`stretto.runtime.store`).
+_of_any_model: weakref.WeakKeyDictionary[Store, Published] = weakref.WeakKeyDictionary()
+"""This rank's last error in any model of a group, by the group's connection."""
+
+
+def _published_of_any_model(ranks: Ranks, store: Store, key: str) -> Published:
+    connection = getattr(ranks.store, "underlying_store", ranks.store)
+    found = _of_any_model.get(connection)
+    if found is None:
+        found = _of_any_model[connection] = Published(store, key)
+        found.clear()
+    return found
+
+
+@final
 class Refusals:
     """This rank's refused calls, and a watch on the others while it waits."""
 
     def __init__(self, ranks: Ranks, serial: int, stop: Callable[[str], None]) -> None:
         self._ranks = ranks
-        self._store = PrefixStore(f"refused/{serial}", ranks.store)
+        self._serial = serial
+        self._store = PrefixStore("refused", ranks.store)
         self._stop = stop
         self._step = 0
-        self._is_published = False
         self._since: tuple[float, str] | None = None
-        self._seen: dict[int, float] = {}
+        self._seen: dict[str, float] = {}
+        """When this rank found errors outside of a step, by their keys."""
         self._ended = threading.Event()
-        self._own = ""
         self._inside = (-1, "")
         """The step that an own error ended, and the error."""
+        self._outside: tuple[Published, ...] = ()
+        """This rank's error in this model, and in any model of the group."""
         if ranks.size > 1:
+            mine, of_any = self._outside_keys(ranks.rank)
+            self._outside = (
+                Published(self._store, mine),
+                _published_of_any_model(ranks, self._store, of_any),
+            )
             threading.Thread(
                 target=_watch,
                 args=(weakref.ref(self), self._ended),
@@ -62,15 +120,14 @@ class Refusals:
         """Publish an error to the other ranks; ``inside`` a step, it ends that step."""
         if self._ranks.size == 1:
             return
-        self._own = text_of(error)
+        text = text_of(error)
         with contextlib.suppress(RuntimeError):  # without a store there is no job
             if inside:
-                self._inside = self._step, self._own
-                key = f"inside/{self._ranks.rank}"
-                self._store.set(key, f"{self._step} {self._own}")
-            if not self._is_published:
-                self._store.set(f"outside/{self._ranks.rank}", self._own)
-                self._is_published = True
+                self._inside = self._step, text
+                key = self._key("inside", self._ranks.rank)
+                self._store.set(key, f"{self._step} {text}")
+            for published in self._outside:
+                published.publish(text)
 
     def is_published(self, error: BaseException | None) -> bool:
         """Return whether the others know that this error ended the step."""
@@ -78,18 +135,17 @@ class Refusals:
 
     def withdraw(self) -> None:
         """Record that this rank continues."""
-        if self._is_published:
-            self._is_published = False
-            with contextlib.suppress(RuntimeError):
-                self._store.delete_key(f"outside/{self._ranks.rank}")
+        for published in self._outside:
+            published.withdraw()
 
     def given_up(self) -> str:
         """Return the error after which the other ranks stopped waiting for this one."""
-        if not self._own:
+        if not any(published.last for published in self._outside):
             return ""
+        key = self._key("ended", self._ranks.rank)
         with contextlib.suppress(RuntimeError):
-            if self._store.check([f"ended/{self._ranks.rank}"]):
-                return self._own
+            if self._store.check([key]):
+                return self._store.get(key).decode()
         return ""
 
     def next_step(self) -> None:
@@ -118,7 +174,7 @@ class Refusals:
                 continue
             text = self._found(rank, GRACE_S)
             if text is not None and self._since is since:
-                self._store.set(f"ended/{rank}", text)
+                self._store.set(self._key("ended", rank), text)
                 self._stop(self._because(rank, since[1], text))
                 return
 
@@ -142,19 +198,29 @@ class Refusals:
         )
 
     def _found(self, rank: int, grace_s: float) -> str | None:
-        key = f"inside/{rank}"
-        if self._store.check([key]):
-            step, _, text = self._store.get(key).decode().partition(" ")
+        if found := self._text(self._key("inside", rank)):
+            step, _, text = found.partition(" ")
             if int(step) == self._step:
                 return text
-        key = f"outside/{rank}"
-        if not self._store.check([key]):
-            self._seen.pop(rank, None)
-            return None
-        first_s = self._seen.setdefault(rank, perf_counter())
-        if perf_counter() - first_s < min(grace_s, self._ranks.timeout_s):
-            return None
-        return self._store.get(key).decode()
+        for key in self._outside_keys(rank):
+            text = self._text(key)
+            if not text:
+                self._seen.pop(key, None)
+                continue
+            first_s = self._seen.setdefault(key, perf_counter())
+            if perf_counter() - first_s >= min(grace_s, self._ranks.timeout_s):
+                return text
+        return None
+
+    def _text(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _key(self, what: str, rank: int) -> str:
+        return f"{self._serial}/{what}/{rank}"
+
+    def _outside_keys(self, rank: int) -> tuple[str, str]:
+        """Return the keys of a rank's errors in this model and in any of the group."""
+        return self._key("outside", rank), f"any/{rank}"
 
     def close(self) -> None:
         """End the watch."""
