@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import torch
 from torch import nn
 
+from stretto.burst.tracing.source_lines import line_of_program
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
@@ -80,13 +81,16 @@ _PRODUCTS = frozenset(("matmul", "__matmul__", "__rmatmul__", "mm", "addmm", "ei
 
 
 class Owner(Protocol):
-    """Decides what may be done with guarded tensors, and raises for anything else."""
+    """Decides what may be done with guarded tensors, and raises for anything else.
 
-    def check_reading(self, *, is_of_all: bool = False) -> None:
-        """Require that a tensor may be read, by a layer's operation or another."""
+    ``values`` are the tensors that are read or changed, in lists and tuples.
+    """
 
-    def check_change(self, *, is_by_values: bool) -> None:
-        """Require that a tensor may be changed in place, by other tensors or not."""
+    def check_reading(self, values: Any, *, is_of_all: bool = False) -> None:
+        """Require that tensors may be read, by a layer's operation or another."""
+
+    def check_change(self, values: Any, *, is_by_values: bool) -> None:
+        """Require that tensors may be changed in place, by other tensors or not."""
 
     def note_gradient(self, parameter: nn.Parameter, caller: FrameType) -> None:
         """Record that code asks for a gradient, or sets it."""
@@ -98,20 +102,54 @@ class Leftover:
 
     def __init__(self) -> None:
         self.is_stale = False
-        self.what = ""
-        """Which values this rank does not have."""
+        self._rank = ""
+        self._layers: list[tuple[str, list[weakref.ref[torch.Tensor]]]] = []
 
-    def check(self) -> None:
-        """Require that the values are current.
+    def hold(
+        self, rank: str, layers: Iterable[tuple[str, Sequence[torch.Tensor]]]
+    ) -> None:
+        """Record the name of this rank, and the layers whose values it may not have."""
+        self._rank = rank
+        self._layers = [(name, list(map(weakref.ref, each))) for name, each in layers]
+
+    def missing(self, values: Any) -> str:
+        """Return which layer of those that these tensors belong to does not run here.
+
+        If they belong to none, the first layer with parameters.
+        """
+        layer_of = {
+            id(tensor): name
+            for name, refs in reversed(self._layers)
+            for ref in refs
+            if (tensor := ref()) is not None
+        }
+        for tensor in _tensors_in(values):
+            base = tensor._base  # noqa: SLF001
+            name = layer_of.get(id(tensor)) or layer_of.get(id(base))
+            if name is not None:
+                return self._without(name)
+        with_parameters = (
+            name
+            for name, refs in self._layers
+            if any(isinstance(ref(), nn.Parameter) for ref in refs)
+        )
+        return self._without(next(with_parameters, self._layers[0][0]))
+
+    def _without(self, layer: str) -> str:
+        return f"{self._rank} does not run layer {layer!r}"
+
+    def check(self, values: Any) -> None:
+        """Require that tensors' values are current.
 
         Raises:
             StrettoError: naming a layer of which they are not.
         """
         if self.is_stale:
             raise StrettoError(
-                f"{self.what}, and the burst model that trained it was deleted: let "
-                "all ranks call full_state_dict() or refresh() while it exists, after "
-                "the last optimizer.step()"
+                f"{line_of_program()}{self.missing(values)} and has no current "
+                "parameters of it, and the burst model that trained it was deleted: "
+                "let all ranks call full_state_dict() or refresh() while it exists, "
+                "after the last optimizer.step()"
             )
 
 
@@ -152,7 +190,7 @@ def guards_of(owner: Owner, leftover: Leftover) -> tuple[Any, Any]:
 
         def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
             if id(self) not in memo:
-                _check_copying(type(self))
+                _check_copying(self)
                 values = self.data.clone(memory_format=torch.preserve_format)
                 memo[id(self)] = nn.Parameter(values, self.requires_grad)
             found: nn.Parameter = memo[id(self)]
@@ -167,7 +205,7 @@ def guards_of(owner: Owner, leftover: Leftover) -> tuple[Any, Any]:
 
         def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
             if id(self) not in memo:
-                _check_copying(type(self))
+                _check_copying(self)
                 memo[id(self)] = self.clone(memory_format=torch.preserve_format)
             found: torch.Tensor = memo[id(self)]
             return found
@@ -181,17 +219,17 @@ def guards_of(owner: Owner, leftover: Leftover) -> tuple[Any, Any]:
     return GuardedParameter, GuardedBuffer
 
 
-def _check_copying(kind: Any) -> None:
-    _check_reading(kind, is_of_all=True)
+def _check_copying(tensor: torch.Tensor) -> None:
+    _check_reading(type(tensor), [tensor], is_of_all=True)
 
 
-def _check_reading(kind: Any, *, is_of_all: bool) -> None:
-    """Require that tensors of a guarded class may be read."""
+def _check_reading(kind: Any, values: Any, *, is_of_all: bool) -> None:
+    """Require that tensors may be read of which some have this guarded class."""
     owner = kind.stretto_owner()
     if owner is None:
-        kind.stretto_leftover.check()
+        kind.stretto_leftover.check(values)
     else:
-        owner.check_reading(is_of_all=is_of_all)
+        owner.check_reading(values, is_of_all=is_of_all)
 
 
 def require_current(tensors: Iterable[torch.Tensor]) -> None:
@@ -200,9 +238,10 @@ def require_current(tensors: Iterable[torch.Tensor]) -> None:
     Raises:
         StrettoError: one has.
     """
-    for kind in {type(tensor) for tensor in tensors}:
+    values = list(tensors)
+    for kind in {type(tensor) for tensor in values}:
         if hasattr(kind, "stretto_owner"):
-            _check_reading(kind, is_of_all=True)
+            _check_reading(kind, values, is_of_all=True)
 
 
 def plain_class(tensor: torch.Tensor) -> type[torch.Tensor]:
@@ -221,12 +260,25 @@ def _require_allowed(func: Any, types: Any, args: Any, kwargs: Any) -> None:
     Raises:
         StrettoError: it does.
     """
+    name = getattr(func, "__name__", "")
+    values: Any = (args, kwargs)
     targets = _targets(func, args)
     if targets is not None:
-        _check_change(targets, (args[1:], kwargs))
-        types = [type(each) for each in _tensors_in((args[1:], kwargs))]
-    for kind in _read(func, types, args, kwargs):
-        _check_reading(kind, is_of_all=_computes(func))
+        values = (args[1:], kwargs)
+        _check_change(targets, values)
+        types = [type(each) for each in _tensors_in(values)]
+    elif name in _FACTS:
+        return
+    elif name in _WRITES:
+        # If a counter is missing from a state, batch norms load it from itself.
+        # Initializers give everything by name.
+        named = kwargs or {}
+        target = args[0] if args else named.get("tensor")
+        values = [arg for arg in (*args, *named.values()) if arg is not target]
+        types = [type(value) for value in values]
+    for kind in types:
+        if hasattr(kind, "stretto_owner"):
+            _check_reading(kind, values, is_of_all=_computes(func))
 
 
 def _targets(func: Any, args: Any) -> list[Any] | None:
@@ -261,27 +313,12 @@ def _check_change(targets: Sequence[Any], operands: Any) -> None:
             continue
         owner = kind.stretto_owner()
         if owner is None:
-            kind.stretto_leftover.check()
+            kind.stretto_leftover.check(targets)
         else:
-            owner.check_change(is_by_values=is_by_values)
+            owner.check_change(targets, is_by_values=is_by_values)
 
 
 def _computes(func: Any) -> bool:
     """Return whether a call is one of a layer's operations."""
     name = getattr(func, "__name__", "")
     return name in _PRODUCTS or hasattr(torch.nn.functional, name)
-
-
-def _read(func: Any, types: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the guarded classes, of any model, whose values a call reads."""
-    name = getattr(func, "__name__", "")
-    if name in _FACTS:
-        return []
-    if name in _WRITES:
-        # If a counter is missing from a state, batch norms load it from itself.
-        # Initializers give everything by name.
-        named = kwargs or {}
-        target = args[0] if args else named.get("tensor")
-        given = (*args, *named.values())
-        types = [type(arg) for arg in given if arg is not target]
-    return [kind for kind in types if hasattr(kind, "stretto_owner")]

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from stretto.burst.checks.guarded_tensors import Leftover, guards_of, plain_class
 from stretto.burst.checks.separable import is_known
+from stretto.burst.tracing.source_lines import line_of_program
 from stretto.errors import StrettoError
 from stretto.runtime.torch_compat import is_tracing
 
@@ -62,7 +63,8 @@ class StaleParameterGuard:
         self.is_stepping = False
         """Whether an optimizer's step runs."""
         self._own: tuple[nn.Parameter, ...] = ()
-        self._foreign: tuple[str, ...] = ()
+        self._has_foreign = False
+        """Whether there are tensors of layers that do not run here."""
         self._guarded: list[tuple[torch.Tensor, type[torch.Tensor]]] = []
         """Each guarded tensor with its own class."""
         self._leftover = Leftover()
@@ -106,14 +108,19 @@ class StaleParameterGuard:
             if (kind := plain_class(tensor)) is not type(tensor):
                 tensor.__class__ = kind
         self._own = tuple(t for t in own if isinstance(t, nn.Parameter))
-        self._foreign = tuple(name for name, _ in foreign)
         self._foreign_parameters = tuple(
             t for _, tensors in foreign for t in tensors if isinstance(t, nn.Parameter)
         )
-        if foreign:
-            self._leftover.what = self._missing()
         self._versions = None
         mine = {id(tensor) for tensor in own}
+        others = [
+            (name, held)
+            for name, tensors in foreign
+            if (held := [t for t in tensors if id(t) not in mine])
+        ]
+        self._has_foreign = bool(others)
+        if others:
+            self._leftover.hold(self._ranks.name(self._ranks.rank), others)
         guards = {nn.Parameter: self._guard, torch.Tensor: self._buffer_guard}
         for _, tensors in foreign:
             for tensor in tensors:
@@ -128,12 +135,6 @@ class StaleParameterGuard:
             if type(tensor) in (self._guard, self._buffer_guard):
                 tensor.__class__ = kind
         self._guarded = []
-
-    def _missing(self) -> str:
-        return (
-            f"{self._ranks.name(self._ranks.rank)} does not run layer "
-            f"{self._foreign[0]!r} and has no current parameters of it"
-        )
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -168,16 +169,16 @@ class StaleParameterGuard:
         self.is_stale = False
         self._versions = None
 
-    def check(self) -> None:
-        """Require that all values are current, of code that uses all of them.
+    def check(self, part: nn.Module) -> None:
+        """Require that all values are current, of code that uses those of a part.
 
         Raises:
             StrettoError: naming a layer of which they are not.
         """
-        self._check(is_of_all=True)
+        self._check(part, is_of_all=True)
 
-    def _check(self, *, is_of_all: bool, is_change: bool = False) -> None:
-        if not self._foreign or self._open:
+    def _check(self, values: Any, *, is_of_all: bool, is_change: bool = False) -> None:
+        if not self._has_foreign or self._open:
             return
         own, foreign = self._writes()
         # A program's own optimizer is only seen by what it writes. Where there is
@@ -190,8 +191,8 @@ class StaleParameterGuard:
         )
         if self.is_stale or is_step:
             raise self._reported(
-                f"{self._missing()}: let all ranks call full_state_dict(), or "
-                "refresh() after optimizer.step()"
+                f"{self._missing(values)} and has no current parameters of it: let "
+                "all ranks call full_state_dict(), or refresh() after optimizer.step()"
             )
         # Except where only the parameters that this rank runs were written: by an
         # optimizer whose state it has for these alone, such as a schedule-free one. In
@@ -202,12 +203,16 @@ class StaleParameterGuard:
         )
         if is_behind and not is_change and (is_of_all or replaces):
             raise self._reported(
-                f"{self._ranks.name(self._ranks.rank)} does not run layer "
-                f"{self._foreign[0]!r}, whose parameters were not changed with the "
+                f"{self._missing(values)}, whose parameters were not changed with the "
                 "others after the last refresh(), as an optimizer's eval() or train() "
                 "does: let all ranks call refresh() after the change, or "
                 "refresh(optimizer) before it"
             )
+
+    def _missing(self, values: Any) -> str:
+        if isinstance(values, nn.Module):
+            values = [*values.parameters(), *values.buffers()]
+        return self._leftover.missing(values)
 
     def _writes(self) -> tuple[list[int], list[int]]:
         """Return how often own and others' parameters were written since they came."""
@@ -226,8 +231,8 @@ class StaleParameterGuard:
             for found in self._stepped
         )
 
-    def check_change(self, *, is_by_values: bool) -> None:
-        """Require that a guarded parameter may be changed in place.
+    def check_change(self, values: Any, *, is_by_values: bool) -> None:
+        """Require that guarded parameters may be changed in place.
 
         ``is_by_values``: by other tensors, which may be gradients.
 
@@ -236,12 +241,12 @@ class StaleParameterGuard:
         """
         if not self._open:
             self._has_operands |= is_by_values
-            self.check_reading(is_change=True)
+            self.check_reading(values, is_change=True)
 
     def check_reading(
-        self, *, is_of_all: bool = False, is_change: bool = False
+        self, values: Any, *, is_of_all: bool = False, is_change: bool = False
     ) -> None:
-        """Require that a guarded parameter may be read.
+        """Require that guarded parameters may be read.
 
         ``is_of_all``: by code that does not only change parameters one by one;
         ``is_change``: only to be changed in place.
@@ -249,7 +254,7 @@ class StaleParameterGuard:
         Raises:
             StrettoError: its values are not current.
         """
-        if self._foreign and not self._open and is_tracing():
+        if self._has_foreign and not self._open and is_tracing():
             raise self._reported(
                 "torch.compile reads all parameters in code that it compiles, but a "
                 "rank has current values only of the layers that it runs: call "
@@ -257,7 +262,7 @@ class StaleParameterGuard:
                 "compiled function"
             )
         try:
-            self._check(is_of_all=is_of_all, is_change=is_change)
+            self._check(values, is_of_all=is_of_all, is_change=is_change)
         except StrettoError as exc:
             raise StrettoError(
                 f"{exc}. For a penalty on parameters use the optimizer's weight_decay "
@@ -265,8 +270,11 @@ class StaleParameterGuard:
             ) from None
 
     def _reported(self, text: str) -> StrettoError:
-        """Return an error of which the other ranks are informed (`burst.refusals`)."""
-        error = StrettoError(text)
+        """Return an error of which the other ranks are informed (`burst.refusals`).
+
+        It names the line of the program.
+        """
+        error = StrettoError(f"{line_of_program()}{text}")
         self._tell(error)
         return error
 
@@ -328,10 +336,10 @@ class StaleParameterGuard:
         Raises:
             StrettoError: the current state of a layer is missing.
         """
-        if self._foreign and not self._open and optimizer in self._stepped:
+        if self._has_foreign and not self._open and optimizer in self._stepped:
+            held = [group["params"] for group in optimizer.param_groups]
             raise self._reported(
-                f"{self._ranks.name(self._ranks.rank)} does not run layer "
-                f"{self._foreign[0]!r} and has no current optimizer state of it: let "
+                f"{self._missing(held)} and has no current optimizer state of it: let "
                 "all ranks call refresh(optimizer) after optimizer.step()"
             )
 
@@ -389,7 +397,7 @@ class _Callback:
         elif self._method == "loaded":
             target.loaded(args[1].missing_keys)
         else:
-            getattr(target, self._method)()
+            target.check(args[0])
 
     def __reduce__(self) -> Any:
         return _Callback, (None, self._method)

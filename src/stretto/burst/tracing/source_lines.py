@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import os
 import re
 import sys
 import sysconfig
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent.parent)
+_PACKAGE = f"{Path(_OWN).parent}{os.sep}"
 _STANDARD = sysconfig.get_path("stdlib")
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -82,6 +84,17 @@ def source_line() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "an operation of torch"
+
+
+def line_of_program() -> str:
+    """Return the line of the program that runs now, outside of all of stretto."""
+    frame: Any = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_user(file) and not file.startswith(_PACKAGE):
+            return f"{file}:{frame.f_lineno}: "
+        frame = frame.f_back
+    return ""
 
 
 def line_where(
