@@ -73,6 +73,8 @@ SCRIPTS = [
     Script(name="heads.py"),
     Script(name="several_models.py"),
     Script(name="data_parallel.py"),
+    Script(name="downloads.py"),
+    Script(name="downloads_in_main.py"),
     Script(name="compact.py", saves="compact.pt"),
     Script(name="sentences.py", saves="bert-out/model.safetensors"),
 ]

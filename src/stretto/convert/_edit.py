@@ -203,17 +203,20 @@ class Work:
 
     def under(self, statement: cst.CSTNode, header: str) -> None:
         """Move a statement into its own block, such as ``if RANK == 0``."""
+        shell = self._shell(header)  # before `_setup` inserts the functions it needs
 
         def indented(new: Any) -> Any:
-            block = self.block(header, new.with_changes(leading_lines=()))
+            block = _filled(shell, new.with_changes(leading_lines=()))
             return block.with_changes(leading_lines=new.leading_lines)
 
         self.change(statement, indented)
 
     def block(self, header: str, statement: cst.CSTNode) -> Any:
         """Return a generated block that contains a statement alone."""
-        shell: Any = self.statement(f"{header}:\n    pass")
-        return shell.with_changes(body=shell.body.with_changes(body=[statement]))
+        return _filled(self._shell(header), statement)
+
+    def _shell(self, header: str) -> Any:
+        return self.statement(f"{header}:\n    pass")
 
     def on_rank_0(self, statement: cst.CSTNode) -> None:
         """Make only rank 0 execute a statement."""
@@ -236,6 +239,11 @@ class Work:
         if not isinstance(out, cst.Module):
             raise TypeError("a module became something else")
         return out
+
+
+def _filled(shell: Any, statement: cst.CSTNode) -> Any:
+    """Return a block with a statement instead of ``pass``."""
+    return shell.with_changes(body=shell.body.with_changes(body=[statement]))
 
 
 class _Apply(cst.CSTTransformer):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
+import symtable
 import warnings
 
 import libcst as cst
@@ -56,6 +58,10 @@ _DISTRIBUTED = {
 _OWN_TRAINERS = ("transformers.Trainer", "transformers.Seq2SeqTrainer", "trl.")
 
 
+_OF_MODULES = ("__file__", "__path__", "__cached__", "__builtins__", "__annotations__")
+"""Names that Python sets in a module, beside those of the module of built-ins."""
+
+
 def decoded(data: bytes, name: str) -> str:
     """Return the text of a file.
 
@@ -83,6 +89,25 @@ def compiles(source: str, name: str) -> None:
             flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT,
             dont_inherit=True,
         )
+
+
+def undefined(source: str, name: str) -> set[str]:
+    """Return the names that a script reads and that nothing in it sets or imports."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = symtable.symtable(source, name, "exec")
+    read, made = set[str](), {*dir(builtins), *_OF_MODULES}
+    waiting = [module]
+    while waiting:
+        table = waiting.pop()
+        waiting += table.get_children()
+        for symbol in table.get_symbols():
+            if symbol.is_global() or table is module:
+                if symbol.is_assigned() or symbol.is_imported():
+                    made.add(symbol.get_name())
+                if symbol.is_referenced():
+                    read.add(symbol.get_name())
+    return read - made
 
 
 def parsed(source: str, name: str) -> ScriptTree:

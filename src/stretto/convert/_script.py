@@ -61,9 +61,17 @@ def converted(source: str, name: str, choices: Choices) -> tuple[str, list[Note]
 
     Raises:
         SpecError: as `convert_source`.
-        StrettoError: the new text is not Python, which is an error of this package.
+        StrettoError: the new text is not Python, or reads a name that it does not
+            define, which is an error of this package.
     """
     after, notes = _converted(source, name, choices)
+    if after != source:
+        _check(source, after, name)
+    return after, notes
+
+
+def _check(before: str, after: str, name: str) -> None:
+    """Raise an error if a converted script could not run."""
     try:
         _reading.compiles(after, name)
     except (SyntaxError, ValueError) as exc:
@@ -71,7 +79,13 @@ def converted(source: str, name: str, choices: Choices) -> tuple[str, list[Note]
             f"{name}: internal error: the converted script is not Python ({exc}): "
             "nothing is written. Report it with the script"
         ) from exc
-    return after, notes
+    missing = _reading.undefined(after, name) - _reading.undefined(before, name)
+    if missing:
+        raise StrettoError(
+            f"{name}: internal error: the converted script uses "
+            f"{', '.join(sorted(missing))} without a definition: nothing is written. "
+            "Report it with the script"
+        )
 
 
 def _converted(source: str, name: str, choices: Choices) -> tuple[str, list[Note]]:
