@@ -9,6 +9,7 @@ imports torch. It needs LibCST, which the extra ``stretto[convert]`` installs.
 
 - `_script` orders the stages, `_result` holds choices and results. `_reading`,
   `_notebook` and `_split` read files; `_memory` runs a converted script.
+  `_comprehensions` writes those that train as ``for`` statements.
 - `_tree` answers queries on the syntax, `_flow` where values come from, `_shown` which
   are only shown, `_calls` which functions are called, `_branches` which branches are
   taken, `_graph_names` where gradients flow, `_views` what sees a wrapped model.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
+from stretto.convert._comprehensions import TrainingComprehension
 from stretto.convert._flow import Origin
 from stretto.convert._step_calls import StepCalls
 from stretto.convert._tree import Scope, dotted, found, stored_names
@@ -148,10 +149,13 @@ class BatchLoops:
             points: The calls on the way from `node` to the ``backward``.
             entered: Functions on the way, and the call that enters each.
         """
-        for loop in self._tree.loops(node):
-            made = self.loop(loop)
-            if made is not None:
-                return [made]
+        for above in self._tree.ancestors(node):
+            if isinstance(above, cst.For | cst.While):
+                made = self.loop(above)
+                if made is not None:
+                    return [made]
+            elif isinstance(above, cst.BaseComp):
+                self._check_comprehension(above, node)
         out: list[BatchLoop] = []
         for function in (
             a for a in self._tree.ancestors(node) if isinstance(a, cst.FunctionDef)
@@ -171,6 +175,30 @@ class BatchLoops:
                 self._active.add(call)
                 out += self._batch_loops(call, [*points, call], inside)
         return out
+
+    def _check_comprehension(self, comp: cst.BaseComp, node: cst.CSTNode) -> None:
+        """Refuse a comprehension that trains on the batches of a loader."""
+        clause: cst.CompFor | None = comp.for_in
+        while clause is not None:
+            if self._tree.within(node, clause.iter):
+                return
+            if self.taken(clause.iter, self._tree.function(comp)):
+                raise TrainingComprehension(
+                    str(
+                        self._refuse(
+                            comp,
+                            f"training runs in `{self._tree.text(comp)[:60]}`, a "
+                            "comprehension over a loader. It is converted only where "
+                            "it is a list (or in sum() and the like), is the first "
+                            "that its statement evaluates, and has no comments in it. "
+                            "Write it as a `for` statement: "
+                            f"`for {self._tree.text(clause.target)} in "
+                            f"{self._tree.text(clause.iter)[:50]}:`",
+                        )
+                    ),
+                    comp,
+                )
+            clause = clause.inner_for_in
 
     def loop(self, node: cst.For | cst.While) -> BatchLoop | None:
         """Return the loop over a loader's batches, if a loop is one."""

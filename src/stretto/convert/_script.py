@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+import libcst as cst
+
 from stretto.convert import (
     _advice,
     _already_distributed,
@@ -23,6 +25,7 @@ from stretto.convert import (
     _whole_passes,
 )
 from stretto.convert._batch import Batch
+from stretto.convert._comprehensions import TrainingComprehension, unrolled
 from stretto.convert._display import Display
 from stretto.convert._edit import Work
 from stretto.convert._horovod import distribute_optimizers
@@ -35,11 +38,10 @@ from stretto.convert._result import Choices, Conversion, Kind, Note, Target
 from stretto.convert._second_backward import Steps
 from stretto.convert._split import Split, split, with_name
 from stretto.convert._trained_models import UnnamedModel
+from stretto.convert._tree import found
 from stretto.errors import SpecError, StrettoError
 
 if TYPE_CHECKING:
-    import libcst as cst
-
     from stretto.convert._tree import ScriptTree
 
 _MARKED = re.compile(rf"^{re.escape(_support.MARK)} --to (\w+)$", re.MULTILINE)
@@ -116,9 +118,10 @@ def _distributed(
         SpecError: the script is not understood; the error has the line and the next
         step.
     """
-    job, splits = _job(tree, name)
+    job, splits, notes = _job(tree, name)
     tree = job.tree
     work = Work(job, choices, splits)
+    work.notes += notes
     work.proofs = proofs = Proofs(work)
     display = Display(work)
     display.guard_files()
@@ -152,16 +155,19 @@ def _distributed(
     return work.result().code, work.notes
 
 
-def _job(tree: ScriptTree, name: str) -> tuple[FoundTraining, list[Split]]:
-    """Return a script's training, in a tree in which every trained model has a name.
+def _job(tree: ScriptTree, name: str) -> tuple[FoundTraining, list[Split], list[Note]]:
+    """Return a script's training, in a tree that the stages can read.
+
+    In it every trained model has a name, and ``for`` statements train.
 
     Raises:
         SpecError: the script is not understood.
     """
+    notes: list[Note] = []
     while True:
         lines, splits = split(tree)
         try:
-            return FoundTraining(lines, name), splits
+            return FoundTraining(lines, name), splits, notes
         except UnnamedModel as error:
             place = next(
                 (i for i, call in enumerate(lines.calls) if call is error.value), None
@@ -170,6 +176,20 @@ def _job(tree: ScriptTree, name: str) -> tuple[FoundTraining, list[Split]]:
             if named is None:
                 raise SpecError(str(error)) from None
             tree = named
+        except TrainingComprehension as error:
+            comps = list(found(lines.module, cst.BaseComp))
+            place = next(i for i, comp in enumerate(comps) if comp is error.value)
+            comp = list(found(tree.module, cst.BaseComp))[place]
+            made = unrolled(tree, comp)
+            if made is None:
+                raise SpecError(str(error)) from None
+            text = (
+                f"`{tree.text(comp)[:60]}` is written as a `for` statement, in whose "
+                "body each step trains"
+            )
+            line = tree.shown_line(comp)
+            notes.append(Note(line=line, kind=Kind.DONE, text=text))
+            tree = made
 
 
 def _first_epoch(work: Work) -> cst.CSTNode:

@@ -47,7 +47,7 @@ def split(tree: ScriptTree) -> tuple[ScriptTree, list[Split]]:
     own = MetadataWrapper(new, unsafe_skip_copy=True).resolve(PositionProvider)
     kinds = (cst.BaseSmallStatement, cst.BaseCompoundStatement)
     lines = {
-        int(own[after].start.line): int(numbers[before].start.line)
+        int(own[after].start.line): tree.line_in_script(numbers[before].start.line)
         for before, after in zip(found(old, kinds), found(new, kinds), strict=True)
     }
     return ScriptTree(new, lines=lines), splitter.made
@@ -94,7 +94,7 @@ def with_name(tree: ScriptTree, value: cst.Call) -> ScriptTree | None:
         else:
             body.append(small)
     module = tree.module.deep_replace(line, line.with_changes(body=body))
-    return ScriptTree(module) if isinstance(module, cst.Module) else None
+    return tree.changed(module) if isinstance(module, cst.Module) else None
 
 
 class _Splitter(cst.CSTTransformer):

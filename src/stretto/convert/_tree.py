@@ -136,13 +136,22 @@ class ScriptTree:
         self.classes = {c.name.value: c for c in found(self.module, cst.ClassDef)}
         self.names = {n.value for n in found(self.module, cst.Name)}
 
+    def changed(self, module: cst.Module) -> ScriptTree:
+        """Return the tree of a module whose statements are on the same lines."""
+        if self._of_script is None:
+            return ScriptTree(module)
+        return ScriptTree(module.deep_clone(), lines=self._of_script)
+
     def line(self, node: cst.CSTNode) -> int:
         """Return the first line of a node, from 1, to compare with others."""
         return int(self._positions[node].start.line)
 
     def shown_line(self, node: cst.CSTNode) -> int:
         """Return the first line of a node in the script, from 1."""
-        line = self.line(node)
+        return self.line_in_script(self.line(node))
+
+    def line_in_script(self, line: int) -> int:
+        """Return the script's line for a line of this tree's module."""
         if self._of_script is None:
             return line
         begun = max((n for n in self._of_script if n <= line), default=0)
