@@ -97,6 +97,7 @@ class BatchLoops:
             around = self._batch_loops(call, [call], {})
             if not around and not self.idle:
                 self._check_called(call)
+                self._check_loops(call)
                 inner = next((x for x in self._tree.loops(call)), None)
                 over = (
                     f" (line {self._tree.shown_line(inner)} iterates over "
@@ -122,6 +123,41 @@ class BatchLoops:
                 "nothing trains",
             )
         return list(loops.values())
+
+    def _check_loops(self, call: cst.Call) -> None:
+        """Refuse a loop that takes batches of a loader in a way not understood."""
+        function = self._tree.function(call)
+        callers = self._flow.calls_of(function) if function is not None else []
+        for node in (call, *callers):
+            for loop in self._tree.loops(node):
+                if not isinstance(loop, cst.For):
+                    continue
+                loader = self._hidden_loader(loop.iter, self._tree.function(loop))
+                if loader is not None:
+                    raise self._refuse(
+                        loop,
+                        f"training loops over `{self._tree.text(loop.iter)[:60]}`, and "
+                        "how that takes its batches from the DataLoader "
+                        f"`{loader[:40]}` is not understood, so the data cannot be "
+                        "divided among ranks. Loop over the DataLoader itself, or over "
+                        "a condition that chooses between DataLoaders, and do in the "
+                        "body of the loop what is done to a batch",
+                    )
+
+    def _hidden_loader(self, node: cst.BaseExpression, scope: Scope) -> str | None:
+        """Return the text of a loader inside an expression that a loop goes through."""
+        places = [(node, scope)]
+        if (path := dotted(node)) is not None:
+            places = [(o.value, o.scope) for o in self._flow.assigned(path, scope)]
+        return next(
+            (
+                self._tree.text(part)
+                for place, inner in places
+                for part in found(place, (cst.Name, cst.Attribute, cst.Call))
+                if not self._tree.is_label(part) and self.taken(part, inner)
+            ),
+            None,
+        )
 
     def _check_called(self, call: cst.Call) -> None:
         """Refuse a function that only code under another name may call."""
@@ -305,17 +341,31 @@ class BatchLoops:
                 ]
             return [(node, scope)] if self._gives_loader(node) else []
         if (path := dotted(node)) is not None:
-            out = []
+            out, plain = [], []
             for origin in self._flow.assigned(path, scope):
-                made = origin.value
-                if isinstance(made, cst.Call) and (
-                    self._tree.called(made) in WRAPPERS or self._yields(made)
-                ):
-                    out += self._sources(made, origin.scope, depth - 1)
+                if self._is_lazy(origin.value):
+                    out += self._sources(origin.value, origin.scope, depth - 1)
+                elif dotted(origin.value) not in (None, path):
+                    plain += self._sources(origin.value, origin.scope, depth - 1)
+            out += plain if out else []
             return out or [(node, scope)]
         if isinstance(node, cst.Subscript) and dotted(node.value) is not None:
             return [(node, scope)]
+        if isinstance(node, cst.IfExp):
+            sides = [
+                self._sources(side, scope, depth - 1)
+                for side in (node.body, node.orelse)
+            ]
+            return [s for side in sides for s in side] if all(sides) else []
         return []
+
+    def _is_lazy(self, node: cst.BaseExpression) -> bool:
+        """Return whether a value passes on batches, so that it is no loader itself."""
+        if isinstance(node, cst.IfExp):
+            return self._is_lazy(node.body) or self._is_lazy(node.orelse)
+        return isinstance(node, cst.Call) and (
+            self._tree.called(node) in WRAPPERS or self._yields(node)
+        )
 
     def _gives_loader(self, call: cst.Call) -> bool:
         """Return whether a function of the script returns only a loader."""
@@ -358,9 +408,31 @@ class BatchLoops:
                         out += self._flow.origins(element.value, origin.scope)
             elif isinstance(made, cst.DictComp):
                 out += self._flow.origins(made.value, origin.scope)
+            elif isinstance(made, cst.IfExp):
+                out += self._of_choice(made, origin.scope, depth=4)
             else:
                 out.append(origin)
         return [o for o in out if self._may_be_loader(o)]
+
+    def _of_choice(self, node: cst.IfExp, scope: Scope, depth: int) -> list[Origin]:
+        """Return where the loaders were created of which a condition chooses one.
+
+        Return none if one of them may be something else.
+        """
+        out: list[Origin] = []
+        for side in (node.body, node.orelse):
+            if dotted(side) == "None":
+                continue
+            for origin in self._flow.origins(side, scope):
+                made = origin.value
+                if isinstance(made, cst.IfExp) and depth > 0:
+                    inner = self._of_choice(made, origin.scope, depth - 1)
+                else:
+                    inner = [origin] if self._may_be_loader(origin) else []
+                if not inner:
+                    return []
+                out += inner
+        return out
 
     def is_loader(self, node: cst.CSTNode) -> bool:
         """Return whether an expression is a call of DataLoader."""

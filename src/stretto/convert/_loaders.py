@@ -292,6 +292,7 @@ class Loaders:
     # Epochs
 
     def _set_epoch(self, loop: BatchLoop) -> None:
+        done: set[tuple[int, str]] = set()
         for node, scope in loop.loaders:
             at = self._epoch_begins(loop, node)
             name = self._tree.text(node)
@@ -302,6 +303,9 @@ class Loaders:
             ):
                 self._set_epoch_of_new(node, at, epoch)
                 continue
+            if (id(at), name) in done:
+                continue  # a condition chooses between parts of one loader
+            done.add((id(at), name))
             shown = epoch or f"{name}.sampler.epoch + 1"
             self._work.before(at, theirs(f"{name}.sampler.set_epoch({shown})"))
             self._work.done(
