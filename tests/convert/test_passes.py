@@ -104,3 +104,34 @@ def test_an_evaluation_of_a_divided_loader_takes_each_sample_once(around, value,
     conversion = convert(HEAD + LOOP.format(around=around, indent=indent, value=value))
     assert want in conversion.after
     assert open_notes(conversion) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "indent", "whole"),
+    [
+        ('if phase == "train":', 4, True),
+        ('if "train" == phase and epoch > 0:', 4, True),
+        ('if phase != "train":\n    continue', 0, True),
+        ('if not phase == "val":', 4, True),
+        ("if epoch > 0:", 4, False),
+        ('if phase != "test":', 4, False),
+    ],
+)
+def test_a_loader_of_passes_that_never_train_stays_whole(before, indent, whole):
+    lines = STEP.format(before=before, indent=" " * indent).splitlines()
+    step = "\n".join(" " * 16 + line for line in lines)
+    source = HEAD.replace(
+        HEAD.splitlines()[-1],
+        'large = DataLoader(sets["train"], batch_size=4)\n'
+        'small = DataLoader(sets["val"], batch_size=3)\n'
+        'loaders = {"train": large, "val": small}',
+    )
+    conversion = convert(source + PHASES.format(step=step))
+    assert 'large = DataLoader(sets["train"], batch_size=per_rank(4)' in (
+        conversion.after
+    )
+    small = 'small = DataLoader(sets["val"], batch_size=3)\n'
+    assert (small in conversion.after) is whole
+    line = ":\n            loaders[phase].sampler.set_epoch(epoch)\n"
+    assert (line in conversion.after) is whole
+    assert open_notes(conversion) == []

@@ -414,6 +414,28 @@ class BatchLoops:
                 out.append(origin)
         return [o for o in out if self._may_be_loader(o)]
 
+    def by_key(
+        self, node: cst.BaseExpression, scope: Scope
+    ) -> list[tuple[str, list[Origin]]]:
+        """Return the loaders of a dict of which an element is taken, by their key.
+
+        Return none if a key is not a text, or the dict is not written as one.
+        """
+        if not isinstance(node, cst.Subscript):
+            return []
+        out: list[tuple[str, list[Origin]]] = []
+        for origin in self._flow.origins(node.value, scope):
+            if not isinstance(origin.value, cst.Dict):
+                return []
+            for element in origin.value.elements:
+                if not isinstance(element, cst.DictElement) or not isinstance(
+                    element.key, cst.SimpleString
+                ):
+                    return []
+                made = self._flow.origins(element.value, origin.scope)
+                out.append((str(element.key.evaluated_value), made))
+        return out
+
     def _of_choice(self, node: cst.IfExp, scope: Scope, depth: int) -> list[Origin]:
         """Return where the loaders were created of which a condition chooses one.
 

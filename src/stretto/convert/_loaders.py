@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
-from stretto.convert import _collate
+from stretto.convert import _collate, _passes
 from stretto.convert._batch import steps
 from stretto.convert._device import may_download
 from stretto.convert._display import appended
@@ -30,7 +30,15 @@ class Loaders:
     def __init__(self, work: Work) -> None:
         self._work = work
         self._tree, self._flow = work.tree, work.flow
-        origins = [o for loop in work.job.training for o in loop.origins]
+        self._evaluated = {
+            loop.node: _passes.evaluated(work, loop) for loop in work.job.training
+        }
+        origins = [
+            o
+            for loop in work.job.training
+            for o in loop.origins
+            if o.key not in self._evaluated[loop.node]
+        ]
         self._origins = list({o.key: o for o in origins}.values())
         self._ids = {o.key for o in self._origins}
         self.batch_sizes: list[cst.BaseExpression] = []
@@ -307,7 +315,12 @@ class Loaders:
                 continue  # a condition chooses between parts of one loader
             done.add((id(at), name))
             shown = epoch or f"{name}.sampler.epoch + 1"
-            self._work.before(at, theirs(f"{name}.sampler.set_epoch({shown})"))
+            line = theirs(f"{name}.sampler.set_epoch({shown})")
+            if self._evaluated[loop.node] - self._ids:
+                # Only the loader of a pass that trains is divided.
+                trains = theirs(_passes.condition(self._work, loop) or "True")
+                line = f"if {trains}:\n    {line}"
+            self._work.before(at, line)
             self._work.done(
                 at,
                 f"the epoch is set on the sampler of `{name}` ({shown})",

@@ -222,7 +222,9 @@ class Numbers:
 
     def _divided(self, loop: BatchLoop) -> None:
         body, scope = loop.node.body, loop.scope
-        if not all(self._loaders.has_divided([o]) for o in loop.origins):
+        if loop.node not in self._work.passes and not all(
+            self._loaders.has_divided([o]) for o in loop.origins
+        ):
             self._work.undecided(
                 loop.node,
                 "this loop goes through a loader that is divided among ranks, and in "

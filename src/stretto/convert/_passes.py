@@ -7,6 +7,7 @@ gives each rank all samples, and nothing is reduced after it.
 
 from __future__ import annotations
 
+import ast
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,54 @@ def convert(work: Work) -> None:
             f"a pass trains if `{condition}`; in any other, each rank goes through all "
             "samples, as rank 0 sees them, and nothing is reduced over ranks",
         )
+
+
+def condition(work: Work, loop: BatchLoop) -> str | None:
+    """Return the condition of a loop's passes that train, if not all of them do."""
+    return _condition(work, loop) if isinstance(loop.node, cst.For) else None
+
+
+def evaluated(work: Work, loop: BatchLoop) -> set[tuple[int | None, int | None]]:
+    """Return the keys of a loop's loaders with which no pass trains.
+
+    Such is that of "val" in ``loaders[phase]`` if passes train where ``phase`` is
+    "train".
+    """
+    trains = condition(work, loop)
+    out: set[tuple[int | None, int | None]] = set()
+    kept: set[tuple[int | None, int | None]] = set()
+    for source, scope in loop.loaders:
+        by_key = work.job.batches.by_key(source, scope)
+        index = source.slice[0].slice if isinstance(source, cst.Subscript) else None
+        name = index.value if isinstance(index, cst.Index) else None
+        if trains is None or not by_key or not isinstance(name, cst.Name):
+            return set()
+        for key, origins in by_key:
+            never = not _may_hold(trains, name.value, key)
+            (out if never else kept).update(origin.key for origin in origins)
+    return out - kept
+
+
+def _may_hold(condition: str, name: str, value: str) -> bool:
+    """Return whether a conjunction may hold where a variable has a text as value."""
+    terms: list[ast.expr] = [ast.parse(condition, mode="eval").body]
+    while terms:
+        term, wanted = terms.pop(), True
+        while isinstance(term, ast.UnaryOp) and isinstance(term.op, ast.Not):
+            term, wanted = term.operand, not wanted
+        if isinstance(term, ast.BoolOp) and isinstance(term.op, ast.And) and wanted:
+            terms += term.values
+        if not isinstance(term, ast.Compare) or len(term.ops) != 1:
+            continue
+        sides = [term.left, term.comparators[0]]
+        texts = [s.value for s in sides if isinstance(s, ast.Constant)]
+        if not any(isinstance(s, ast.Name) and s.id == name for s in sides):
+            continue
+        if texts and isinstance(term.ops[0], ast.Eq | ast.NotEq):
+            equal = (texts[0] == value) is isinstance(term.ops[0], ast.Eq)
+            if equal is not wanted:
+                return False
+    return True
 
 
 def _point_out(work: Work, loop: BatchLoop) -> None:
