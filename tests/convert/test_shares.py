@@ -289,3 +289,34 @@ print(count)
 def test_an_evaluation_is_divided_if_its_sums_begin_at_zero(begin, divided):
     after = convert(TRAINED + SCORED.format(begin=begin)).after
     assert ("count = sum_over_ranks(count)" in after) == divided
+
+
+EVALUATED = """\
+    right = 0.0
+    for x, y in test_loader:
+        with torch.no_grad():
+            out = model(x)
+        right += (out.argmax(1) == y).float().mean()
+    print(right / len(test_loader))
+"""
+
+
+def test_what_is_set_without_gradient_in_a_whole_evaluation_is_equal_on_all_ranks():
+    source = SCRIPT.format(line="        out = model(x)") + EVALUATED
+    conversion = convert(source)
+    assert open_notes(conversion) == []
+    assert "for x, y in as_on_rank0(test_loader):" in conversion.after
+
+
+def test_what_may_not_be_set_may_still_be_a_ranks_own():
+    source = SCRIPT.format(line="        out = model(x)") + EVALUATED.replace(
+        "with torch.no_grad():", "if len(x) == 4:"
+    )
+    assert len(open_notes(convert(source))) == 1
+
+
+def test_an_entry_names_all_values_of_its_call():
+    asked = open_notes(with_line('print(f"{x.max()} {y.max()}", x.min(), y.min())'))
+    assert len(asked) == 1
+    for name in ("x.max()", "y.max()", "x.min()", "y.min()"):
+        assert f"`{name}`" in asked[0]

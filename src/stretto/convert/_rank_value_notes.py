@@ -76,16 +76,15 @@ class RankValueNotes:
             return
         if self._tree.called(call).startswith(EXPORTING):
             given = given[:1]  # the others are examples of inputs
-        shown = [self._smallest(n, differs) for n in given if differs(n)]
+        shown = [part for n in given if differs(n) for part in self._parts(n, differs)]
         if not shown:
             return
         self._reported.add(id(call))
         called = self._tree.text(call.func)[:40]
         names = list(dict.fromkeys(f"`{self._tree.text(n)[:50]}`" for n in shown))
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         self._work.undecided(
             call,
-            f"{', '.join(names[:3])}{more} in `{called}(...)`: "
+            f"{', '.join(names)} in `{called}(...)`: "
             "computed from each rank's own samples, so rank 0's value is not that of "
             "one process. Reduce it over ranks (mean_over_ranks, sum_over_ranks) or "
             "gather it",
@@ -162,11 +161,11 @@ class RankValueNotes:
                 "ranks what it is computed from",
             )
 
-    def _smallest(
+    def _parts(
         self, node: cst.BaseExpression, differs: Differs
-    ) -> cst.BaseExpression:
-        """Return the part to name: without the text and the calculation around it."""
-        while isinstance(
+    ) -> list[cst.BaseExpression]:
+        """Return the parts to name: without the text and calculations around them."""
+        if isinstance(
             node,
             cst.FormattedString
             | cst.ConcatenatedString
@@ -177,11 +176,9 @@ class RankValueNotes:
             | cst.GeneratorExp
             | cst.ListComp,
         ) or (isinstance(node, cst.Call) and self._is_format(node)):
-            inner = next((e for e in parts(node) if differs(e)), None)
-            if inner is None:
-                return node
-            node = inner
-        return node
+            inner = [e for e in parts(node) if differs(e)]
+            return [x for e in inner for x in self._parts(e, differs)] or [node]
+        return [node]
 
     def _is_format(self, call: cst.Call) -> bool:
         return self._tree.method_called(call, "format", "join") is not None

@@ -540,13 +540,29 @@ class _RankValues:
         elif isinstance(at, cst.NamedExpr | cst.AugAssign):
             block = None
         else:
-            block = self._tree.parent(self._tree.statement(at))
+            block = self._surely_run_with(self._tree.statement(at))
         made = frame.defs.setdefault(name, {}).setdefault(
             id(at), _Def(self._tree.line(at), block)
         )
         if differs and not made.differs:
             made.differs = True
             self._changed = True
+
+    def _surely_run_with(self, statement: cst.CSTNode) -> cst.CSTNode | None:
+        """Return the outermost block that runs a statement whenever it runs to its end.
+
+        The body of ``with torch.no_grad():`` belongs to the block around it.
+        """
+        block = self._tree.parent(statement)
+        while block is not None:
+            above = self._tree.parent(block)
+            if not isinstance(above, cst.With) or any(
+                self._tree.called(item.item) == "contextlib.suppress"
+                for item in above.items
+            ):
+                break
+            block = self._tree.parent(above)
+        return block
 
     def _home(self, name: str, scope: Scope) -> int:
         while scope is not None and name not in self._bound[id(scope)]:
