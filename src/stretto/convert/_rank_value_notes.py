@@ -177,6 +177,8 @@ class RankValueNotes:
             | cst.ListComp,
         ) or (isinstance(node, cst.Call) and self._is_format(node)):
             inner = [e for e in parts(node) if differs(e)]
+            if isinstance(node, cst.GeneratorExp | cst.ListComp):
+                inner = inner[:1]  # what it yields, not what that is made of
             return [x for e in inner for x in self._parts(e, differs)] or [node]
         return [node]
 

@@ -7,7 +7,7 @@ import operator
 from collections import defaultdict
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, fx, nn
@@ -317,10 +317,19 @@ def _reads(traced: Traced, op: fx.Node) -> list[fx.Node]:
     return [n for n in op.all_input_nodes if n in before or n is source]
 
 
+@final
+class _Stem(nn.Module):
+    """Returns the input; of stretto, because a program may patch `nn.Identity`."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        """Return the input."""
+        return batch
+
+
 def _add_stem(traced: Traced) -> None:
     root, source = traced.root, traced.source
     name = free_name("stem_of_input", traced.module, root)
-    root.add_submodule(name, nn.Identity())
+    root.add_submodule(name, _Stem())
     with root.graph.inserting_after(source):
         stem = root.graph.call_module(name, (source,))
     stem.meta["context"] = Context()

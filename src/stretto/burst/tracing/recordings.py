@@ -545,8 +545,8 @@ def _refuse_counted(module: nn.Module, watch: Watch, line: Callable[[], str]) ->
             "call. Its code may run more than once for a step, with another number of "
             "samples and without values, so such a change is not what one process "
             "has: make it in the training loop, between steps. To log, register a "
-            "forward hook on a layer after BurstParallel is built. Draw random numbers "
-            "with torch"
+            "forward hook on a module of torch.nn, such as an nn.Linear, after "
+            "BurstParallel is built. Draw random numbers with torch"
         )
 
 

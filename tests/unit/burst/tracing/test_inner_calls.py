@@ -263,3 +263,19 @@ class CastTwice(nn.Module):
 
 def test_operators_on_weights_may_differ_between_recordings():
     capture(CastTwice(), (torch.randn(6, 4),))
+
+
+class Skipping(nn.Module):
+    """Reads the input twice, so that a layer of its own sends it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)) + x)
+
+
+def test_a_patched_identity_does_not_change_a_model_without_one(monkeypatch):
+    monkeypatch.setattr(nn.Identity, "forward", lambda _, x: 2 * x)
+    capture(Skipping().double(), (torch.randn(5, 4).double(),))
