@@ -17,6 +17,8 @@ holds for what else ranks give each other, such as a loss with a buffer (`OtherS
 from __future__ import annotations
 
 import copy
+import hashlib
+import pickle
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -205,11 +207,19 @@ class OtherState:
 def _marks_of(state: Any) -> list[Any]:
     """Return what changes when a state is written, as far as that is known."""
     return [
-        _mark(leaf)
-        if isinstance(leaf, torch.Tensor)
-        else (leaf if isinstance(leaf, _PLAIN) else type(leaf))
+        _mark(leaf) if isinstance(leaf, torch.Tensor) else _content_of(leaf)
         for leaf in pytree.tree_leaves(state)
     ]
+
+
+def _content_of(value: Any) -> Any:
+    """Return what is equal for objects of equal content, and else differs."""
+    if isinstance(value, _PLAIN):
+        return value
+    try:
+        return hashlib.sha256(pickle.dumps(value)).digest()
+    except Exception:  # noqa: BLE001 - whatever an object's own code raises
+        return type(value)
 
 
 def _is_equal(one: Any, two: Any) -> bool:
@@ -220,9 +230,11 @@ def _is_equal(one: Any, two: Any) -> bool:
         return False
     for a, b in zip(ones, twos, strict=True):
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a, b):
+            if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
                 return False
-        elif isinstance(a, _PLAIN) and a != b:
+            if not torch.equal(a.to_dense(), b.to_dense()):
+                return False
+        elif _content_of(a) != _content_of(b):
             return False
     return True
 
@@ -233,4 +245,5 @@ _PLAIN = int | float | complex | str | bytes | bool | None
 def _mark(parameter: torch.Tensor) -> tuple[int, int]:
     """Return what changes when a parameter is written, or its memory replaced."""
     version = 0 if parameter.is_inference() else parameter._version  # noqa: SLF001
-    return version, parameter.data_ptr()
+    has_storage = parameter.layout is torch.strided
+    return version, parameter.data_ptr() if has_storage else 0

@@ -10,11 +10,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
 from stretto import variable_names
 from stretto.cluster.channel import connected, encoded
-from stretto.errors import StrettoError
+from stretto.errors import SpecError, StrettoError
 from stretto.members.wire import (
     view_of,
 )
@@ -30,6 +30,8 @@ _CONNECT_S = 10.0
 @final
 class MemberClient:
     """Receives views in a thread, and reports what the keeper can't see."""
+
+    _made: ClassVar[set[tuple[str, int]]] = set()
 
     def __init__(self, path: Path, member: int, *, joins: bool = False) -> None:
         """Connect.
@@ -66,11 +68,23 @@ class MemberClient:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Self | None:
-        """Return the client of a rank that a keeper has started, else ``None``."""
+        """Return the client of a rank that a keeper has started, else ``None``.
+
+        Raises:
+            SpecError: this process has one.
+            StrettoError: no keeper listens.
+        """
         path = environment.get(variable_names.KEEPER)
         if path is None:
             return None
         member = int(environment[variable_names.MEMBER])
+        if (path, member) in cls._made:
+            raise SpecError(
+                "under --elastic a process has one stretto.Elastic or elastic Horovod "
+                "function, which its keeper follows: use one for all phases of "
+                "training, or start a job for each phase"
+            )
+        cls._made.add((path, member))
         return cls(Path(path), member, joins=variable_names.JOINS in environment)
 
     def start(

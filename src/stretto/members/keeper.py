@@ -29,7 +29,7 @@ from stretto.lab.ports import free_port
 from stretto.logs import get_logger
 from stretto.members import progress
 from stretto.members.ballots import Deliver, KeeperCore, VotePolicy
-from stretto.members.launchers import AGENT_STORE_VARIABLE
+from stretto.members.launchers import AGENT_STORE_VARIABLE, Launcher, launcher_of
 from stretto.members.meeting import Book, MeetingPoint
 from stretto.members.peers import KeeperNetwork
 from stretto.members.progress import ProgressReader
@@ -440,7 +440,10 @@ class RankKeeper:
                     )
                     self._end(_shell_code(code))
         if not living:
-            if self._network is None and (first := self._lost_first) is not None:
+            # A rank that was asked to leave may be the last one to end.
+            is_done = any(r.left and r.code == 0 for r in self._ranks.values())
+            first = self._lost_first
+            if self._network is None and is_done and first is not None:
                 _log.error(
                     "%s was rank 0 and was lost when the others had trained the last "
                     "step: what only rank 0 does after it, such as saving the model, "
@@ -448,9 +451,24 @@ class RankKeeper:
                     _name(first),
                 )
                 self._code = self._code or _shell_code(first.code or 0)
-            if rank.is_drained:
-                self._code = self._code or _shell_code(code)
+            if rank.is_drained and not is_done:
+                self._code = self._code or self._code_of_leaving(code)
             self._stop_if_done()
+
+    def _code_of_leaving(self, code: int) -> int:
+        """Return the keeper's status where all its ranks have left, others train on.
+
+        torchrun would end its other processes, which are keepers, if one failed.
+        """
+        core = self._core
+        others = (
+            core is not None
+            and self._network is not None
+            and self._drained_s is None
+            and any(m.keeper != self._keeper for m in core.view.members)
+        )
+        is_torchrun = launcher_of(os.environ) is Launcher.TORCHRUN
+        return 0 if others and is_torchrun else _shell_code(code)
 
     def _stop_if_done(self) -> None:
         """End once this host's ranks have ended and no other host needs its vote."""

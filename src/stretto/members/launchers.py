@@ -37,6 +37,11 @@ class Launcher(enum.Enum):
     OTHER = "the launcher"
 
 
+_STARTERS = {
+    **{launcher: launcher.value for launcher in Launcher},
+    Launcher.TORCHRUN: "torchrun (also as `stretto run` without --elastic)",
+}
+
 _REMEDIES = {
     Launcher.TORCHRUN: "start it with `torchrun ... -m stretto run --elastic MIN:MAX "
     "SCRIPT`, or without torchrun with `stretto run --elastic MIN:MAX SCRIPT`",
@@ -115,7 +120,7 @@ def loss_warning(environment: Mapping[str, str], *, has_snapshots: bool) -> str:
         )
         after = f" ({restarts}, from {where})"
     return (
-        f"a lost rank ends this job, which {launcher.value} has started{after}. "
+        f"a lost rank ends this job, which {_STARTERS[launcher]} has started{after}. "
         f"To continue with the other ranks, {_REMEDIES[launcher]}."
     )
 

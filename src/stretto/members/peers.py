@@ -509,7 +509,10 @@ class KeeperNetwork:
             if hello.keeper == book.keeper or (
                 known is not None and known.process != hello.process
             ):
-                return "its number is taken"
+                return (
+                    "its number is taken, perhaps by one that has just ended and is "
+                    "given up in a few seconds"
+                )
         elif book is None and self.forms and hello.node is not None:
             taken = [link.hello.node for link in self._waiting if link.hello]
             if not 0 < hello.node < self._point.nodes or hello.node in taken:

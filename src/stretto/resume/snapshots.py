@@ -61,7 +61,10 @@ def _numpy_classes() -> list[Any]:
 
 
 def copy_of(value: Any) -> Any:
-    """Return a copy of a state on the CPU; its tensors share no memory with it."""
+    """Return a copy of a state on the CPU, which shares no memory with it.
+
+    An object that can't be copied is itself in the copy.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -71,7 +74,12 @@ def copy_of(value: Any) -> Any:
         return copied
     if type(value) in (list, tuple):
         return type(value)(copy_of(each) for each in value)
-    return value
+    if value is None or isinstance(value, int | float | complex | str | bytes):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - whatever an object's own code raises
+        return value
 
 
 @final
@@ -162,7 +170,7 @@ class SnapshotWriter:
         except Exception as error:  # noqa: BLE001 - training continues whatever it is
             self._failure = (
                 f"the snapshot of step {manifest.step} was not written to {folder}: "
-                f"{_reason(error)}. Earlier ones remain."
+                f"{_reason(error)}. Earlier ones, if there are any, remain."
             )
             self._log_once(f"{type(error)}", self._failure)
 

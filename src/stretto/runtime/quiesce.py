@@ -30,7 +30,9 @@ _OWN_THREADS_S = 1.0
 _UNKNOWN_S = 0.3
 """Length of the pause if there is no /proc."""
 
-_OWN = ("stretto-control", "stretto-lane", "stretto-failure", "stretto-store")
+_OWN = tuple(
+    f"stretto-{name}" for name in ("control", "lane", "failure", "store", "release")
+)
 """Names of stretto's daemon threads that call torch, and end by themselves."""
 
 _TASKS = Path("/proc/self/task")

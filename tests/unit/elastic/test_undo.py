@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import fractions
 import signal
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -259,6 +262,61 @@ def test_state_dicts_of_copies_are_not_taken_for_changes() -> None:
         if learns:
             other.end_block(learns=True)
     assert other.undo()
+
+
+class Holder:
+    """Holds one value of any kind."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+VALUES = [numpy.zeros(2), numpy.int64(0), numpy.float32(0), fractions.Fraction(0), 0]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_value_of_any_kind_is_set_back(value: Any) -> None:
+    held = Holder(value)
+    other = OtherState(held)
+    for _ in range(2):
+        other.begin_block(learns=True)
+        held.value = held.value + 1
+        other.end_block(learns=True)
+    before = copy.deepcopy(held.value)
+    other.begin_block(learns=False)
+    held.value += 1  # in place, where the kind can
+    assert other.undo()
+    assert numpy.array_equal(held.value, before)
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_later_change_of_any_kind_is_noticed(value: Any) -> None:
+    held = Holder(value)
+    other = OtherState(held)
+    for _ in range(2):
+        other.begin_block(learns=True)
+        other.end_block(learns=True)
+    other.begin_block(learns=False)
+    held.value += 1
+    assert not other.undo()
+
+
+def test_a_sparse_tensor_is_a_state_like_any_other() -> None:
+    held = Holder(torch.eye(3).to_sparse())
+    other = OtherState(held)
+    other.begin_block(learns=True)
+    held.value = held.value * 2
+    other.end_block(learns=True)
+    other.begin_block(learns=False)
+    held.value = held.value * 2
+    assert other.undo()
+    assert held.value.to_dense().sum() == 6
 
 
 class Growing(torch.nn.Module):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
+from stretto import variable_names
+from stretto.errors import SpecError
 from stretto.lab.ports import free_port
+from stretto.members.client import MemberClient
 from stretto.members.keeper import _Rank
 from stretto.members.progress import Doing, Progress
 from stretto.members.view import Member, View
@@ -127,6 +131,53 @@ def test_a_job_ends_whose_ranks_all_have_an_error_of_their_own(tmp_path: Path) -
     ended = run_failing(tmp_path, "all")
     assert ended.returncode == 4
     assert "the last rank that had trained ended by an error" in ended.stderr
+
+
+LEAVING = """
+import pathlib, sys, time
+from stretto.members.client import MemberClient
+client = MemberClient.of_environment()
+folder = pathlib.Path(sys.argv[0]).parent
+client.start(f"h:{client.member}", on_view=lambda _: None, on_end=lambda _: None)
+view = client.next_view(0, timeout_s=60)
+client.entered(view.generation)
+if client.member == 2:
+    client.drained([2])
+    while len(list(folder.glob("done*"))) < 2:
+        time.sleep(0.01)
+    time.sleep(0.5)  # the others end first
+    sys.exit(143)
+if 2 in view.ids:
+    client.next_view(view.generation, timeout_s=60)
+(folder / f"done{client.member}").touch()
+"""
+
+
+def test_a_rank_that_leaves_and_ends_last_does_not_fail_the_job(tmp_path: Path) -> None:
+    driver, rank = tmp_path / "keeper.py", tmp_path / "rank.py"
+    driver.write_text(KEEPER)
+    rank.write_text(LEAVING)
+    ended = subprocess.run(
+        [sys.executable, str(driver), str(rank), "1"], timeout=100, check=False
+    )
+    assert ended.returncode == 0
+
+
+def test_a_process_has_one_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keeper"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    monkeypatch.setattr(MemberClient, "_made", set())
+    environment = {variable_names.KEEPER: str(path), variable_names.MEMBER: "0"}
+    client = MemberClient.of_environment(environment)
+    assert client is not None
+    with pytest.raises(SpecError, match=r"a process has one stretto\.Elastic"):
+        MemberClient.of_environment(environment)
+    client._socket.close()
+    listener.close()
 
 
 def test_a_view_survives_its_line() -> None:
