@@ -353,7 +353,7 @@ def test_waiting_sleeps_and_a_lost_rank_ends_the_others_with_one_message(ranks) 
     found = ranks(_lost, 3, timeout_s=200, errors=True)
     assert found[1] is None
     for one in (found[0], found[2]):
-        assert max(one["cpu"]) < 0.1, one["cpu"]
+        assert max(one["cpu"]) < 0.4, one["cpu"]  # 1 if it did not sleep
         assert "rank 1" in one["engine"]
         assert one["seconds"] < 100
         assert "rank 1 is gone (process " in one["model"]
