@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import tempfile
 from pathlib import Path
@@ -321,7 +322,40 @@ class CachedInAHook(nn.Module):
         pass
 
 
-CHANGING = [Checkpointed, Replaced, CachedInAHook]
+class Decides(nn.Module):
+    """Reads values of buffers, which the program changes now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.register_buffer("times", torch.linspace(0, 1, 4))
+        self.register_buffer("mask", torch.arange(8) < 5, persistent=False)
+        self.register_buffer("signs", None, persistent=False)
+        self.sizes = torch.tensor([3, 5])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x).tanh()
+        for one, two in itertools.pairwise(self.times):
+            h = h + float(two - one) * h.sin()
+        if self.signs is None:
+            self.signs = torch.arange(8) % 2
+        h = h.clone()
+        h[:, self.mask] *= float(self.signs.sum())
+        return self.b(torch.cat(h.split(self.sizes.tolist(), 1)[::-1], 1))
+
+    def change(self, step: int) -> None:
+        if step == 4:
+            self.times.data.mul_(2)
+        if step == 7:
+            self.times = self.times.flip(0)
+        if step == 10:
+            self.mask.logical_not_()
+        if step == 13:
+            self.sizes += torch.tensor([1, -1])
+
+
+CHANGING = [Checkpointed, Replaced, CachedInAHook, Decides]
 
 
 def trained_while_changing(kind: Any, side: Side) -> list[torch.Tensor]:

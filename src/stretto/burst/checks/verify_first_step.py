@@ -281,7 +281,9 @@ class SmallStep:
                 for held, hooks in _user_hooks(parameter):
                     for key in hooks:
                         del held[key]
-                if parameter.is_floating_point():
+                # By the values of some, forward decides what it runs.
+                is_free = id(parameter) not in self._graph.decided
+                if is_free and parameter.is_floating_point():
                     with torch.no_grad():
                         parameter.add_(self._numbers.noise_for(parameter.detach()))
             yield

@@ -25,6 +25,8 @@ A recording:
   `recorder`, `records` and `build`).
 - `fakes`: tensors without values, in place of parameters and buffers, and which tensors
   share memory (shared).
+- `constant_values`: values of constants, by which forward's code may decide (for
+  `fakes`).
 - `reads`: the plain state that forward reads, to detect a change of it (shared).
 - `rerun`: run forward's code again before each step, and compare its calls (for
   `classify` and `recorder` too).

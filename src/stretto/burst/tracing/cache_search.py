@@ -129,6 +129,7 @@ class Holders(HolderList):
         self._seen[id(part)] = part
         if not isinstance(part, nn.RNNBase):  # it lists its own parameters
             self._add(part.__dict__, name, is_space=True)
+        self._add(part._buffers, name, is_space=True)  # noqa: SLF001
         for held in (part._parameters, part._buffers):  # noqa: SLF001
             for key, tensor in held.items():
                 if tensor is not None:

@@ -1,10 +1,11 @@
 """Find and undo what a forward keeps outside of the call, such as a cache of tables.
 
 # Note [Caches]
-Forward may fill a cache on its first call: an attribute, a container, a global or a
-``functools.lru_cache``. Each recording begins with the caches as the program left them
-and leaves them so: a tensor without values must not stay in one. A recorded tensor
-that is kept must be the same for every call, computed from constants and from buffers.
+Forward may fill a cache on its first call: an attribute, a buffer that a state dict
+does not hold, a container, a global or a ``functools.lru_cache``. Each recording begins
+with the caches as the program left them and leaves them so: a tensor without values
+must not stay in one. A recorded tensor that is kept must be the same for every call,
+computed from constants and from buffers; see `call_history` for one that counts calls.
 Layers then compute it in each step. Anything else that forward keeps belongs to one
 call or to one state of the parameters, and is refused.
 

@@ -6,8 +6,8 @@ repeats the operations of a first call of each kind, so such a value must be the
 that a first call computes: a number that counts shapes, or the order in which they
 came, would be frozen. If forward changes plain state in a call of a new kind, calls are
 recorded in several orders: of other numbers of samples, in the other mode, without
-gradients, in autocast. Each must do what it does as a first call, and a number that it
-keeps must be one that a first call keeps. So a cache of what depends only on the kind
+gradients, in autocast. Each must do what it does as a first call, and a number or
+tensor that it keeps must be one that a first call keeps. So a cache of what depends only on the kind
 of a call is accepted, and a counter is not, although no operation shows it yet.
 
 This state is restored afterwards. What can't be restored, such as an iterator, must not
@@ -29,8 +29,10 @@ from stretto.burst.tracing.aligning import aligned
 from stretto.burst.tracing.caches import kept_in, tensors_in, undo
 from stretto.burst.tracing.comparing import BATCHES, compare
 from stretto.burst.tracing.fakes import Fakes
+from stretto.burst.tracing.freezing import ContentFreezer
 from stretto.burst.tracing.plain_state import PlainState, is_plain
 from stretto.burst.tracing.recordings import record_once, untouched
+from stretto.burst.tracing.records import Ref
 from stretto.burst.tracing.source_lines import line_of_forward, line_where
 from stretto.errors import SpecError
 
@@ -59,6 +61,21 @@ class _Kind(NamedTuple):
     batch: int
 
     around: Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@final
+class _Table(NamedTuple):
+    """Where a call keeps a tensor."""
+
+    holder: int
+    """The id of what holds it."""
+
+    key: Any
+
+    number: int
+    """Its number among the tensors under this key."""
+
+    name: str
 
 
 @contextlib.contextmanager
@@ -139,7 +156,8 @@ class _Orders:
         self._holders, self._state = kept
         self._context = contextvars.copy_context()
         self._kept: dict[int, Tensor] = {}
-        self._firsts: dict[int, Recording] = {}
+        self._made: dict[int, Tensor] = {}
+        """Those of them that forward's own operations made, in any call."""
 
     def require(self, reads: Reads) -> None:
         kinds = _kinds(self._module, self._arguments.device.type, reads.names_in_code())
@@ -149,7 +167,7 @@ class _Orders:
             self._forget()
             # It may not run in another mode.
             with contextlib.suppress(*(() if kind in (usual, other) else (SpecError,))):
-                alone[kind] = self._call(kind), self._values()
+                alone[kind] = self._call(kind), self._values() | self._tensors()
         self._forget()
         watch = reads.watch(is_between=False)
         for kind in rest:
@@ -212,6 +230,8 @@ class _Orders:
             )
         for one in kept_in(self._holders):
             self._kept[id(one.tensor)] = one.tensor
+            if isinstance(found.refs.get(id(one.tensor)), Ref):
+                self._made[id(one.tensor)] = one.tensor
         for value in self._context.values():
             self._kept |= {id(tensor): tensor for tensor in tensors_in(value, Tensor)}
         return found
@@ -230,6 +250,24 @@ class _Orders:
             for variable, value in self._context.items()
             if is_plain(value) and variable.get(_MISSING) != value
         }
+        return found
+
+    def _tensors(self) -> dict[_Table, Any]:
+        """Return the values of the tensors that calls keep.
+
+        Modules with hooks run as they are, and keep their own.
+        """
+        found: dict[_Table, Any] = {}
+        numbers: Counter[tuple[int, Any]] = Counter()
+        for one in kept_in(self._holders):
+            value = self._fakes.mode.values.value_of(one.tensor, decides=False)
+            if value is None or id(one.tensor) not in self._made:
+                continue
+            content = ContentFreezer()(value)
+            key = content if isinstance(one.holder.of, set) else one.key
+            entry = id(one.holder.of), key
+            found[_Table(*entry, numbers[entry], one.holder.name_of(one.key))] = content
+            numbers[entry] += 1
         return found
 
     def _compare(
@@ -251,9 +289,9 @@ class _Orders:
         order: tuple[_Kind, _Kind],
         alone: dict[_Kind, tuple[Recording, dict[Any, Any]]],
     ) -> None:
-        """Require that each kept number is one that a first call keeps."""
+        """Require that each kept value is one that a first call keeps."""
         known = [alone[kind][1] for kind in order]
-        for place, value in self._values().items():
+        for place, value in (self._values() | self._tensors()).items():
             if all(some.get(place, _MISSING) != value for some in known):
                 raise self._error(order, self._name_of(place))
 
@@ -328,6 +366,6 @@ class _Orders:
 
     def _name_of(self, place: Any) -> str:
         """Return the name of a place in `_values`."""
-        if isinstance(place, contextvars.ContextVar):
+        if isinstance(place, (contextvars.ContextVar, _Table)):
             return place.name
         return self._state.name_of(place)

@@ -130,6 +130,9 @@ class Traced:
     cached: CachedValues | None = None
     """The values that it would keep there."""
 
+    decided: frozenset[int] = frozenset()
+    """The ids of tensors by whose values its forward decides."""
+
     leaves: list[bool] = field(default_factory=list)
     """Which modules ran as one operation."""
 

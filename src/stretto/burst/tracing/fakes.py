@@ -12,22 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from stretto.burst.tracing.constant_values import (
+    ConstantValues,
+    reads_values,
+    written_by,
+)
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 _DEVICE = torch.ops.prim.device.default
 _LIFT = torch.ops.aten.lift_fresh.default
 """Makes a tensor without values of one that a constructor made."""
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Yield the tensors into which an operation writes."""
-    for i, argument in enumerate(func._schema.arguments):  # noqa: SLF001
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[i] if i < len(args) else kwargs.get(argument.name)
-            for tensor in given if isinstance(given, (list, tuple)) else (given,):
-                if isinstance(tensor, FakeTensor):
-                    yield tensor
 
 
 class AbstractRecorder(abc.ABC):
@@ -63,6 +59,7 @@ class RecordingMode(FakeTensorMode):
         # Code in C++ that asks for an address gets an error, and not a null pointer.
         self._allow_unsafe_data_ptr_access = False
         self.recorder: AbstractRecorder | None = None
+        self.values = ConstantValues(storage_of)
         self._inside = False
 
     def __torch_dispatch__(
@@ -77,10 +74,10 @@ class RecordingMode(FakeTensorMode):
             if torch.Tag.nondeterministic_seeded in func.tags:
                 recorder.drew(func, args, kwargs or {})
             if func._schema.is_mutable:  # noqa: SLF001
-                recorder.wrote(list(_written(func, args, kwargs or {})))
+                recorder.wrote(list(written_by(func, args, kwargs or {})))
         self._inside = True
         try:
-            result = super().__torch_dispatch__(func, types, args, kwargs or {})
+            result = self._result(func, types, args, kwargs or {})
         finally:
             self._inside = False
         if recorder is not None:
@@ -90,18 +87,36 @@ class RecordingMode(FakeTensorMode):
             recorder.lifted(result, args[0])
         return result
 
+    def _result(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator, with values where its result's size depends on them."""
+        if self.recorder is None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        given = args
+        if reads_values(func):
+            found = self.values.computed(func, args, kwargs, self.from_tensor)
+            if found is not None:
+                return found[0]
+            given = self.values.with_numbers(func, args, self.from_tensor)
+        result = super().__torch_dispatch__(func, types, given, kwargs)
+        self.values.note(func, args, kwargs, result)
+        return result
+
 
 @contextlib.contextmanager
 def swapped(
-    modules: Iterable[tuple[str, nn.Module]], make: Callable[[Tensor], Tensor]
+    modules: Iterable[tuple[str, nn.Module]],
+    make: Callable[[Tensor], Tensor],
+    *,
+    leaves_replaced: bool = False,
 ) -> Iterator[dict[str, Tensor]]:
     """Give modules other parameters and buffers temporarily; yield these by name.
 
-    Those that modules share stay shared.
+    Those that modules share stay shared. ``leaves_replaced``: whether those that were
+    replaced meanwhile stay.
     """
     memo: dict[int, Tensor] = {}
     names: dict[str, Tensor] = {}
-    undo: list[tuple[dict[str, Any], str, Any]] = []
+    undo: list[tuple[dict[str, Any], str, Any, Any]] = []
     seen: set[int] = set()
     try:
         for prefix, part in modules:
@@ -110,18 +125,20 @@ def swapped(
                     continue
                 seen.add(id(held))
                 for name, tensor in held.items():
-                    if tensor is None:
+                    # An earlier call may have registered a buffer without values.
+                    if tensor is None or isinstance(tensor, FakeTensor):
                         continue
                     if id(tensor) not in memo:
                         memo[id(tensor)] = make(tensor)
                         full = f"{prefix}.{name}" if prefix else name
                         names[full] = memo[id(tensor)]
-                    undo.append((held, name, tensor))
+                    undo.append((held, name, tensor, memo[id(tensor)]))
                     held[name] = memo[id(tensor)]  # type: ignore[assignment]
         yield names
     finally:
-        for held, name, tensor in reversed(undo):
-            held[name] = tensor
+        for held, name, tensor, made in reversed(undo):
+            if not leaves_replaced or held.get(name) is made:
+                held[name] = tensor
 
 
 def held_by(root: nn.Module) -> dict[str, Tensor | None]:
@@ -144,6 +161,13 @@ class Fakes:
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         held = {id(t): t for t in (*root.parameters(), *root.buffers())}
         self._shared = Counter(storage_of(t) for t in held.values() if _is_plain(t))
+        self._changing = {
+            id(buffer)
+            for part in root.modules()
+            if isinstance(part, nn.modules.batchnorm._NormBase)  # noqa: SLF001
+            for buffer in part._buffers.values()  # noqa: SLF001
+        }
+        """The ids of statistics, which forward updates."""
 
     def trained(self) -> dict[int, str]:
         """Return the memory of each parameter, with its name."""
@@ -156,6 +180,11 @@ class Fakes:
         """Return a tensor's twin without values."""
         if id(tensor) not in self._made:
             self._made[id(tensor)] = tensor, self._make(tensor)
+            twin = self._made[id(tensor)][1]
+            if id(tensor) in self._changing:
+                self.mode.values.leave_out(twin)
+            else:
+                self.mode.values.hold(twin, tensor)
         return self._made[id(tensor)][1]
 
     def _make(self, tensor: Tensor) -> Tensor:

@@ -50,8 +50,9 @@ class InnerCall:
     is_row_wise: bool = False
     """Whether an operator of another library was declared to keep rows apart."""
 
-    by_mask: bool = False
-    """Whether ``index_put`` writes where a mask is true."""
+    masked: tuple[int, ...] = ()
+    """Dimensions, counted from the last, of the first input, in which ``index_put``
+    writes where a mask is true."""
 
     place: str = ""
     """The line in user code inside the operation, if it has any."""
@@ -90,12 +91,10 @@ def inner_call(
         dims = _dims_of(name, args, kwargs)
         return InnerCall(name, inputs, outputs, dims=dims, place=place)
     if name in _INDEXES:
-        by_mask = name == "index_put" and any(
-            i is not None and i.dtype is torch.bool for i in args[1]
-        )
+        masked = tuple(_masked_dims(args) if name == "index_put" else ())
         indexed = tuple(_indexed(name, args, varies))
         return InnerCall(
-            name, inputs, outputs, by_mask=by_mask, indexed=indexed, place=place
+            name, inputs, outputs, masked=masked, indexed=indexed, place=place
         )
     return InnerCall(name, inputs, outputs, place=place)
 
@@ -110,14 +109,31 @@ def _dims_of(name: str, args: Any, kwargs: Any) -> tuple[Any, ...]:
     return (value,)
 
 
+def _indices(args: Any) -> Iterator[tuple[int, Tensor | None]]:
+    """Yield indices, each with the first dimension of the tensor that it is for."""
+    first = 0
+    for index in args[1]:
+        yield first, index
+        is_mask = index is not None and index.dtype is torch.bool
+        first += index.dim() if is_mask else 1
+
+
+def _masked_dims(args: Any) -> Iterator[int]:
+    """Yield the dimensions that masks among an operator's indices have."""
+    for first, index in _indices(args):
+        if index is not None and index.dtype is torch.bool:
+            yield from (first + i - args[0].dim() for i in range(index.dim()))
+
+
 def _indexed(name: str, args: Any, varies: Callable[[Tensor], bool]) -> Iterator[int]:
     """Yield the dimensions in which an operator of `_INDEXES` reads or writes."""
     dims = args[0].dim()
     if name in ("index", "index_put"):
-        for i, index in enumerate(args[1]):
-            is_place = index is not None and index.dtype != torch.bool
-            if is_place and varies(index):
-                yield i - dims
+        for first, index in _indices(args):
+            if index is None or index.dtype is torch.bool:
+                continue
+            if varies(index):
+                yield first - dims
     elif name in ("take", "put"):
         if varies(args[1]):
             yield from range(-dims, 0)
@@ -333,7 +349,7 @@ def _sorted_values(call: InnerCall, inputs: list[Sides]) -> bool:
 
 
 def _masked(call: InnerCall, inputs: list[Sides]) -> bool:
-    return call.by_mask and bool(inputs[-1])
+    return bool(inputs[-1]) and not set(call.masked).isdisjoint(inputs[0])
 
 
 def _keys(_call: InnerCall, inputs: list[Sides]) -> bool:

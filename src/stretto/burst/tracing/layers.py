@@ -153,6 +153,11 @@ class LayerGraph:
             if name in self.constants
         )
 
+    @property
+    def decided(self) -> frozenset[int]:
+        """The ids of tensors by whose values forward decides, see `constant_values`."""
+        return self._traced.decided
+
     def outdated(self) -> str | None:
         """Return a value that forward read and that changed since, or None."""
         return self._traced.outdated()

@@ -120,6 +120,7 @@ def trace(
     traced.reads_layout = first.reads_layout
     traced.reads_offset = first.reads_offset
     traced.names = reads.names()
+    traced.decided = frozenset(reads.decided)
     traced.leaves = leaves_of(module)
     traced.caches = caches
     nodes = {

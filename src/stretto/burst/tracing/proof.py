@@ -144,7 +144,7 @@ def require_equal(
     own_backward = with_own_backward(graph.nodes)
     if graph.ambient.grad and own_backward:
         reads = BackwardReads(module)
-    replaced = _owned_by(module) - graph.held_elsewhere
+    replaced = _owned_by(module) - graph.held_elsewhere - graph.decided
     kinds = kinds_of(graph.nodes, replaced, own_backward)
     check_with = partial(_checked, graph, module, examples, reads, kinds, own_backward)
     with (
@@ -456,6 +456,8 @@ class _Check:
             made = tensor.detach().clone()
             if not has_gradient(made) or id(tensor) not in self._owned:
                 pass
+            elif id(tensor) in self._graph.decided:
+                pass  # forward would decide otherwise
             elif isinstance(tensor, nn.Parameter):
                 made += self._numbers.noise_for(made)
             else:

@@ -147,6 +147,8 @@ class Reads:
         self._is_on = False
         self.objects: list[Any] = []
         """Modes around forward, which have attributes."""
+        self.decided: dict[int, Tensor] = {}
+        """Tensors by whose values forward decides, by id, see `constant_values`."""
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -261,6 +263,7 @@ class Reads:
         if is_between:
             _add_hooks(rows, HOOKS_OF_ALL, "a hook of all modules")
             self._add_objects_in_hooks(rows)
+            self._add_values(rows)
         self._add_globals(rows)
         self._add_functions(rows, helpers, is_between=is_between)
         self._add_tests(rows, trained=trained)
@@ -281,6 +284,7 @@ class Reads:
                 self._add_read(rows, number, key, is_users=is_users)
         self._add_module_hooks(rows)
         _add_hooks(rows, HOOKS_OF_ALL, "a hook of all modules")
+        self._add_values(rows)
         self._add_tests(rows, trained=trained)
         self._add_forwards(rows)
         return rows.watch()
@@ -433,6 +437,19 @@ class Reads:
                     return [p.requires_grad for p in parameters] == known
 
             rows.add_test(is_same, "requires_grad")
+
+    def _add_values(self, rows: WatchedRows) -> None:
+        """Add the values of tensors by which forward decides."""
+        left = dict(self.decided)
+        for number, (_, part) in self._modules.items():
+            for held in (part._parameters, part._buffers):  # noqa: SLF001
+                for key, tensor in held.items():
+                    if id(tensor) in self.decided:
+                        rows.add_values(held, key, self._name_of(number, key))
+                        left.pop(id(tensor), None)
+        for tensor in left.values():
+            name = f"a tensor of shape {tuple(tensor.shape)}"
+            rows.add_values({"": tensor}, "", name)
 
     def _add_forwards(self, rows: WatchedRows) -> None:
         """Add the forwards that the executor replaces, if the program replaces them."""

@@ -332,6 +332,10 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         if func in _LAYOUT:
             self._note_layout_read(func, args[0], sys._getframe(1))  # noqa: SLF001
         refuse_address(func)
+        if func is Tensor.tolist and (found := self._list_of(args[0])) is not None:
+            if not self._depth:
+                self._calls.add(func, args, kwargs, found)
+            return found
         if self._depth:
             self._note_borrowed((args, kwargs))
             result = func(*args, **kwargs)
@@ -340,6 +344,12 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         result = self._torch_function(func, args, kwargs)
         self._calls.add(func, args, kwargs, result)
         return result
+
+    def _list_of(self, tensor: Tensor) -> Any:
+        """Return the numbers in a constant, or None if it has no values."""
+        with torch._C.DisableTorchFunction():  # noqa: SLF001
+            value = self._mode.values.value_of(self._fake(tensor))
+            return None if value is None else value.tolist()
 
     def _torch_function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function, and record it if it gives tensors."""
@@ -643,6 +653,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             if id(value) not in self._fakes:
                 self._alive.append(value)
                 self._fakes[id(value)] = self._mode.from_tensor(value)
+                self._mode.values.hold(self._fakes[id(value)], value)
                 self._held.add(storage_of(self._fakes[id(value)]))
             return self._fakes[id(value)]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -1148,16 +1159,27 @@ def _leaves_at(value: Any, path: tuple[Any, ...]) -> list[tuple[Any, Tensor]]:
 
 
 def _refuse_replaced(root: nn.Module, before: dict[str, Tensor | None]) -> None:
+    """Refuse a change of what modules hold, except caches: see Note [Caches]."""
     after = held_by(root)
     for name in {**before, **after}:
-        if name not in before or name not in after or before[name] is not after[name]:
-            owner, _, key = name.rpartition(".")
-            part = root.get_submodule(owner)
-            raise SpecError(
-                f"{line_setting(part, key)}forward of {type(part).__name__} replaces, "
-                f"adds or removes its parameter or buffer {name!r}, which layers on "
-                "other ranks would not. Update it outside of the model"
+        if name in before and name in after and before[name] is after[name]:
+            continue
+        owner, _, key = name.rpartition(".")
+        part = root.get_submodule(owner)
+        is_kept = key in part._buffers and isinstance(after[name], FakeTensor)  # noqa: SLF001
+        if is_kept and key in part._non_persistent_buffers_set:  # noqa: SLF001
+            continue
+        way = "Update it outside of the model"
+        if is_kept:
+            way = (
+                "If it is a table that is the same in each call, register it with "
+                "persistent=False, or make it outside of the model"
             )
+        raise SpecError(
+            f"{line_setting(part, key)}forward of {type(part).__name__} replaces, "
+            f"adds or removes its parameter or buffer {name!r}, which layers on "
+            f"other ranks would not. {way}"
+        )
 
 
 def record(
@@ -1179,7 +1201,8 @@ def record(
     shape, dtype, device = source
     trained = fakes.trained()
     registered = frozenset(id(parameter) for parameter in root.parameters())
-    with swapped(root.named_modules(), fakes.of) as named:
+    every = root.named_modules()
+    with swapped(every, fakes.of, leaves_replaced=True) as named:
         calls = TorchCalls(root.modules(), device.type)
         recorder = OperationRecorder(root, mode, trained, shape[0], check, calls)
         recorder.registered = registered
@@ -1203,6 +1226,7 @@ def record(
                 recorder.knows(batch, SOURCE)
                 recorder.recording.source = batch
                 recorder.varying.add(storage_of(batch))
+                mode.values.leave_out(batch)
                 recorder.modes = len(dispatch_modes_now())
                 with (
                     recorder,

@@ -168,6 +168,7 @@ def record_both(
     fills caches, each recording finds them as they were. The caches are returned too.
     """
     fakes = Fakes(module)
+    reads.decided = fakes.mode.values.read
     hooks = _hooks_in(module)
 
     def once(batch: int, known: Recording | None = None, kept: Any = ()) -> Recording:
@@ -448,7 +449,8 @@ def _way_around(error: Exception, arguments: Arguments) -> str:
         )
     if type(error).__module__.startswith(("torch._subclasses", "torch.fx")):
         return (
-            "What runs must not depend on a tensor's value: rewrite this line with "
+            "What runs must not depend on values that are computed from samples, "
+            "trained parameters, statistics or random numbers: rewrite this line with "
             "tensor operations, or move it out of the model"
         )
     return (

@@ -603,11 +603,11 @@ class Rerun:
         """Delete attributes that got tensors without values; return a line of one."""
         place = None
         for part in self._own:
-            held = vars(part)
-            for key in [k for k, v in held.items() if type(v) is FakeTensor]:
-                del held[key]
-                name = f"the attribute {key!r} of {type(part).__name__}"
-                place = line_setting(part, key).removesuffix(": ") or name
+            for held in (vars(part), part._buffers):  # noqa: SLF001
+                for key in [k for k, v in held.items() if type(v) is FakeTensor]:
+                    del held[key]
+                    name = f"the attribute {key!r} of {type(part).__name__}"
+                    place = line_setting(part, key).removesuffix(": ") or name
         return place
 
     @contextlib.contextmanager

@@ -311,6 +311,13 @@ class WatchedRows:
         self._held.append(held)
         self._rows[id(held), key] = row
 
+    def add_values(self, held: Held, key: Any, name: str) -> None:
+        """Add the values of a tensor, besides the tensor itself."""
+        freeze = ContentFreezer()
+        known = freeze(held.get(key, MISSING))
+        self._held.append(held)
+        self.add_test(lambda: bool(freeze(held.get(key, MISSING)) == known), name)
+
     def add_test(self, holds: Callable[[], bool], name: str) -> None:
         """Add another condition."""
         self._tests.append((holds, name))
