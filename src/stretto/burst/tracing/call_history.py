@@ -7,8 +7,9 @@ that a first call computes: a number that counts shapes, or the order in which t
 came, would be frozen. If forward changes plain state in a call of a new kind, calls are
 recorded in several orders: of other numbers of samples, in the other mode, without
 gradients, in autocast. Each must do what it does as a first call, and a number or
-tensor that it keeps must be one that a first call keeps. So a cache of what depends only on the kind
-of a call is accepted, and a counter is not, although no operation shows it yet.
+tensor that it keeps must be one that a first call keeps. So a cache of what depends
+only on the kind of a call is accepted, and a counter is not, although no operation
+shows it yet.
 
 This state is restored afterwards. What can't be restored, such as an iterator, must not
 change.
