@@ -158,7 +158,7 @@ class _Orders:
         self._context = contextvars.copy_context()
         self._kept: dict[int, Tensor] = {}
         self._made: dict[int, Tensor] = {}
-        """Those of them that forward's own operations made, in any call."""
+        """Kept tensors that forward's own operations made, in any call."""
 
     def require(self, reads: Reads) -> None:
         kinds = _kinds(self._module, self._arguments.device.type, reads.names_in_code())

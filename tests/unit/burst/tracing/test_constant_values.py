@@ -129,7 +129,7 @@ def test_other_values_are_refused_with_the_line(middle):
 
 
 class ReadsFirst(nn.Module):
-    """Reads a vector that its layer computes anew in each forward."""
+    """Reads a vector that its layer computes in each forward."""
 
     def __init__(self):
         super().__init__()
