@@ -47,6 +47,8 @@ Two recordings:
 - `operations`: `trace`, the way from a module to its operations (for `burst.graph`).
 - `recordings`: both recordings, with forward's changes undone (shared).
 - `call_history`: require that a call does the same whatever calls came before.
+- `without_constants`: recordings without operations on constants (for
+  `call_history`).
 - `aligning`: pair their operations, without calls that only change a memory layout
   (for `call_history`, `comparing` and `recordings`).
 - `comparing`: sizes that follow the batch (shared).

@@ -16,10 +16,15 @@ import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
-import torch
-
 from stretto.burst.tracing.fakes import storage_of
-from stretto.burst.tracing.records import SOURCE, Fixed, Record, Recording, Ref
+from stretto.burst.tracing.records import (
+    SOURCE,
+    Fixed,
+    Record,
+    Recording,
+    Ref,
+    renamed,
+)
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -180,30 +185,24 @@ def _without(
         return recording
     numbers = {old: new for new, old in enumerate(kept)}
 
-    def named(value: Any) -> Any:
-        if isinstance(value, Ref):
-            while isinstance(value, Ref) and value.number in left_out:
-                value = left_out[value.number].args[0]
-            if not isinstance(value, Ref) or value == SOURCE:
-                return value
-            return Ref(numbers[value.number], value.path)
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(named, value))
-        if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-            return type(value)(map(named, value))
-        if isinstance(value, dict):
-            return {key: named(inner) for key, inner in value.items()}
-        if isinstance(value, slice):
-            return slice(named(value.start), named(value.stop), named(value.step))
-        return value
+    def name_of(name: Ref | Fixed) -> Ref | Fixed:
+        while isinstance(name, Ref) and name.number in left_out:
+            name = left_out[name.number].args[0]
+        if isinstance(name, Fixed) or name == SOURCE:
+            return name
+        return Ref(numbers[name.number], name.path)
 
     made = copy.copy(recording)
     made.records = [
-        replace(record, args=named(record.args), kwargs=named(record.kwargs))
+        replace(
+            record,
+            args=renamed(record.args, name_of),
+            kwargs=renamed(record.kwargs, name_of),
+        )
         for record in (recording.records[number] for number in kept)
     ]
-    made.output = named(recording.output)
-    made.refs = {key: named(name) for key, name in recording.refs.items()}
+    made.output = renamed(recording.output, name_of)
+    made.refs = {key: name_of(name) for key, name in recording.refs.items()}
     made.writers = {
         key: [numbers[number] for number in written]
         for key, written in recording.writers.items()

@@ -208,6 +208,11 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             self._held.add(storage_of(tensor))
         self._alive.append(tensor)
 
+    def knows_cached(self, tensor: Tensor, name: str) -> None:
+        """Give a tensor that an earlier call left in a cache a name."""
+        self.knows(tensor, Fixed(name))
+        self.recording.cached[name] = tensor
+
     def ref(self, tensor: Tensor, place: str) -> Ref | Fixed:
         """Return a tensor's name."""
         found = self._refs.get(id(tensor))
@@ -1209,13 +1214,15 @@ def record(
         for name, tensor in named.items():
             recorder.knows(tensor, Fixed(name))
             recorder.varying.add(storage_of(tensor))
-        for tensor in kept:
-            recorder.knows(tensor, Fixed("a cache"))
         for prefix, part in root.named_modules():
             for name, value in vars(part).items():
                 if isinstance(value, Tensor):
                     full = f"{prefix}.{name}" if prefix else name
                     recorder.knows(value, Fixed(full))
+        held = {id(tensor) for tensor in named.values()}
+        for number, tensor in enumerate(kept):
+            if id(tensor) not in held:
+                recorder.knows_cached(tensor, f"<cached {number}>")
         noted = contextlib.nullcontext() if reads is None else reads.noted()
         mode.recorder = recorder
         devices = [device] if device.type == "cuda" else []

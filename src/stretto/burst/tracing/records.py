@@ -12,7 +12,7 @@ from stretto.burst.tracing.fakes import storage_of
 from stretto.burst.tracing.inner_calls import InnerCall
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
+    from collections.abc import Callable, Container, Iterator
 
     from stretto.burst.tracing.rerun import TorchCalls
 
@@ -108,6 +108,9 @@ class Recording:
         self.constants: dict[str, Any] = {}
         """Tensors and other objects that belong to no module, by a generated name."""
 
+        self.cached: dict[str, Tensor] = {}
+        """Tensors without values that an earlier call left in caches, by name."""
+
         self.asks_for_gradients = False
         """Whether the user's code reads which tensors need a gradient."""
 
@@ -194,6 +197,21 @@ def names_in(value: Any) -> Iterator[str]:
     for ref in _refs_in(value):
         if isinstance(ref, Fixed):
             yield ref.name
+
+
+def renamed(value: Any, name_of: Callable[[Ref | Fixed], Ref | Fixed]) -> Any:
+    """Return an operation's arguments, or an output, with other names of tensors."""
+    if isinstance(value, (Ref, Fixed)):
+        return name_of(value)
+    if isinstance(value, slice):
+        parts = (value.start, value.stop, value.step)
+        return slice(*(renamed(part, name_of) for part in parts))
+    if isinstance(value, dict):
+        return {key: renamed(inner, name_of) for key, inner in value.items()}
+    if not isinstance(value, (tuple, list)) or isinstance(value, torch.Size):
+        return value
+    inner = [renamed(part, name_of) for part in value]
+    return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
 
 
 _LIKE = ("to", "type_as")

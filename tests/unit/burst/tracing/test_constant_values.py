@@ -273,3 +273,50 @@ def same_value(m, h):
 
 def test_a_kept_tensor_that_stays_the_same_is_accepted():
     assert captured(same_value).nodes
+
+
+def once_twice(m, h):
+    if m.table is None:
+        m.table = torch.arange(4)
+        return h * 2
+    return h * 3
+
+
+def once_in_attribute(m, h):
+    if not hasattr(m, "made"):
+        m.made = torch.arange(4)
+        h = h * 2
+    return h + m.made
+
+
+def missing_in_first(_m, h):
+    if "t" in KEPT:
+        return h + KEPT["t"]
+    KEPT["t"] = torch.arange(4)
+    return h
+
+
+@pytest.mark.parametrize("middle", [once_twice, once_in_attribute, missing_in_first])
+def test_a_first_call_that_computes_something_else_is_refused(middle):
+    KEPT.clear()
+    with pytest.raises(SpecError, match="is not like a first one"):
+        captured(middle)
+
+
+def by_type(m, h):
+    if m.table is None:
+        m.table = torch.arange(4, dtype=h.dtype)
+    return h + m.table
+
+
+def by_cache_or_not(m, h):
+    table = m.table
+    if table is None:
+        table = torch.arange(8)
+        m.table = table
+    return h * table[:4].flip(0) + m.times.clone()
+
+
+@pytest.mark.parametrize("middle", [by_type, by_cache_or_not])
+def test_a_first_call_that_computes_its_table_is_accepted(middle):
+    assert captured(middle).nodes
