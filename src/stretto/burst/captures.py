@@ -343,6 +343,8 @@ class Captures:
         same = set(self._layers) == {node.name for node in graph.nodes}
         if not (self._module.training or same):
             return graph
+        if not same:
+            graph = graph.named_like(self.planned)
         try:
             return graph.joined(self._layers)
         except PlanMismatch as exc:

@@ -87,7 +87,8 @@ class _Bucket:
         self.buffer = torch.zeros(
             schedule.elements, dtype=first.dtype, device=first.device
         )
-        parts = self.buffer.split([*sizes, *(1 for _ in slots)])
+        every = [*sizes, *(1 for _ in slots)]
+        parts = torch.split_with_sizes(self.buffer, every)
         for i, slot in enumerate(slots):
             slot.bucket = self
             slot.view = parts[i].view(slot.parameter.shape)

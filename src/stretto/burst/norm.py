@@ -16,9 +16,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stretto.burst.tracing.one_row import normalized, plain_row
+from stretto.burst.tracing.torch_modules import batch_norm
 from stretto.runtime.torch_compat import without_dynamo
 
 if TYPE_CHECKING:
@@ -156,14 +157,11 @@ class _Normalize(torch.autograd.Function):
     ) -> Tensor:
         kind = accumulate_type(x.dtype if weight is None else weight.dtype)
         mean, var, total = sync.statistics(x, kind, x.device)
-        eps = sync.norm.eps
         ctx.save_for_backward(x, weight, mean, var)
         ctx.sync, ctx.total = sync, total
         # Of half precision with the statistics' precision, as kernels take them.
         gain, shift = (v if v is None else v.to(mean.dtype) for v in (weight, bias))
-        return nn.functional.batch_norm(
-            x, mean, var, gain, shift, training=False, eps=eps
-        )
+        return batch_norm(x, sync.norm, (mean, var), (gain, shift))
 
     @staticmethod
     @without_dynamo

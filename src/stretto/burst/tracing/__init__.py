@@ -65,6 +65,7 @@ What can't be split over samples or ranks:
 - `own_rows`: computed indexes into the batch, checked at each step (for `build`,
   `other_values` and `proof`).
 - `tables`: batch norms whose values do not come from the samples.
+- `replaced`: functions and forwards of PyTorch that the program has replaced (shared).
 - `custom_backward`: layers whose backward is not torch's own (for `proof`).
 - `backward_reads`: what such backwards read and change (for `proof` and
   `burst.checks`).

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+import types
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
@@ -23,7 +24,7 @@ from stretto.burst.tracing.inner_calls import mixing
 from stretto.burst.tracing.names import Name, free_name
 from stretto.burst.tracing.own_rows import own_rows
 from stretto.burst.tracing.records import SOURCE, Fixed, Record, Recording, Ref
-from stretto.burst.tracing.torch_modules import Dropout
+from stretto.burst.tracing.torch_modules import PLAIN_DROPOUTS, Dropout
 from stretto.errors import SpecError
 
 if TYPE_CHECKING:
@@ -32,13 +33,8 @@ if TYPE_CHECKING:
     from stretto.burst.tracing.ordering import Order
 
 _DROPOUTS: dict[Any, Any] = {
-    functional.dropout: nn.Dropout,
-    torch.dropout: nn.Dropout,
-    functional.dropout1d: nn.Dropout1d,
-    functional.dropout2d: nn.Dropout2d,
-    functional.dropout3d: nn.Dropout3d,
-    functional.alpha_dropout: nn.AlphaDropout,
-}
+    getattr(functional, name): kind for name, kind in PLAIN_DROPOUTS.items()
+} | {torch.dropout: PLAIN_DROPOUTS["dropout"]}
 
 
 # The graph.
@@ -352,6 +348,8 @@ def _plain_number(value: Any) -> Any:
 
 def _is_importable(target: Any) -> bool:
     """Return whether generated code can call a torch function by its qualified name."""
+    if isinstance(target, types.MethodDescriptorType | types.WrapperDescriptorType):
+        return getattr(Tensor, target.__name__, None) is target
     if (getattr(target, "__module__", None) or "").partition(".")[0] != "torch":
         return True  # fx refers to the object itself
     try:

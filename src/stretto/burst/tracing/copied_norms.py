@@ -6,7 +6,8 @@ module such as an activation, as timm's ``BatchNormAct2d`` does. Such a forward 
 batches by a write into a buffer, and calls ``batch_norm`` with the module's own
 tensors. If both are what torch's forward does, torch's forward is recorded in their
 place, as an operation of the norm. All else that forward does is recorded as usual.
-Layers get a norm of torch's class that holds the same parameters and buffers.
+Layers get a norm with torch's forward that holds the same parameters and buffers. So do
+they if a program replaces the forward of torch's class, or of one norm.
 """
 
 from __future__ import annotations
@@ -17,23 +18,22 @@ from typing import TYPE_CHECKING, Any, final
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stretto.burst.tracing.torch_modules import BatchNorm
+from stretto.burst.tracing.replaced import is_torchs_forward
+from stretto.burst.tracing.torch_modules import PLAIN_NORMS, BatchNorm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_KINDS = tuple(PLAIN_NORMS)
 
+_BATCH_NORM = functional.__file__, "batch_norm"
 _SIGNATURE = inspect.signature(functional.batch_norm)
 
 
 def is_copied(module: nn.Module) -> bool:
-    """Return whether a module is a batch norm whose class has a forward of its own."""
-    return (
-        isinstance(module, _KINDS)
-        and "forward" not in module.__dict__
-        and not (type(module).forward.__module__ or "").startswith("torch.nn.modules")
-    )
+    """Return whether a module is a batch norm that has a forward of its own."""
+    forward: Any = module.__dict__.get("forward", type(module).forward)
+    return isinstance(module, _KINDS) and not is_torchs_forward(forward)
 
 
 def plain_norm(module: nn.Module) -> nn.Module:
@@ -41,9 +41,10 @@ def plain_norm(module: nn.Module) -> nn.Module:
     if not is_copied(module):
         return module
     kind = next(kind for kind in _KINDS if isinstance(module, kind))
-    found = kind.__new__(kind)
+    found: nn.Module = PLAIN_NORMS[kind].__new__(PLAIN_NORMS[kind])
     # With the same dictionaries of parameters and buffers.
     found.__dict__.update(module.__dict__)
+    found.__dict__.pop("forward", None)
     return found
 
 
@@ -111,7 +112,8 @@ class CopiedNorms:
 
 def is_of(call: Any) -> bool:
     """Return whether a function is the one that norms call."""
-    return call is functional.batch_norm
+    code = getattr(call, "__code__", None)
+    return code is not None and (code.co_filename, code.co_name) == _BATCH_NORM
 
 
 def torch_forward(norm: Any, rows: Tensor) -> Tensor:

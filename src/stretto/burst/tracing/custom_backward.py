@@ -10,6 +10,7 @@ from torch import fx
 from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL
 from stretto.burst.tracing.around import around_now
 from stretto.burst.tracing.recorder import apply_function
+from stretto.burst.tracing.replaced import is_torchs_forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -54,7 +55,7 @@ def own_backwards_in(node: LayerNode) -> Iterator[fx.Node]:
 def _has_own(module: torch.nn.Module) -> bool:
     for part in module.modules():
         forward = getattr(type(part), "forward", None)
-        if not (getattr(forward, "__module__", None) or "").startswith("torch.nn."):
+        if not is_torchs_forward(forward):
             return True
         if any(getattr(part, hooks) for hooks in HOOKS):
             return True

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from stretto.burst.tracing.replaced import own_function
 from stretto.burst.tracing.source_lines import is_user, source_line
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class _Writes(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        func = own_function(func)
         given = [
             (x, _version_of(x), _maker_of(_whole(x)))
             for x in pytree.tree_leaves((args, kwargs))

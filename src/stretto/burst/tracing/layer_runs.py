@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn import functional
 
 from stretto.burst.tracing.layers import INPUT
 from stretto.burst.tracing.one_row import PlainRows, normalized
-from stretto.burst.tracing.torch_modules import BatchNorm, InstanceNorm
+from stretto.burst.tracing.torch_modules import BatchNorm, InstanceNorm, batch_norm
 from stretto.burst.tracing.trial import ConstantDraws
 
 if TYPE_CHECKING:
@@ -254,9 +253,11 @@ def fixed_norms(parts: Any) -> Iterator[None]:
     """Let batch norms use their running statistics, or none; see `one_row` too."""
     norms: dict[Any, Any] = {}
     for _, part in parts:
+        if "forward" in vars(part):
+            continue  # the program's, which layers don't run
         if isinstance(part, BatchNorm):
             norms[part] = _Fixed(part)
-        elif isinstance(part, InstanceNorm) and "forward" not in vars(part):
+        elif isinstance(part, InstanceNorm):
             norms[part] = PlainRows(part)
     try:
         for norm, stand in norms.items():
@@ -278,8 +279,6 @@ class _Fixed:
             mean, var = (x.new_full((norm.num_features,), v) for v in (0.0, 1.0))
 
         def run(rows: Tensor) -> Tensor:
-            return functional.batch_norm(
-                rows, mean, var, norm.weight, norm.bias, training=False, eps=norm.eps
-            )
+            return batch_norm(rows, norm, (mean, var), (norm.weight, norm.bias))
 
         return normalized(run, x)

@@ -407,6 +407,27 @@ class LayerGraph:
             raise self._mismatch(next(iter(left)))
         return layers_of(self._traced, list(given), self.name, given)
 
+    def named_like(self, other: LayerGraph) -> LayerGraph:
+        """Return the same layers with the names of another capture's, if they match.
+
+        Layers match if they have the same parameters, buffers, connections and outputs
+        in the same order. Their operations may differ, and a name may be that of an
+        operation: where a program replaces the forward of one of PyTorch's classes, its
+        modules are recorded as operations.
+        """
+        base = layers_of(
+            other._traced,
+            grouping.groups_of(other._traced),
+            other.name,
+            {},
+        )
+        if list(map(_kind_of, _numbered(self))) != list(map(_kind_of, _numbered(base))):
+            return self
+        names = [node.name for node in base.nodes]
+        given = dict(zip(self._groups, names, strict=True))
+        found = layers_of(self._traced, list(self._groups), self.name, given)
+        return found if [node.name for node in found.nodes] == names else self
+
     def _mismatch(self, name: str) -> PlanMismatch:
         what = "is missing or duplicate" if name in self.by_name else "is not in it"
         return PlanMismatch(
@@ -414,6 +435,26 @@ class LayerGraph:
             f"{len(self.nodes)} layers from {self.nodes[0].name!r} to {self.output!r}: "
             f"layer {name!r} {what}. Run `stretto burst profile` again"
         )
+
+
+def _numbered(graph: LayerGraph) -> list[tuple[LayerNode, tuple[int, ...]]]:
+    """Return layers with the numbers of those that they read; -1 is the input."""
+    numbers = {node.name: i for i, node in enumerate(graph.nodes)} | {INPUT: -1}
+    return [
+        (node, tuple(numbers[name] for name in node.inputs)) for node in graph.nodes
+    ]
+
+
+def _kind_of(numbered: tuple[LayerNode, tuple[int, ...]]) -> tuple[Any, ...]:
+    node, reads = numbered
+    return (
+        reads,
+        sorted(node.parameter_names),
+        sorted(node.buffer_names),
+        node.output_shape,
+        node.output_dtype,
+        node.num_batch_norms,
+    )
 
 
 def _short(text: str) -> str:

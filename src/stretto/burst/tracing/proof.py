@@ -74,6 +74,7 @@ from stretto.burst.tracing.questions import (
 )
 from stretto.burst.tracing.reads import may_return
 from stretto.burst.tracing.recordings import OTHER_TYPE, is_of_types
+from stretto.burst.tracing.replaced import replaced_in
 from stretto.burst.tracing.sample_positions import source_line_of
 from stretto.burst.tracing.source_lines import line_of_forward, source_line_in
 from stretto.burst.tracing.torch_modules import BatchNorm
@@ -752,6 +753,14 @@ class _Check:
                 )
 
     def _report(self) -> str:
+        """Return what the program did that may be the cause, and what to do."""
+        if found := list(replaced_in(self._module)):
+            return (
+                f"The program has replaced {', '.join(found[:3])}, which layers and "
+                "stretto call, too. Leave PyTorch's own as they are, and do what these "
+                "add in a forward of the model's; if it fails without them, please "
+                "report the model"
+            )
         if any(map(is_parametrized, self._module.modules())):
             return (
                 "If it calls layers within torch.nn.utils.parametrize.cached(), leave "

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL
@@ -40,6 +41,7 @@ from stretto.burst.tracing.freezing import (
     may_read_users,
 )
 from stretto.burst.tracing.freezing import is_users as is_own
+from stretto.burst.tracing.replaced import REPLACED_FUNCTIONS
 from stretto.burst.tracing.torch_modules import BatchNorm, Dropout, InstanceNorm
 from stretto.burst.tracing.watching import MISSING, Cell, Watch, WatchedRows
 from stretto.errors import SpecError
@@ -462,6 +464,8 @@ class Reads:
             )
         for kind in set(map(type, parts)):
             rows.add_member(kind, "forward")
+        for key in REPLACED_FUNCTIONS if parts else ():
+            rows.add(vars(functional), key, f"torch.nn.functional.{key}")
 
     def _add_objects_in_hooks(self, rows: WatchedRows) -> None:
         """Add hooks of layers that are objects, of which other state is read."""

@@ -45,6 +45,12 @@ from stretto.burst.tracing.inner_calls import (
 from stretto.burst.tracing.patching import patched
 from stretto.burst.tracing.questions import collectives_refused, seeds_refused
 from stretto.burst.tracing.records import SOURCE, Context, Fixed, Record, Recording, Ref
+from stretto.burst.tracing.replaced import (
+    is_torchs_forward,
+    line_of,
+    own_function,
+    refused_inside,
+)
 from stretto.burst.tracing.rerun import TorchCalls
 from stretto.burst.tracing.settings import ModuleSettings
 from stretto.burst.tracing.source_lines import line_setting, source_line
@@ -95,7 +101,7 @@ def is_leaf(module: nn.Module, root: nn.Module) -> bool:
     forward = getattr(type(module), "forward", None)
     return (
         "forward" not in module.__dict__
-        and (getattr(forward, "__module__", None) or "").startswith("torch.nn.modules")
+        and is_torchs_forward(forward)
         and forward is not nn.Sequential.forward
     )
 
@@ -333,7 +339,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run a function, and record it unless a recorded module runs it."""
-        kwargs = kwargs or {}
+        func, kwargs = own_function(func), kwargs or {}
         if func in _LAYOUT:
             self._note_layout_read(func, args[0], sys._getframe(1))  # noqa: SLF001
         refuse_address(func)
@@ -691,6 +697,8 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """Run a module within an operation, and note a norm or dropout."""
+        if call is not torch_forward and (why := refused_inside(module)) is not None:
+            raise SpecError(f"{source_line()}: {why}")
         # Layers are computed without a checkpoint that is around the operation.
         is_dropped = isinstance(module, Dropout) and (
             not module.p or checkpoint_hook() is self._around
@@ -1074,14 +1082,23 @@ def apply_function(kind: Any, *args: Any, **kwargs: Any) -> Any:
     return kind.apply(*args, **kwargs)
 
 
-@functools.cache
 def _method_of(func: Any) -> str | None:
-    """Return the name under which ``torch.Tensor`` has a function as a method.
+    """Return the name under which ``torch.Tensor`` has a function as a method now."""
+    name = _method_name(func)
+    return name if name is not None and getattr(Tensor, name, None) is func else None
+
+
+@functools.cache
+def _method_name(func: Any) -> str | None:
+    """Return the name under which it had it, before a program replaced it.
 
     It may differ from the function's own: ``__pow__`` is a function named ``pow``.
     """
     name = getattr(func, "__name__", None)
-    if name is not None and getattr(Tensor, name, None) is func:
+    if name is not None and func in (
+        getattr(Tensor, name, None),
+        getattr(torch._C.TensorBase, name, None),  # noqa: SLF001
+    ):
         return str(name)
     return next((key for key, value in vars(Tensor).items() if value is func), None)
 
@@ -1116,12 +1133,19 @@ def _require_own_forwards(module: nn.Module, name: str) -> None:
         if not isinstance(part, (BatchNorm, Dropout)):
             continue
         forward: Any = part.__dict__.get("forward", type(part).forward)
-        if (getattr(forward, "__module__", None) or "").startswith("torch.nn.modules"):
+        if is_torchs_forward(forward):
             continue
-        code = getattr(inspect.unwrap(forward), "__code__", None)
-        place = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
         full = ".".join(filter(None, (name, path)))
         kind = "batch norm" if isinstance(part, BatchNorm) else "dropout"
+        if type(part).__module__.startswith("torch.nn.modules."):
+            raise SpecError(
+                f"{line_of(forward)}: replaces the forward of {full!r}, PyTorch's "
+                f"{type(part).__name__} in a module that runs as one operation: ranks "
+                f"compute PyTorch's {kind} there instead. Leave its forward as it is, "
+                "and do what yours adds in a forward of the model's"
+            )
+        code = getattr(inspect.unwrap(forward), "__code__", None)
+        place = f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
         raise SpecError(
             f"{place}module {full!r} ({type(part).__name__}) is a {kind} with a "
             "forward of its own and has hooks, or is inside a module that has: ranks "

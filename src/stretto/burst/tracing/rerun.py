@@ -40,6 +40,7 @@ from stretto.burst.memory import bytes_of
 from stretto.burst.tracing.caches import Cache, Holder, entries_in, restored, tensors_in
 from stretto.burst.tracing.freezing import Freezer
 from stretto.burst.tracing.patching import functions_answered, rare_calls_routed
+from stretto.burst.tracing.replaced import own_function
 from stretto.burst.tracing.settings import is_setting
 from stretto.burst.tracing.source_lines import (
     line_setting,
@@ -442,6 +443,7 @@ class _Answers(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        func = own_function(func)
         if _is_read(func):
             return func(*args, **(kwargs or {}))
         found = self._answer(func, args, kwargs or {})

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from stretto.burst.memory import in_memory
 from stretto.burst.tracing.addresses import refuse_address
+from stretto.burst.tracing.replaced import own_function
 from stretto.burst.tracing.source_lines import source_line
 from stretto.errors import SpecError
 
@@ -160,6 +161,7 @@ class ConstantDraws(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        func = own_function(func)
         refuse_address(func)  # of a backward, which is not recorded
         name = getattr(func, "__name__", "")
         if func not in _DRAWING and name not in _DRAWING_NAMES:
@@ -245,6 +247,7 @@ class RecordedResults(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        func = own_function(func)
         leaves = pytree.tree_leaves((args, kwargs))
         given = [self._numbers[id(x)] for x in leaves if id(x) in self._numbers]
         result = func(*args, **(kwargs or {}))

@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 
 from stretto.burst.hooks import HOOKS, HOOKS_OF_ALL
 from stretto.burst.tracing.records import Ref
+from stretto.burst.tracing.replaced import is_torchs_forward
 from stretto.burst.tracing.torch_modules import BatchNorm
 from stretto.errors import SpecError
 
@@ -64,7 +65,7 @@ def is_torchs(module: nn.Module) -> bool:
     return all(
         type(part).__module__.startswith("torch.nn.modules.")
         and "forward" not in vars(part)
-        and type(part).forward.__module__.startswith("torch.nn.modules.")
+        and is_torchs_forward(type(part).forward)
         and not any(vars(part)[kind] for kind in HOOKS)
         for part in module.modules()
     )
