@@ -280,7 +280,7 @@ class _Orders:
     ) -> None:
         values = self._fakes.mode.values
         kept = self._kept.values()  # made by the earlier call and used again
-        is_known = all(values.value_of(t, decides=False) is not None for t in kept)
+        is_known = all(map(values.has_value, kept))
         if self._kept and is_known:
             alone, after = (without_constants(one, values) for one in (alone, after))
         try:

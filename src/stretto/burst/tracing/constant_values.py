@@ -4,11 +4,12 @@
 A recording has no values, but code may read some that are the same in every step:
 ``float(self.scale)`` of a buffer, ``torch.linspace(0, 1, 4).tolist()``, or a mask of
 constants as an index. Operators that read neither samples nor trained parameters are
-noted while a forward is recorded. Once a value is read, all noted ones are computed, in
-their order, with copies of the tensors that the program holds. The result is a part of
-the recording, as a number in the code is. So these tensors must keep their values: they
-are watched from step to step (see `reads`), and checks compute with them as they are.
-Tensors that forward itself changes, such as statistics, have no such values.
+noted while a forward is recorded. Once a value is read, those that it depends on are
+computed, in their order, with copies of the tensors that the program holds. The result
+is a part of the recording, as a number in the code is. So these tensors must keep their
+values: they are watched from step to step (see `reads`), and checks compute with them
+as they are. Tensors that forward itself changes, such as statistics, have no such
+values.
 """
 
 from __future__ import annotations
@@ -84,6 +85,17 @@ class _Empty:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """An operator on constants alone, as it was called without values."""
+
+    operator: Any
+    args: Any
+    kwargs: Any
+    result: Any
+
+
+@final
 class ConstantValues:
     """Values of tensors that are computed from constants alone.
 
@@ -95,10 +107,11 @@ class ConstantValues:
         self._storage_of = storage_of
         self._sources: dict[int, frozenset[int]] = {}
         """By the memory of what has values: the ids of held tensors that it reads."""
-        self._noted: list[tuple[Any, Any, Any, Any]] = []
-        """Operators that are not computed yet, with arguments and results."""
-        self._values: dict[int, tuple[Tensor, Tensor]] = {}
-        """By the id of a tensor without values, or of a held one: it, and its copy."""
+        self._noted: list[_Noted] = []
+        self._makers: dict[int, list[int]] = {}
+        """By memory: the numbers of noted operators that gave it or wrote into it."""
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+        """By their ids: tensors without values, each with one that has its values."""
         self._held: dict[int, Tensor] = {}
         self._left_out: dict[int, Tensor] = {}
         """By their memory: tensors that have no values."""
@@ -111,7 +124,7 @@ class ConstantValues:
             self.leave_out(twin)
             return
         self._held[id(tensor)] = tensor
-        self._values[id(twin)] = twin, tensor
+        self._known[id(twin)] = twin, tensor
         storage = self._storage_of(twin)
         if storage not in self._left_out:
             known = self._sources.get(storage, frozenset())
@@ -125,21 +138,24 @@ class ConstantValues:
 
     def note(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note an operator that has run, if it reads constants alone."""
-        is_written = operator._schema.is_mutable  # noqa: SLF001
+        is_mutable = operator._schema.is_mutable  # noqa: SLF001
         results = list(_tensors(result))
-        if not results and not is_written:
+        if not results and not is_mutable:
             return
         if _is_of_sizes(operator) and args and isinstance(args[0], Tensor):
             args = (_form_of(args[0]), *args[1:])
-        given = list(_tensors((args, kwargs)))
-        sources = self._sources_of(operator, given, is_written=is_written)
-        if sources is None:
-            for tensor in (*results, *written_by(operator, args, kwargs)):
-                self._sources.pop(self._storage_of(tensor), None)
-            return
-        for tensor in results:
-            self._sources[self._storage_of(tensor)] = sources
-        self._noted.append((operator, args, kwargs, result))
+        written = list(written_by(operator, args, kwargs)) if is_mutable else []
+        memory = {self._storage_of(tensor) for tensor in (*results, *written)}
+        given = _tensors((args, kwargs))
+        sources = self._sources_of(operator, given, is_written=is_mutable)
+        for storage in memory:
+            if sources is None:
+                self._sources.pop(storage, None)
+            else:
+                self._sources[storage] = sources
+                self._makers.setdefault(storage, []).append(len(self._noted))
+        if sources is not None:
+            self._noted.append(_Noted(operator, args, kwargs, result))
 
     def _sources_of(
         self, operator: Any, given: Iterable[Tensor], *, is_written: bool
@@ -168,13 +184,13 @@ class ConstantValues:
 
         ``twin_of`` returns a tensor without values for one that has some.
         """
-        given = _tensors((args, kwargs))
+        given = list(_tensors((args, kwargs)))
         sources = self._sources_of(operator, given, is_written=False)
         if sources is None or operator in _INDEXED:
             return None
         with _plainly():
-            values = pytree.tree_map(self._value_of, (args, kwargs))
-            result = operator(*values[0], **values[1])
+            more, named = self._with_values((args, kwargs))
+            result = operator(*more, **named)
         self._note_read(sources)
         return (pytree.tree_map(lambda x: self._named(x, sources, twin_of), result),)
 
@@ -184,7 +200,7 @@ class ConstantValues:
         if not isinstance(value, Tensor):
             return value
         twin = twin_of(value)
-        self._values[id(twin)] = twin, value
+        self._known[id(twin)] = twin, value
         self._sources[self._storage_of(twin)] = sources
         return twin
 
@@ -205,8 +221,12 @@ class ConstantValues:
             indices += map(twin_of, numbers)
         return (args[0], indices, *args[2:])
 
+    def has_value(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is computed from constants alone."""
+        return self._sources_of(_DETACH, (tensor,), is_written=False) is not None
+
     def value_of(self, tensor: Tensor, *, decides: bool = True) -> Tensor | None:
-        """Return a copy of a constant with its values, or None if it has none.
+        """Return a constant with its values, or None if it has none.
 
         ``decides``: whether forward may decide by it.
         """
@@ -214,7 +234,7 @@ class ConstantValues:
         if sources is None:
             return None
         with _plainly():
-            value: Tensor = self._value_of(tensor)
+            value: Tensor = self._with_values(tensor)
         if decides:
             self._note_read(sources)
         return value
@@ -222,33 +242,49 @@ class ConstantValues:
     def _note_read(self, sources: frozenset[int]) -> None:
         self.read |= {number: self._held[number] for number in sources}
 
-    def _value_of(self, value: Any) -> Any:
-        """Return an argument with values, after all that is noted is computed."""
-        self._compute()
-        return self._given(value)
+    def _with_values(self, value: Any) -> Any:
+        """Return arguments with values, by computing what they depend on.
 
-    def _compute(self) -> None:
-        noted, self._noted = self._noted, []
-        for operator, args, kwargs, result in noted:
-            more, named = pytree.tree_map(self._given, (args, kwargs))
-            found = operator(*more, **named)
-            pairs = zip(_tensors(result), _tensors(found), strict=True)
-            for twin, value in pairs:
-                self._values.setdefault(id(twin), (twin, value))
+        In the order of the calls, as some write in place. Values are not kept: together
+        they may be large.
+        """
+        found: dict[int, Tensor] = {}
 
-    def _given(self, value: Any) -> Any:
-        if isinstance(value, _Empty):
-            return value.made()
-        if not isinstance(value, Tensor):
-            return value
-        known = self._values.get(id(value))
-        if known is None:  # of the program
-            known = self._values[id(value)] = value, value
-        twin, found = known
-        if id(found) in self._held:  # what is written into it stays here
-            found = found.detach().clone()
-            self._values[id(value)] = twin, found
-        return found
+        def given(value: Any) -> Any:
+            if isinstance(value, _Empty):
+                return value.made()
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in found:  # of the program, or held
+                _, known = self._known.get(id(value), (value, value))
+                found[id(value)] = known.detach().clone()
+            return found[id(value)]
+
+        for number in sorted(self._numbers_before(value)):
+            one = self._noted[number]
+            more, named = pytree.tree_map(given, (one.args, one.kwargs))
+            made = one.operator(*more, **named)
+            pairs = zip(_tensors(one.result), _tensors(made), strict=True)
+            for twin, tensor in pairs:
+                found.setdefault(id(twin), tensor)
+        return pytree.tree_map(given, value)
+
+    def _numbers_before(self, value: Any) -> set[int]:
+        """Return the numbers of the operators on which the memory of values depends."""
+        numbers: set[int] = set()
+        seen: set[int] = set()
+        left = [self._storage_of(t) for t in _tensors(value)]
+        while left:
+            storage = left.pop()
+            if storage in seen:
+                continue
+            seen.add(storage)
+            for number in self._makers.get(storage, ()):
+                if number not in numbers:
+                    numbers.add(number)
+                    one = self._noted[number]
+                    left += map(self._storage_of, _tensors((one.args, one.kwargs)))
+        return numbers
 
 
 def _is_mask(index: Any) -> bool:

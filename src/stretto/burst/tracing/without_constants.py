@@ -22,14 +22,12 @@ if TYPE_CHECKING:
 
 def without_constants(recording: Recording, values: ConstantValues) -> Recording:
     """Return a recording with values of constants in place of what computes them."""
-
-    def has_values(tensor: Tensor) -> bool:
-        return values.value_of(tensor, decides=False) is not None
-
     kept: dict[int, int] = {}
     """New numbers of the operations on anything else, by their numbers."""
     for number, record in enumerate(recording.records):
-        if not record.tensors or not all(map(has_values, record.tensors.values())):
+        if not record.tensors or not all(
+            map(values.has_value, record.tensors.values())
+        ):
             kept[number] = len(kept)
 
     def name_of(name: Ref | Fixed) -> Ref | Fixed:
