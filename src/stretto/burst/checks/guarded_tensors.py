@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import torch
 from torch import nn
 
+from stretto.burst.tracing.replaced import own_function
 from stretto.burst.tracing.source_lines import line_of_program
 from stretto.errors import StrettoError
 
@@ -160,6 +161,7 @@ def guards_of(owner: Owner, leftover: Leftover) -> tuple[Any, Any]:
     def guarded(
         _cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        func = own_function(func)
         attribute = getattr(func, "__self__", None)
         if attribute is _GRAD:
             owner = ref()

@@ -6,6 +6,7 @@ import contextlib
 import sys
 import types
 from collections import deque
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, final
 
@@ -129,7 +130,9 @@ class Holders(HolderList):
         self._seen[id(part)] = part
         if not isinstance(part, nn.RNNBase):  # it lists its own parameters
             self._add(part.__dict__, name, is_space=True)
-        self._add(part._buffers, name, is_space=True)  # noqa: SLF001
+        buffers = Holder.now(part._buffers, name, is_space=True)  # noqa: SLF001
+        own = self._found.get(id(part.__dict__))
+        self._found.setdefault(id(buffers.of), replace(buffers, beside=own))
         for held in (part._parameters, part._buffers):  # noqa: SLF001
             for key, tensor in held.items():
                 if tensor is not None:

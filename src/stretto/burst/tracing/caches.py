@@ -66,6 +66,9 @@ class Holder:
     is_space: bool = False
     """Whether its keys are names in the code."""
 
+    beside: Holder | None = None
+    """The holder of a module's attributes, if this one is of its buffers."""
+
     @staticmethod
     def now(of: Any, name: str = "", *, is_space: bool = False) -> Holder:
         """Return a holder with its present entries."""
@@ -125,9 +128,16 @@ class Holder:
             key
             for key in {**now, **self.before}
             if now.get(key, _MISSING) is not self.before.get(key, _MISSING)
-            and isinstance(now.get(key), ATOMS)
-            and isinstance(self.before.get(key), ATOMS)
+            and _is_of_atoms(now.get(key))
+            and _is_of_atoms(self.before.get(key))
         ]
+
+
+def _is_of_atoms(value: Any) -> bool:
+    """Return whether a value is a number, a text or the like, or some of these."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_of_atoms, value))
+    return isinstance(value, ATOMS)
 
 
 def entries_in(of: Any) -> dict[Any, Any]:
@@ -305,11 +315,15 @@ def caches_of(kept: Iterable[Kept]) -> list[Cache]:
     keys: dict[Holder, dict[Any, None]] = {}
     for one in kept:
         keys.setdefault(one.holder, {})[one.key] = None
+    for holder in list(keys):
+        if holder.beside is not None:
+            keys.setdefault(holder.beside, {})
     found = []
     for holder, some in keys.items():
         now, beside = entries_in(holder.of), holder.changed_beside()
         plain = {key: now[key] for key in beside if key in now}
-        found.append(Cache(holder, (*some, *beside), plain))
+        if some or beside:
+            found.append(Cache(holder, (*some, *beside), plain))
     return found
 
 

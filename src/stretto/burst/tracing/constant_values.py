@@ -239,6 +239,14 @@ class ConstantValues:
             self._note_read(sources)
         return value
 
+    def read_out(self, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
+        """Return what a method of a constant gives that is no tensor, or None."""
+        value = self.value_of(args[0])
+        if value is None:
+            return None
+        with _plainly():
+            return (func(value, *args[1:], **kwargs),)
+
     def _note_read(self, sources: frozenset[int]) -> None:
         self.read |= {number: self._held[number] for number in sources}
 

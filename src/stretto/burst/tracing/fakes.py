@@ -103,6 +103,23 @@ class RecordingMode(FakeTensorMode):
 
 
 @contextlib.contextmanager
+def lists_of_constants(values: ConstantValues) -> Iterator[None]:
+    """Let modes see ``tolist()`` of a constant, which calls operators otherwise."""
+    kind: Any = FakeTensor
+    own = kind.tolist
+
+    def tolist(tensor: Tensor) -> Any:
+        call = Tensor.tolist if values.has_value(tensor) else own
+        return call(tensor)
+
+    kind.tolist = tolist
+    try:
+        yield
+    finally:
+        kind.tolist = own
+
+
+@contextlib.contextmanager
 def swapped(
     modules: Iterable[tuple[str, nn.Module]],
     make: Callable[[Tensor], Tensor],

@@ -34,7 +34,13 @@ from stretto.burst.tracing.around import (
 )
 from stretto.burst.tracing.copied_norms import CopiedNorms, is_of, torch_forward
 from stretto.burst.tracing.dropout_rows import require_rows
-from stretto.burst.tracing.fakes import AbstractRecorder, held_by, storage_of, swapped
+from stretto.burst.tracing.fakes import (
+    AbstractRecorder,
+    held_by,
+    lists_of_constants,
+    storage_of,
+    swapped,
+)
 from stretto.burst.tracing.freezing import may_read_users
 from stretto.burst.tracing.inner_calls import (
     CallsOfModule,
@@ -118,6 +124,15 @@ _LAYOUT = {
     Tensor.stride,
 }
 """Functions that say how a tensor lies in memory."""
+
+_READ_OUT = {
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.__repr__,
+    Tensor.__format__,
+}
+"""Functions that give a tensor's values, and that no operator calls."""
 
 _SEED = 0x5EED_0FF0_57E7
 
@@ -343,10 +358,10 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         if func in _LAYOUT:
             self._note_layout_read(func, args[0], sys._getframe(1))  # noqa: SLF001
         refuse_address(func)
-        if func is Tensor.tolist and (found := self._list_of(args[0])) is not None:
+        if func in _READ_OUT and (found := self._read_out(func, args, kwargs)):
             if not self._depth:
-                self._calls.add(func, args, kwargs, found)
-            return found
+                self._calls.add(func, args, kwargs, found[0])
+            return found[0]
         if self._depth:
             self._note_borrowed((args, kwargs))
             result = func(*args, **kwargs)
@@ -356,11 +371,11 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
         self._calls.add(func, args, kwargs, result)
         return result
 
-    def _list_of(self, tensor: Tensor) -> Any:
-        """Return the numbers in a constant, or None if it has no values."""
+    def _read_out(self, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
+        """Return a constant's values as no tensor, or None if it has none."""
         with torch._C.DisableTorchFunction():  # noqa: SLF001
-            value = self._mode.values.value_of(self._fake(tensor))
-            return None if value is None else value.tolist()
+            given = (self._fake(args[0]), *args[1:])
+        return self._mode.values.read_out(func, given, kwargs)
 
     def _torch_function(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a function, and record it if it gives tensors."""
@@ -1261,6 +1276,7 @@ def record(
                 recorder.modes = len(dispatch_modes_now())
                 with (
                     recorder,
+                    lists_of_constants(mode.values),
                     noted,
                     seeds_refused(),
                     collectives_refused(),

@@ -30,6 +30,7 @@ from functools import partial
 from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -302,7 +303,7 @@ class TorchCalls:
             return any(map(self._is_made, result))
         if isinstance(result, Tensor):
             return isinstance(self._kept(result), _NAMED)
-        return kind in (list, dict)
+        return kind in (list, dict, np.ndarray)
 
     def _given(self, result: Any) -> Any:
         """Return what `_made` makes a result of."""
@@ -369,7 +370,7 @@ def _made(value: Any) -> Any:
         return kind(map(_made, value))
     if kind is dict:
         return {key: _made(inner) for key, inner in value.items()}
-    return value
+    return value.copy() if kind is np.ndarray else value
 
 
 def _is_same(known: Any, value: Any) -> bool:

@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from stretto.burst.checks.guarded_tensors import require_current
 from stretto.burst.checks.stale_guard import StaleParameterGuard
@@ -83,3 +84,18 @@ def test_a_later_model_guards_what_an_earlier_one_did():
     assert type(module[1].weight) is nn.Parameter
     with pytest.raises(StrettoError, match="rank 0 does not run layer '0'"):
         module[0].weight.sum()
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "linear"])
+def test_a_function_that_a_program_replaces_is_called_once(monkeypatch, name):
+    own = getattr(functional, name)
+    monkeypatch.setattr(functional, name, lambda *a, **k: own(*a, **k) * 0.5)
+    kind = {"layer_norm": nn.LayerNorm(3), "linear": nn.Linear(3, 3)}[name]
+    module = nn.Sequential(nn.Linear(2, 3), kind)
+    wanted = module(torch.ones(4, 2))
+    guard = StaleParameterGuard(
+        module, TwoRanks(), lambda _error: None, lambda _parameter: None
+    )
+    guard.runs(list(module[0].parameters()), [("1", list(module[1].parameters()))])
+    guard.is_stale = False
+    assert torch.equal(module(torch.ones(4, 2)), wanted)

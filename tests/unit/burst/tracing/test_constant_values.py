@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ class Model(nn.Module):
         self.sizes = torch.tensor([1, 3])
         self.frozen = nn.Parameter(torch.tensor(2.0), requires_grad=False)
         self.count = torch.zeros(4)
+        self.key = None
         self.box = types.SimpleNamespace(count=torch.zeros(()))
 
     def forward(self, x):
@@ -101,6 +103,10 @@ READS = {
     "a range": lambda _, h: functools.reduce(
         lambda y, _: torch.tanh(y), range(torch.tensor(3)), h
     ),
+    "a text": lambda m, h: h * (2 if "0.5" in str(m.scale) else 1),
+    "a format": lambda m, h: h * float(f"{m.scale:.2f}"),
+    "an array": lambda m, h: h * float(m.times.numpy()[2]),
+    "an array of NumPy's": lambda m, h: h * float(np.asarray(m.times).max()),
     "repeats": lambda m, h: h[:, :2].repeat_interleave(m.sizes, 1),
 }
 
@@ -155,9 +161,14 @@ def test_a_value_that_forward_changes_is_refused():
             "times",
         ),
         (READS["frozen"], lambda m: m.frozen.data.add_(1), "frozen"),
+        (READS["a text"], lambda m: m.scale.mul_(2), "scale"),
+        (READS["an array"], lambda m: m.times.mul_(2), "times"),
         (READS["sizes"], lambda m: m.sizes.copy_(torch.tensor([3, 1])), "a tensor of"),
     ],
-    ids=["a buffer", "another buffer", "a parameter", "an attribute"],
+    ids=[
+        *("a buffer", "another buffer", "a parameter"),
+        *("a text", "an array", "an attribute"),
+    ],
 )
 def test_a_capture_ends_when_such_a_value_changes(middle, change, name):
     model = Model(middle).double()
@@ -201,7 +212,31 @@ def read_from(m, h):
     return h * float(m.table[2])
 
 
-@pytest.mark.parametrize("middle", [registered, in_buffer, by_rows, read_from])
+def by_size(m, h):
+    if m.key != h.shape[1:]:
+        m.key = h.shape[1:]
+        m.table = torch.arange(h.shape[1])
+    return h * m.table
+
+
+def by_values(m, h):
+    key = m.times.tolist()
+    if m.key != key:
+        m.key = key
+        m.table = torch.arange(4) * key[-1]
+    return h * m.table
+
+
+def list_of_values(m, h):
+    if m.key is None:
+        m.key = m.times.tolist()
+    return h * m.key[-1]
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [registered, in_buffer, by_rows, read_from, by_size, by_values, list_of_values],
+)
 def test_a_table_may_be_kept_in_a_buffer(middle):
     model = Model(middle).double()
     graph = capture_of(model)
