@@ -68,18 +68,13 @@ def names_used(tree):
 
 def names_in_strings(user, tree):
     """Modules whose full names a file has in strings, whole or with a fixed start."""
-    strings = {
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-    starts = {
-        node.values[0].value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.JoinedStr)
-        and isinstance(node.values[0], ast.Constant)
-        and node.values[0].value.startswith("stretto.")
-    }
+    strings, starts = set(), set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.JoinedStr(values=[ast.Constant(value=str(start)), *_]):
+                starts |= {start} if start.startswith("stretto.") else set()
+            case ast.Constant(value=str(text)):
+                strings.add(text)
     full = {text.partition(":")[0] for text in strings}
     full |= {f"{start}{text}" for start in starts for text in strings}
     return {
@@ -149,6 +144,7 @@ def importers():
     return found
 
 
+@functools.cache
 def users_of(module):
     """The modules outside of a file or package that import it, or a part of it."""
     return {

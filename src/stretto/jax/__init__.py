@@ -11,7 +11,7 @@ backward, over the negotiated engine, while XLA computes.
 - `operations`: other collectives, in and outside of `jit` (for programs).
 - `ranks`: init, rank, size (shared, for instance by `operations` and `callbacks`).
 - `refusals`: what a reduction can't be within (for `gradients` and `operations`).
-- `xla_options`: `compile_options`, for programs that use none of these (for programs).
+- `xla_options`: `compile_options`, where communication is left to XLA (for programs).
 - `callbacks`: Python functions that XLA calls in a computation (for `gradients`,
   `operations` and `tags`).
 """

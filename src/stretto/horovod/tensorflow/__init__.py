@@ -3,8 +3,8 @@
 - `operations`: one operation each (shared, for instance by `keras.values` and
   `sync_batch_norm`).
 - `functions`: variables and objects to all ranks (for programs).
-- `compression`: an argument of both (shared, for instance by `operations` and
-  `keras.optimizer`).
+- `compression`: an argument of operations, tapes and optimizers (shared, for instance
+  by `operations` and `keras.optimizer`).
 - `mpi_ops`: operations under Horovod's module name (for programs).
 - `tape`: `DistributedGradientTape` (for `optimizer`, and programs).
 - `optimizer`: `DistributedOptimizer` (for `keras.optimizer`, and programs).
