@@ -22,7 +22,7 @@ test-cluster-ray: setup  ## what every engine of a cluster must do, on Ray, in a
 test-frameworks: setup  ## what needs JAX, TensorFlow or Keras, in an environment of its own
 	@scripts/test-frameworks $(ARGS)
 
-check: setup  ## style, types, import directions
+check: setup  ## style, types, import directions, language
 	@scripts/check
 
 bench: setup  ## the benchmarks with a star in benchmarks/README.md, into benchmarks/results/

@@ -1,4 +1,8 @@
-"""Draws the pictures of docs/concepts.md, from plans that the simulator predicts."""
+"""Draws the pictures of docs/concepts.md, from plans that the simulator predicts.
+
+Whoever changes the drawings or the simulator runs it: ``python
+scripts/concept_figures.py``. No other script calls it.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,44 @@
 
     model = stretto.DistributedDataParallel(model)      # in place of DDP
 
-Names are loaded on first use, so that planning never loads torch.
+Names are loaded on first use, so that planning never loads torch. ARCHITECTURE.md says
+what the packages are. Files beside them:
+
+- `_version`: the versions of the package and of the torch that it needs (shared, for
+  instance by `cli.doctor` and `members.peers`).
+- `autograd_engine`: the end of a backward (shared, for instance by
+  `background.script_leases` and `runtime.planned_group`).
+- `boolean_options`: checks of options that are true or false (shared, for instance by
+  `elastic.training` and `optim.adam_sgd`).
+- `errors`: all exceptions that stretto raises on purpose (shared, for instance by
+  `cli._main` and `schema.rules`).
+- `foreground_marks`: steps and waits, reported to a background (shared, for instance by
+  `background.foreground` and `horovod.torch.gradients`).
+- `lazy_names`: imports on first use (shared, for instance by `stretto` and
+  `background.devices`).
+- `logs`: the loggers (shared, for instance by `_api.ddp` and `runtime.ddp_reducer`).
+- `main_module`: run a script as the main module (shared, for instance by `script` and
+  `measure.script`).
+- `network_interfaces`: which exist, and which has an address (for `cli._ranks`,
+  `cluster.part_start` and `script`).
+- `plan_requests`: requests to change a plan (for `burst.requested_plans` and
+  `cluster.plan_changes`).
+- `plugins`: classes by name and entry point (shared, for instance by `runtime.backends`
+  and `cluster.policies.registry`).
+- `process_identity`: processes of this host (shared, for instance by `runtime.presence`
+  and `runtime.failure`).
+- `rank_variables`: a rank's place, as launchers set it (for `horovod.environment` and
+  `members.launchers`).
+- `script`: run a user's script with stretto's DDP (for `cli._elastic`, `cli.run` and
+  `cluster.part_spec`).
+- `step_counts`: steps that a supervisor reads (shared, for instance by `members.keeper`
+  and `cluster.step_reports`).
+- `step_hooks`: hooks of optimizers that read no parameters (shared, for instance by
+  `runtime.forward.steps` and `background.script_leases`).
+- `units`: text to seconds, bytes and rates (shared, for instance by `cli._values` and
+  `report.page`).
+- `variable_names`: the names of stretto's environment variables (shared, for instance
+  by `cli.run` and `background.board`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,15 @@
 """The callers that docstrings name are those that import the file, and no others.
 
-A package's docstring lists its files. ``(for X, Y and Z)`` names all modules that
-import a file, packages for all below them; ``(shared)`` stands for more than three. In
-the packages of `DEFAULTS`, a file with neither has the callers that the docstring
-says, and ``too`` adds others to them. Imports for types alone do not count, nor do
-those with which a package's ``__init__`` offers names: who imports these calls the file
-that defines them.
+A package's docstring lists its files, and each has a claim. ``(for X, Y and Z)`` names
+all modules that import a file, packages for all below them, and ``programs`` are those
+of users, which import a name from the package. ``(shared, for instance by X and Y)``
+stands for more than three. Where the docstring has the sentence "Unless a line says
+otherwise, only `X` ... import a file", a file without a claim has these callers, and
+``too`` adds others to them.
+
+Imports for types alone do not count, nor do those with which a package's ``__init__``
+offers names: who imports these calls the file that defines them. A module that has
+another's full name in a string, as for ``python -m``, imports it.
 """
 
 from __future__ import annotations
@@ -16,16 +20,12 @@ import re
 
 from support.source_trees import trees
 
-DEFAULTS = {
-    "stretto.burst": {"stretto.burst.executor", "stretto.burst.parts"},
-    "stretto.burst.checks": {"stretto.burst.parts", "stretto.burst.forward_exchange"},
-    "stretto.burst.tracing": {"stretto.burst.tracing.operations"},
-}
-"""The callers of a package's files unless a line of its docstring says otherwise."""
-
 NAMES = r"`[\w.]+`(?:(?:,|,? and) `[\w.]+`)*"
 CLAIM = re.compile(rf"\(for (?:({NAMES})( too)?(?:,? and programs)?|programs)\)")
 """How a docstring names callers."""
+
+SHARED = re.compile(rf"\(shared, for instance by ({NAMES})\)")
+"""How it names two of more than three."""
 
 
 @functools.cache
@@ -64,6 +64,34 @@ def names_used(tree):
         match node:
             case ast.Attribute(value=ast.Name(id=local)) if local in used:
                 yield f"{used[local]}.{node.attr}"
+
+
+def names_in_strings(user, tree):
+    """Modules whose full names a file has in strings, whole or with a fixed start."""
+    strings, starts = set(), set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.JoinedStr(values=[ast.Constant(value=str(start)), *_]):
+                starts |= {start} if start.startswith("stretto.") else set()
+            case ast.Constant(value=str(text)):
+                strings.add(text)
+    full = {text.partition(":")[0] for text in strings}
+    full |= {f"{start}{text}" for start in starts for text in strings}
+    return {
+        name
+        for name in full & trees().keys() - packages()
+        if not (user in packages() and name in homes_in(user))
+    }
+
+
+@functools.cache
+def homes_in(package):
+    """Modules from which a package offers names."""
+    return {
+        defining(full)
+        for name, full in offered().items()
+        if name.rpartition(".")[0] == package
+    }
 
 
 @functools.cache
@@ -111,9 +139,12 @@ def importers():
             module = defining(full)
             if module and module != user:
                 found[module].add(user)
+        for module in names_in_strings(user, tree) - {user}:
+            found[module].add(user)
     return found
 
 
+@functools.cache
 def users_of(module):
     """The modules outside of a file or package that import it, or a part of it."""
     return {
@@ -157,18 +188,34 @@ def items_of(package):
             )
 
 
+@functools.cache
+def default_of(package):
+    """The callers that a package's docstring gives to files of no other claim."""
+    sentence = re.search(
+        r"Unless a line says otherwise, .*?(?=\.(?: |$))",
+        " ".join(docstrings()[package].split()),
+    )
+    names = re.findall(r"`([\w.]+)`", sentence[0]) if sentence else ()
+    return {resolved(package, name) for name in names}
+
+
 def differences(package):
     """Where a package's docstring and the imports differ: file, and what is wrong."""
-    default = DEFAULTS.get(package, set())
+    default = default_of(package)
     for modules, text in items_of(package):
         claim = CLAIM.search(text)
         for module in modules:
             if module in default:
                 continue
             users = users_of(module)
-            if "(shared)" in text:
+            if shared := SHARED.search(text):
                 if len(users) <= 3:
                     yield module, "not shared by more than three", sorted(users)
+                yield from (
+                    (module, "named, not importing it", name)
+                    for name in re.findall(r"`([\w.]+)`", shared[1])
+                    if resolved(package, name) not in users
+                )
                 continue
             named = {
                 resolved(package, name)
@@ -178,7 +225,9 @@ def differences(package):
             if not claim and not default:
                 continue
             if len(named) > 3:
-                yield module, "more than three: shared", sorted(users)
+                yield module, "more than three", claim_for(module)
+            if claim and "programs" in claim[0] and not is_for_programs(module):
+                yield module, "only stretto uses it", sorted(users)
             unnamed = {
                 user
                 for user in users
@@ -196,6 +245,71 @@ def differences(package):
                 yield module, "named, not importing it", unused
 
 
+@functools.cache
+def is_for_programs(module):
+    """Whether a package offers a name of this file, or none of stretto's needs it."""
+    return not users_of(module) or any(
+        is_within(defining(full) or "", module) for full in offered().values()
+    )
+
+
+def shortest(package, module):
+    """The shortest name of a module that a package's docstring can use."""
+    parts = module.split(".")
+    return next(
+        name
+        for i in range(len(parts) - 1, -1, -1)
+        if resolved(package, name := ".".join(parts[i:])) == module
+    )
+
+
+def uses(module, user):
+    """How often a file reads the names that it imports from another."""
+    tree = trees()[user]
+    local = {
+        (short or full).partition(".")[0]
+        for short, full in imports_of(tree.body)
+        if defining(full) == module
+    }
+    return sum(isinstance(n, ast.Name) and n.id in local for n in ast.walk(tree))
+
+
+def claim_for(module):
+    """The text to write after a file in its package's docstring."""
+    package = module.rpartition(".")[0]
+    users = users_of(module)
+    programs = "programs" if is_for_programs(module) else ""
+    if len(users) > 3:
+        most = sorted(users, key=lambda user: (-uses(module, user), user))[:2]
+        first, second = (shortest(package, user) for user in most)
+        return f"(shared, for instance by `{first}` and `{second}`)"
+    names = [f"`{shortest(package, user)}`" for user in sorted(users)]
+    listed = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+    return f"(for {', and '.join(filter(None, [listed, programs]))})"
+
+
+UNLISTED = {"stretto.elastic"}
+"""Packages whose docstrings name callers in sentences, which no test checks."""
+
+
+def test_every_file_has_named_callers():
+    """The text is that to write in the package's docstring, with what a file is for."""
+    named = {
+        module
+        for package in packages()
+        for modules, text in items_of(package)
+        for module in modules
+        if default_of(package) or CLAIM.search(text) or SHARED.search(text)
+    }
+    assert {
+        module: f"`{module.rpartition('.')[2]}`: ... {claim_for(module)}"
+        for module in trees()
+        if module.rpartition(".")[0] in packages() - UNLISTED
+        and module not in packages() | named | {"stretto.__main__"}
+        and not called_by(module)
+    } == {}
+
+
 def test_callers_in_packages_lists_are_those_that_import_the_files():
     found = [found for package in docstrings() for found in differences(package)]
     assert found == []
@@ -205,14 +319,14 @@ def test_packages_lists_name_callers_in_one_form():
     """A claim in another form, or of no file of the list, would not be checked."""
     checked = {
         package: sum(
-            len(CLAIM.findall(text)) + text.count("(shared)")
+            len(CLAIM.findall(text)) + len(SHARED.findall(text))
             for modules, text in items_of(package)
             if modules
         )
         for package in packages()
     }
     written = {
-        package: len(re.findall(r"\(for\b|\(shared\)", docstrings()[package]))
+        package: len(re.findall(r"\((?:for|shared)\b", docstrings()[package]))
         for package in packages()
     }
     assert sum(checked.values()) > 100

@@ -82,8 +82,8 @@ _MAX_DEVICES = 1024
     "--policy",
     default="fifo",
     show_default=True,
-    help=f"Decides which jobs run where: {', '.join(registry.NAMES)}, or that of an "
-    "installed package; `stretto cluster simulate` compares them.",
+    help=f"Policy that decides which jobs run where: {', '.join(registry.NAMES)}, or "
+    "that of an installed package; `stretto cluster simulate` compares them.",
 )
 @click.option(
     "--watchdog",

@@ -34,7 +34,7 @@ COMMANDS = {
     "reproduce": "Recompute the papers' tables, and list their errors.",
     "run": "Launch a script as torchrun does, with stretto's DDP.",
     "simulate": "Predict what a plan will do.",
-    "tune": "List the plans kept from earlier runs.",
+    "tune": "Show or delete plans that earlier runs kept.",
     "zoo": "Write the papers' models and testbeds as files.",
 }
 """Names and one-line helps; module ``stretto.cli.NAME`` holds ``command``."""

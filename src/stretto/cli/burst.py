@@ -129,8 +129,8 @@ def plan_command(
     A layer of PROFILE that gains little from more GPUs gets few, and the others are
     free in the meantime; --amp-limit limits the GPU time that a faster layer may cost.
     With a cluster of up to 64 ranks the step is simulated, including synchronization
-    during backward and waiting. Otherwise, and for --front alone, it is the sum of the
-    published model: compare steps of one kind only.
+    during backward and waiting. Otherwise, and for --front alone, the step is the
+    published formula's sum; do not compare it with a simulated step.
 
     With --collocation it shows the step beside a background job on each rank and the
     background's rate. With --front as well it shows the Pareto front of both.

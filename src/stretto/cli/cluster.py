@@ -7,19 +7,19 @@ import importlib
 import click
 
 _MODULES = {
-    "start": "_cluster_engine",
-    "down": "_cluster_engine",
-    "status": "_cluster_engine",
-    "submit": "_cluster_jobs",
-    "list": "_cluster_jobs",
-    "show": "_cluster_jobs",
-    "logs": "_cluster_jobs",
-    "stop": "_cluster_jobs",
-    "drain": "_cluster_jobs",
-    "events": "_cluster_jobs",
-    "simulate": "_cluster_simulate",
+    "start": "stretto.cli._cluster_engine",
+    "down": "stretto.cli._cluster_engine",
+    "status": "stretto.cli._cluster_engine",
+    "submit": "stretto.cli._cluster_jobs",
+    "list": "stretto.cli._cluster_jobs",
+    "show": "stretto.cli._cluster_jobs",
+    "logs": "stretto.cli._cluster_jobs",
+    "stop": "stretto.cli._cluster_jobs",
+    "drain": "stretto.cli._cluster_jobs",
+    "events": "stretto.cli._cluster_jobs",
+    "simulate": "stretto.cli._cluster_simulate",
 }
-"""Module of `stretto.cli` by command; it holds ``NAME_command``."""
+"""Module by command; it holds ``NAME_command``."""
 
 
 class _LazyGroup(click.Group):
@@ -33,7 +33,7 @@ class _LazyGroup(click.Group):
         del ctx
         if cmd_name not in _MODULES:
             return None
-        module = importlib.import_module(f"stretto.cli.{_MODULES[cmd_name]}")
+        module = importlib.import_module(_MODULES[cmd_name])
         command: click.Command = getattr(module, f"{cmd_name}_command")
         return command
 

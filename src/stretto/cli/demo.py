@@ -105,7 +105,7 @@ def command(
     predicted and measured. Writes report.html, trace.json, results.json, the workload,
     the cluster and the plans into OUT. Takes under 5 minutes on 2 cores.
 
-    With JOB `background` it trains one foreground on all hosts and a background job in
+    `stretto demo background` trains one foreground on all hosts and a background job in
     each host's idle time, and compares with each job alone and with a static partition
     of the hosts. Writes background.html and background.json.
     """

@@ -71,7 +71,8 @@ def command() -> None:
     help="Break something, for instance 'kill host1 at step 40' or 'disconnect host2 "
     "at 3 s for 1 s' (repeatable). Verbs: kill, terminate, stop, hang, slow, fill-disk "
     "for hostN, rankN or memberN; disconnect, drop-output, drop-input, lose, "
-    "change-bytes, restart for hostN. Other ranks then continue when one ends.",
+    "change-bytes, restart for hostN. memberN is the rank with that number in "
+    "`stretto run --elastic`. Other ranks then continue when one ends.",
 )
 @click.option(
     "--logs",

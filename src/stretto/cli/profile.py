@@ -93,12 +93,12 @@ def command(
     """Measure a job: run SCRIPT, observe its first steps, and stop it.
 
     The script must make at least 15 steps: 3 of --warmup, 10 of --steps, and the first
-    and the last of all, which are not seen whole. It needs no change. Put stretto's
-    options before it and its own options after it. A DistributedDataParallel in it does
-    not exchange gradients while it is measured, so anything that the script writes in
-    these steps is useless. Under torchrun or `stretto lab run` every rank runs this
-    command and rank 0 writes the file; without a launcher the script runs as the only
-    rank.
+    and the last step of the run, which can't be measured completely. It needs no
+    change. Put stretto's options before it and its own options after it. A
+    DistributedDataParallel in it does not exchange gradients while it is measured, so
+    anything that the script writes in these steps is useless. Under torchrun or
+    `stretto lab run` every rank runs this command and rank 0 writes the file; without a
+    launcher the script runs as the only rank.
     """
     # Imported here: `stretto profile --help` must not wait for torch.
     from stretto.measure import profile_script

@@ -35,7 +35,10 @@ _NUMBER = Whole(1, 2**63 - 1)
 
 @click.group(cls=OutputCommands, name="tune")
 def command() -> None:
-    """Show or delete plans that earlier runs kept: equal jobs start from them."""
+    """Show or delete plans that earlier runs kept.
+
+    Equal jobs start from them.
+    """
 
 
 @command.command(name="list")

@@ -48,8 +48,16 @@ def list_command(as_json: bool) -> None:
     callback=writable,
     help="The workload file to write.",
 )
-@click.option("--batch", type=Whole(min=1), help="Samples per rank.")
-@click.option("--size", type=Whole(1, 65536), help="Pixels or tokens per side.")
+@click.option(
+    "--batch",
+    type=Whole(min=1),
+    help="Samples per rank.  [default: that of the published time, or 32]",
+)
+@click.option(
+    "--size",
+    type=Whole(1, 65536),
+    help="Pixels of an image's side, or tokens of a sequence.",
+)
 @click.option(
     "--forward-s", type=Real(min=0, min_open=True), help="Measured seconds of forward."
 )
@@ -61,7 +69,8 @@ def list_command(as_json: bool) -> None:
 @click.option(
     "--device",
     type=click.Choice(list(zoo.DEVICES)),
-    help=("Device whose roofline to use."),
+    help="Device whose roofline to use.  [default: that of the published time, or "
+    "v100]",
 )
 def show(
     name: str,
@@ -74,8 +83,9 @@ def show(
 ) -> None:
     """Write model NAME as a workload.
 
-    Its layers' times are those of a roofline. They are scaled to --forward-s and
-    --backward-s if given, otherwise to a published time of the model if there is one.
+    Its layers' times are those of a roofline, scaled to --forward-s and --backward-s.
+    Without these they are scaled to a published time of the model on --device, and
+    without one they stay the roofline's.
     """
     if (forward_s is None) != (backward_s is None):
         raise click.UsageError("give both of --forward-s and --backward-s, or neither")
@@ -106,7 +116,11 @@ def show(
     callback=writable,
     help="The profile file to write.",
 )
-@click.option("--size", type=Whole(1, 65536), help="Pixels or tokens per side.")
+@click.option(
+    "--size",
+    type=Whole(1, 65536),
+    help="Pixels of an image's side, or tokens of a sequence.",
+)
 @click.option(
     "--samples",
     multiple=True,

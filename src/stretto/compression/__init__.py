@@ -1,8 +1,10 @@
 """Gradient compression with error feedback, as DDP communication hooks.
 
-`hooks` holds the hooks. `top_k` sends the largest values of each gradient; `power_sgd`
-keeps the state of PyTorch's own PowerSGD hook by parameter. `error_memory` is what both
-keep and save.
+- `hooks`: the hooks themselves (for programs).
+- `top_k`: send the largest values of each gradient (for `hooks`, and programs).
+- `power_sgd`: keep the state of PyTorch's own PowerSGD hook by parameter (for `hooks`,
+  and programs).
+- `error_memory`: what both keep and save (for `power_sgd` and `top_k`).
 """
 
 from stretto.compression.hooks import power_sgd_hook, top_k_hook

@@ -7,47 +7,120 @@ The conversion refuses code that it does not understand, with a line and a next 
 and lists what it could not decide. It keeps formatting and comments. Nothing here
 imports torch. It needs LibCST, which the extra ``stretto[convert]`` installs.
 
-- `_script` orders the stages, `_result` holds choices and results. `_reading`,
-  `_notebook` and `_split` read files; `_memory` runs a converted script.
-  `_comprehensions` writes those that train as ``for`` statements.
-- `_tree` answers queries on the syntax, `_flow` where values come from, `_shown` which
-  are only shown, `_calls` which functions are called, `_branches` which branches are
-  taken, `_graph_names` where gradients flow, `_views` what sees a wrapped model.
-  `_edit` collects edits.
-- `_job` is what takes part in training: `_trained_models` finds optimizers (with
-  `_optimizers`) and their models (with `_parameter_owners` and `_modules`),
-  `_batch_loops` the loops and their loaders (with
-  `_step_calls`).
-- Stages, which `_script` calls: `_models`, `_unwrapping` and `_second_backward` (the
-  model), `_loaders`, `_batch`, `_loader_sizes`, `_passes` and `_whole_passes` (its
-  data), `_numbers`, `_sample_loops` and `_rank_values` (numbers of one rank),
-  `_replicas` (what makes models differ), `_display`, `_file_names` and `_file_reads`
-  (output and files), `_device`, `_setup` and `_support` (the ranks, and inserted
-  functions), and `_advice`.
-- Parts of one stage: `_models` has `_part_names`, `_free_tensors`, `_held_models`,
-  `_buffers`, `_freezing`, `_unused` and `_prepared`; `_rank_values` has
-  `_rank_value_notes`. `_replicas` has `_changed_parameters`, `_gradient_hooks`,
-  `_rank_settings` and `_rank_decisions`, which `_rank_sources`, `_trained_parts` and
-  `_replica_notes` serve.
+The whole:
 
-Shared by stages:
+- `_script`: the order of the stages (for `_memory` and `_notebook`, and programs).
+- `_result`: choices and results (shared, for instance by `_already_distributed` and
+  `_notebook`).
+- `_memory`: run a converted script in memory (for `cli.run` and `script`, and
+  programs).
+- `_reading`: a file's bytes as a syntax tree (for `_memory`, `_notebook` and
+  `_script`).
+- `_notebook`: the cells of a notebook as one script (for `cli.convert` and `_memory`,
+  and programs).
+- `_split`: one statement on each line (for `_edit` and `_script`).
+- `_comprehensions`: comprehensions that train as ``for`` statements (for `_batch_loops`
+  and `_script`).
+- `_already_distributed`: convert Horovod's scripts and DDP's (for `_script`).
+- `_horovod`: wrap the optimizers of Horovod's (for `_advice` and `_script`).
 
+Queries on the script:
+
+- `_tree`: its syntax (shared, for instance by `_models` and `_rank_values`).
+- `_edit`: edits, and the state that stages share (shared, for instance by `_loaders`
+  and `_script`).
+- `_flow`: where values come from (shared, for instance by `_batch_loops` and
+  `_trained_models`).
+- `_shown`: which values are only shown (for `_batch`, `_loader_sizes` and `_numbers`).
+- `_calls`: which functions are called (for `_edit`).
+- `_branches`: which branches are taken (for `_losses`).
+- `_graph_names`: where gradients flow (for `_edit`).
+- `_views`: what sees a wrapped model (for `_models`).
+
+What takes part in training:
+
+- `_job`: all of it: models, optimizers, loops and loaders (for `_script`).
+- `_trained_models`: optimizers and the models that they train (for `_job` and
+  `_script`).
+- `_optimizers`: calls that make optimizers (for `_free_tensors`, `_horovod` and
+  `_trained_models`).
+- `_parameter_owners`: whose parameters an expression has (for `_trained_models`).
+- `_modules`: modules that contain trained ones (for `_parameter_owners` and
+  `_part_names`).
+- `_batch_loops`: loops over batches, and their loaders (shared, for instance by
+  `_divided` and `_held_models`).
+- `_step_calls`: calls of training functions that do not train (for `_batch_loops` and
+  `_passes`).
+
+Stages for the model:
+
+- `_models`: wrap the trained models (shared, for instance by `_passes` and `_script`).
+- `_part_names`: refuse checkpoints of a part of a wrapped module (for `_models`).
+- `_free_tensors`: refuse trained tensors outside of modules (for `_models`).
+- `_held_models`: refuse training through a container of the unwrapped model (for
+  `_models`).
+- `_buffers`: find models with buffers (for `_models`).
+- `_freezing`: find parameters frozen after wrapping (for `_models`).
+- `_unused`: find parameters that may get no gradient (for `_models`).
+- `_prepared`: find whether a forward prepares each backward (for `_models`).
+- `_unwrapping`: give code the module inside of the wrapper (for `_rank_value_notes` and
+  `_script`).
+- `_second_backward`: refuse gradients that DDP would exchange only in part (for
+  `_script`).
+
+Stages for its data:
+
+- `_loaders`: divide the loaders (for `_script`).
+- `_batch`: where a step relies on the batch size (for `_loaders` and `_script`).
+- `_loader_sizes`: sizes that a script reads from a loader (for `_script`).
+- `_passes`: loops that train in some passes only (for `_loaders`, `_numbers` and
+  `_script`).
+- `_whole_passes`: keep loaders whole outside of training steps (for `_script`).
+- `_divided`: loops over divided loaders (for `_rank_values` and `_loader_sizes`).
+- `_collate`: a ``collate_fn`` that makes batches of uneven parts (for `_loaders` and
+  `_proof`).
+
+Stages for numbers of one rank:
+
+- `_numbers`: replace them by those of all ranks (for `_script`).
+- `_sample_loops`: loops over samples that add up losses (for `_script`).
+- `_rank_values`: follow values of a rank's own samples (for `_script`).
+- `_rank_value_notes`: list where they are shown or combined (for `_rank_values`).
 - `_loop_sums`: what a loop adds up (for `_numbers`, `_sample_loops` and
   `_whole_passes`).
 - `_classify`: whether a rank's number is a mean over its samples, or a sum (for
   `_numbers` and `_rank_values`).
 - `_losses`: whether a loss is a mean over samples, or a sum (for `_numbers` and
   `_classify`).
-- `_divided`: loops over loaders that are divided among ranks (for `_rank_values` and
-  `_loader_sizes`).
-- `_collate`: a ``collate_fn`` that makes batches of uneven parts (for `_loaders` and
-  `_proof`).
+- `_proof`: which losses are means over samples, by computing with values that say how
+  a number depends on a batch.
 
-Beside the stages:
+Stages for what makes models of ranks differ:
 
-- `_proof` shows which losses are means over samples, by computing with values that say
-  how a number depends on a batch.
-- `_horovod` and `_already_distributed` convert scripts that are distributed already.
+- `_replicas`: list it all (for `_script`).
+- `_changed_parameters`: changes of parameters and gradients (for `_replicas`).
+- `_gradient_hooks`: uses of gradients before the exchange (for `_replicas`).
+- `_rank_settings`: settings, seeds and data (for `_replicas`).
+- `_rank_decisions`: decisions by which ranks would take unequal steps (for
+  `_replicas`).
+- `_rank_sources`: random numbers, clocks and new modules (for `_changed_parameters`,
+  `_replica_notes` and `_replicas`).
+- `_trained_parts`: expressions that are parts of trained models (for `_replica_notes`
+  and `_replicas`).
+- `_replica_notes`: facts about the ranks' models (for `_changed_parameters`,
+  `_rank_settings` and `_replicas`).
+
+Stages for output, files and ranks:
+
+- `_display`: only rank 0 prints, logs and writes (shared, for instance by `_file_names`
+  and `_rank_values`).
+- `_file_names`: equal names of files on all ranks (for `_script`).
+- `_file_reads`: reads of a file after rank 0 has written it (for `_script`).
+- `_device`: a device for each rank (for `_loaders` and `_script`).
+- `_setup`: insert the ranks and the end of the group (for `_file_names` and `_script`).
+- `_support`: the functions that a script is given (for `_edit`, `_script` and
+  `_setup`).
+- `_advice`: notes that only a person can decide (for `_script`).
 """
 
 from stretto.errors import MissingPackage

@@ -3,12 +3,15 @@
 Each process runs its own plain `jax.jit` on its own device. Gradients leave within
 backward, over the negotiated engine, while XLA computes.
 
-- `gradients`: `value_and_grad`, `grad`, `allreduce_gradients`, `distributed`, with the
-  `tags` of parameters and `in_backward`.
-- `accumulation`: the mean gradient of several steps.
-- `operations`: other collectives, in and outside of `jit`; `ranks`: init, rank, size.
-- `refusals`: what a reduction can't be within.
-- `xla_options`: `compile_options`, for programs that use none of these.
+- `gradients`: `value_and_grad`, `grad`, `allreduce_gradients`, `distributed` (for
+  `keras.backends`, and programs).
+- `tags`: parameters that submit their gradients from within backward (for `gradients`,
+  and programs).
+- `accumulation`: the mean gradient of several steps (for `gradients`).
+- `operations`: other collectives, in and outside of `jit` (for programs).
+- `ranks`: init, rank, size (shared, for instance by `operations` and `callbacks`).
+- `refusals`: what a reduction can't be within (for `gradients` and `operations`).
+- `xla_options`: `compile_options`, where communication is left to XLA (for programs).
 - `callbacks`: Python functions that XLA calls in a computation (for `gradients`,
   `operations` and `tags`).
 """

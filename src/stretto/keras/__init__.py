@@ -2,11 +2,12 @@
 
 With the backends TensorFlow, JAX and PyTorch. Each process trains its own model on its
 own samples, and its optimizer averages gradients over processes before it applies them.
+Callbacks are those of `stretto.horovod.keras3`.
 
-- `optimizer`: `DistributedOptimizer`; `backends`: what reduces a backend's gradients.
-- `models`: `load_model`, `broadcast_model`; callbacks are those of
-  `stretto.horovod.keras3`.
-- `ranks`: init, rank, size, and values of all ranks.
+- `optimizer`: `DistributedOptimizer` (for `models`, and programs).
+- `backends`: what reduces a backend's gradients (for `optimizer` and `ranks`).
+- `models`: `load_model`, `broadcast_model` (for programs).
+- `ranks`: init, rank, size, and values of all ranks (for programs).
 """
 
 from stretto.horovod.keras3.epoch_callbacks import (

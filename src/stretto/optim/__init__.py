@@ -2,8 +2,9 @@
 
 The paper names both and gives no formula; these are this package's interpretation.
 
-`AdamSGD` (in `adam_sgd`) begins as Adam and ends as SGD; `LinearDecay` (in
-`linear_decay`) lowers the learning rate along a line after a warm-up.
+- `adam_sgd`: `AdamSGD`, which begins as Adam and ends as SGD (for programs).
+- `linear_decay`: `LinearDecay`, which lowers the learning rate along a line after a
+  warm-up (for programs).
 """
 
 from stretto.optim.adam_sgd import AdamSGD

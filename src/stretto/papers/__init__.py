@@ -2,9 +2,10 @@
 
 `stretto reproduce` calls this package.
 
-- `aiacc`, `asc`, `libra`, `deeppool`: one paper each; `deeppool_literal`: DeepPool's
-  algorithm as printed.
-- `result`: what they return; `shared`: their helpers.
+- `aiacc`, `asc`, `libra`, `deeppool`: one paper each (for `papers`).
+- `deeppool_literal`: DeepPool's algorithm as printed (for `deeppool`).
+- `result`: what a reproduction returns (shared, for instance by `asc` and `libra`).
+- `shared`: helpers of several (for `aiacc`, `asc` and `libra`).
 """
 
 from __future__ import annotations

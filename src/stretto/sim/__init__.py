@@ -1,22 +1,50 @@
 """Simulate one step under a plan, and bound what any plan can reach.
 
-One model, two evaluations:
-
-- `engine` runs flows from event to event: the reference. `step` builds its flows from
-  a plan (`flows`) and returns times and a timeline; `forward` does so for overlap with
-  the next forward, by whole all-reduces or DeAR's halves.
-- `step_model` gives the same times to searches, some 20 to 80 times as fast, without
-  timelines. `network` holds a cluster's figures, `lanes` the loops, `gated_lanes` those
-  for overlap with the next forward, and `replay` plans to be evaluated under many
-  networks.
-
-Both share links by `fair`. Tests compare each with the other, and with
+One model has two evaluations: `engine` is the reference, and `step_model` is some 20 to
+80 times as fast. Tests compare each with the other, and with
 `stretto.testing.libra_stages` for one lane.
 
-Beside them: `bounds`, `forward_bounds`, `certificate` and `scope` (what no plan can
-beat), `scaling` (steps over numbers of ranks, for programs), `burst` with
-`_burst_script` (steps of burst plans), `sample_layout` (which rank has which samples in
-them), and `collocation` (such a step with a background job beside each rank).
+The reference:
+
+- `engine`: run flows from event to event (for `flows`, `forward` and `step`).
+- `step`: one step of a plan, with times and a timeline (shared, for instance by
+  `tune.calibration` and `_api.planning`).
+- `flows`: a plan as flows (shared, for instance by `forward` and `step`).
+- `forward`: steps whose all-reduces, or DeAR's halves, overlap with the next forward
+  (for `step`).
+- `fair`: how flows share links, in both evaluations (for `burst`, `engine` and
+  `network`).
+
+For searches:
+
+- `step_model`: the times alone (shared, for instance by `tune.calibration` and
+  `planners._joint.search`).
+- `network`: a cluster's figures (for `step_model`).
+- `lanes`: the loops over lanes (for `gated_lanes` and `step_model`).
+- `gated_lanes`: those for overlap with the next forward (for `step_model`).
+- `replay`: plans to be evaluated under many networks (for `step_model` and
+  `tune.calibration`).
+
+What no plan can beat:
+
+- `bounds`: bounds on steps that end with their sends (for `forward_bounds`, `scaling`
+  and `scope`, and programs).
+- `forward_bounds`: bounds for overlap with the next forward (for `scaling` and `scope`,
+  and programs).
+- `certificate`: bounds by linear programming (for `bounds`).
+- `scope`: families of plans, and the bound over each (for `planners._joint.space`,
+  `planners.base` and `tune.calibration`).
+- `scaling`: steps and bounds over numbers of ranks (for programs).
+
+Burst plans:
+
+- `burst`: steps of burst plans (for `planners.burst.collocated` and
+  `planners.burst.simulated`).
+- `_burst_script`: what each rank does in one (for `burst`).
+- `sample_layout`: which rank has which samples in them (shared, for instance by
+  `burst.forward_exchange` and `burst.schedule`).
+- `collocation`: such a step with a background job beside each rank (for
+  `cluster.job_plans`, `cluster.speeds` and `planners.burst.collocated`).
 """
 
 from stretto.sim.bounds import LowerBound, lower_bound

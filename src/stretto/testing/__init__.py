@@ -1,14 +1,22 @@
 """Strategies, instances, contract suites and an emulated model, for tests.
 
-The library imports none of this package.
+The library imports none of this package; programs are tests, also those of others.
 
-- Suites: `planner_suite` and `technique_suite` make `checks`; `backends` starts the
-  ranks of `_backend_cases`, which use `_backend_bench`.
-- Instances: `strategies` (of Hypothesis), `instances` (small jobs and networks),
-  `models` (known models), `programs` (random training programs), and `soak` (a training
-  run that plans again and again).
-- `libra_stages` computes LIBRA's stages as printed, an oracle for its planner.
-- `elastic_replay` trains in one process as the members of an elastic job did.
+- `planner_suite`: the suite that planners must pass (for programs).
+- `technique_suite`: the suite that techniques must pass (for programs).
+- `checks`: checks of a contract as values (for `planner_suite` and `technique_suite`,
+  and programs).
+- `backends`: the suite that backends must pass, on ranks that it starts (for programs).
+- `_backend_cases`: its checks (for `backends`).
+- `_backend_bench`: a rank's access to the backend under test (for `backends`).
+- `strategies`: strategies of Hypothesis (for programs).
+- `instances`: small jobs and networks (for `planner_suite` and `technique_suite`).
+- `models`: known models (for programs).
+- `programs`: random training programs (for programs).
+- `soak`: a training run that plans again and again (for programs).
+- `libra_stages`: LIBRA's stages as printed, an oracle for its planner (for programs).
+- `elastic_replay`: train in one process as the members of an elastic job did (for
+  programs).
 """
 
 from __future__ import annotations

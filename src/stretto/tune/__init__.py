@@ -1,14 +1,42 @@
 """Measure, plan and apply plans while a training run is under way.
 
-- `controller` runs the phases, and `tuning_meeting` lets ranks meet. `initial_profile`
-  measures (`evaluations` leaves out steps with validation), `online_search` tries plans
-  on real steps, `drift_detector` watches. `forced` is a fixed schedule for tests.
-- `forward_plans` decides whether plans may overlap with forward.
-- `search` decides what is tried (`trial`, `starts`, `search_space`), `paired` compares
-  two plans, `calibration` corrects the model, and `techniques` propose.
-- `plan_cache` stores plans, `job_similarity` finds those of similar jobs,
-  `cached_plans` uses them, and `tuning_state` saves a run that ends early.
-- `options`, `result` and `artifacts` are what a user passes and gets.
+The phases:
+
+- `controller`: `AutoPlan`, which runs the phases (for `_api.ddp`, and programs).
+- `tuning_meeting`: let ranks meet (for `controller`, `initial_profile` and
+  `online_search`).
+- `initial_profile`: measure, probe and plan (shared, for instance by `controller` and
+  `forced`).
+- `evaluations`: leave out steps with validation (for `controller`).
+- `online_search`: try plans on real steps (for `controller`).
+- `drift_detector`: watch for lasting changes (for `controller`).
+- `forced`: a fixed schedule for tests (for `_api.ddp` and `controller`).
+- `forward_plans`: whether plans may overlap with forward (for `calibration`, `forced`
+  and `initial_profile`).
+
+The search:
+
+- `search`: which plan the next steps execute (for `forward_plans`, `online_search` and
+  `tuning_state`).
+- `trial`: blocks of steps, and limits (for `options` and `search`).
+- `starts`: plans to try first (for `controller`).
+- `search_space`: the choices (shared, for instance by `search` and `techniques.base`).
+- `paired`: compare two plans (for `search`).
+- `calibration`: correct the model by trials (for `controller` and `online_search`).
+- `techniques`: propose plans.
+
+Earlier runs:
+
+- `plan_cache`: store plans (shared, for instance by `cli.tune` and `controller`).
+- `job_similarity`: find plans of similar jobs (for `plan_cache`).
+- `cached_plans`: use stored plans (for `controller` and `tuning_state`).
+- `tuning_state`: save a run that ends early (for `controller`).
+
+What a user passes and gets:
+
+- `options`: the options (for `_api.ddp` and `controller`, and programs).
+- `result`: the result (shared, for instance by `controller` and `artifacts`).
+- `artifacts`: files that a run writes about itself (for `_api.ddp`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
 """Devices that a foreground and a background share: one contract, one module each.
 
-- `base`: the contract, which `lease` and `foreground` call.
-- `cpu`: processors, with `priority`; `cuda`: GPUs; `exclusive`: an emulated device.
+`open_device` opens one by its name, for `foreground` and `lease`.
+
+- `base`: the contract (for `cpu`, `cuda` and `exclusive`).
+- `cpu`: processors, with `priority` (for `devices`).
+- `cuda`: GPUs (for `devices`).
+- `exclusive`: an emulated device without preemption (for `devices`).
 """
 
 from __future__ import annotations

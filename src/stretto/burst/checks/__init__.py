@@ -1,8 +1,8 @@
 """Check that ranks train the model that one process would train.
 
 Ranks compare numbers that travel with each forward (`burst.forward_exchange`), and with
-each refresh. Unless a line says otherwise, only `burst.parts`, which constructs what a
-file defines, and `burst.forward_exchange`, which sends its numbers, import a file.
+each refresh. Unless a line says otherwise, a file is imported by `burst.parts`, which
+constructs the model's parts, or by `burst.forward_exchange`, which sends its numbers.
 
 The module and the program:
 
@@ -39,6 +39,8 @@ Values of layers that other ranks run:
 
 What several of these use:
 
-- `numbers`: values as integers, for the exchange (shared).
-- `tolerances`: how near values of several ranks must be (shared).
+- `numbers`: values as integers, for the exchange (shared, for instance by
+  `optimizer_use` and `backward_use`).
+- `tolerances`: how near values of several ranks must be (shared, for instance by
+  `changes` and `backward_use`).
 """

@@ -1,6 +1,7 @@
 """Horovod's names for Keras 3, as `stretto.horovod.tensorflow.keras`.
 
-- `callbacks`: the callbacks of ``fit``, under the module name that scripts import.
+- `callbacks`: the callbacks of ``fit``, under the module name that scripts import (for
+  programs).
 """
 
 from stretto.horovod.keras import callbacks

@@ -1,12 +1,20 @@
 """Horovod for TensorFlow 2: `import stretto.horovod.tensorflow as hvd`, experimental.
 
-- `operations`: one operation each; `functions`: variables and objects to all ranks;
-  `compression` is an argument of theirs. `mpi_ops` has Horovod's module name.
-- `tape`: `DistributedGradientTape`; `optimizer`: `DistributedOptimizer`; both on
-  `gradients`, which sends them during backward.
-- `sync_batch_norm`: its layer; `keras`: Horovod's names for Keras.
-- `host_calls`: Python functions called from a graph (shared); `refused`: names that
-  are not provided.
+- `operations`: one operation each (shared, for instance by `keras.values` and
+  `sync_batch_norm`).
+- `functions`: variables and objects to all ranks (for programs).
+- `compression`: an argument of operations, tapes and optimizers (shared, for instance
+  by `operations` and `keras.optimizer`).
+- `mpi_ops`: operations under Horovod's module name (for programs).
+- `tape`: `DistributedGradientTape` (for `optimizer`, and programs).
+- `optimizer`: `DistributedOptimizer` (for `keras.optimizer`, and programs).
+- `gradients`: send gradients during backward (for `optimizer`, `tape` and
+  `keras.backends`).
+- `sync_batch_norm`: batch normalization over all ranks (for programs).
+- `keras`: Horovod's names for Keras.
+- `host_calls`: Python functions called from a graph (shared, for instance by
+  `operations` and `gradients`).
+- `refused`: names that are not provided (for programs).
 """
 
 from stretto.horovod.exceptions import HorovodInternalError

@@ -1,12 +1,37 @@
 """Horovod for PyTorch over stretto: `import stretto.horovod.torch as hvd`.
 
-- `allreduce`, `allgather`, `alltoall`, `broadcast`, `reducescatter`, `sparse`: one
-  operation each, sent by `submission`; `compression` is an argument of theirs, and
-  `mpi_ops` has all under Horovod's module name. `built` reports features.
-- `optimizer`: `DistributedOptimizer`, on `gradients`; `functions`: parameters, states
-  and objects to all ranks; `sync_batch_norm`: its layer.
-- `elastic`: training that ranks join and leave, in the same processes with
-  `regrouping`, otherwise with `commits` on disk.
+Operations:
+
+- `allreduce`: values of all ranks combined (shared, for instance by `sync_batch_norm`
+  and `keras3.epoch_callbacks`).
+- `allgather`: tensors of all ranks concatenated (shared, for instance by `functions`
+  and `reducescatter`).
+- `alltoall`: a part of each rank's tensor to every rank (for `tensorflow.operations`,
+  `allgather` and `mpi_ops`).
+- `broadcast`: one rank's tensor on every rank (shared, for instance by `functions` and
+  `numpy_arrays`).
+- `reducescatter`: values combined, and each rank's rows of them (for
+  `tensorflow.operations` and `mpi_ops`).
+- `sparse`: sparse tensors of all ranks (for `gradients` and `mpi_ops`).
+- `submission`: send calls to the engine (shared, for instance by `allreduce` and
+  `allgather`).
+- `compression`: an argument of operations (shared, for instance by `allreduce` and
+  `reducescatter`).
+- `mpi_ops`: all operations under Horovod's module name (for `keras.ranks`, and
+  programs).
+- `built`: report features (for `tensorflow.mpi_ops` and `mpi_ops`).
+
+Training:
+
+- `optimizer`: `DistributedOptimizer` (for programs).
+- `gradients`: hooks on parameters, and the wait for their results (for `elastic` and
+  `optimizer`).
+- `functions`: parameters, states and objects to all ranks (shared, for instance by
+  `elastic` and `keras3.epoch_callbacks`).
+- `sync_batch_norm`: batch normalization over all ranks (for programs).
+- `elastic`: training that ranks join and leave (for programs).
+- `regrouping`: follow a job's memberships in the same processes (for `elastic`).
+- `commits`: state on disk for the processes of a restarted job (for `elastic`).
 """
 
 from stretto.horovod.exceptions import HostsUpdatedInterrupt

@@ -4,13 +4,20 @@ A backend is found by its name: those below, then those of `register`, then thos
 installed packages offer as entry points of the group ``stretto.backends``.
 docs/how-to/add-a-backend.md describes how to write one.
 
-- `base`: the contract.
-- `gloo`: connections of its own per lane; `nccl`: communicators, with `nccl_settings`
-  (its variables).
-- `local`: shared memory between ranks of one host, with `local_lanes` (opening),
-  `local_collectives`, `host_work` (threads and works in Python) and `shared_memory`.
-- `hierarchical`: shared memory within each host and Gloo across hosts, with
-  `hierarchical_lane` (its collectives).
+- `base`: the contract (shared, for instance by `backends` and `shared_memory`).
+- `gloo`: connections of its own per lane (for `backends` and `hierarchical`).
+- `nccl`: communicators (for `backends`).
+- `nccl_settings`: NCCL's variables (for `nccl`).
+- `local`: shared memory between ranks of one host (for `backends`).
+- `local_lanes`: open lanes through shared memory (for `hierarchical` and `local`).
+- `local_collectives`: collectives through shared memory (for `hierarchical_lane`,
+  `local` and `local_lanes`).
+- `host_work`: threads and works in Python (for `hierarchical_lane` and
+  `local_collectives`).
+- `shared_memory`: the memory itself, and waits in it (for `local_collectives` and
+  `local_lanes`).
+- `hierarchical`: shared memory within each host and Gloo across hosts (for `backends`).
+- `hierarchical_lane`: its collectives (for `hierarchical`).
 """
 
 from __future__ import annotations

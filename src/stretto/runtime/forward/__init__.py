@@ -2,16 +2,23 @@
 
 - `overlap`: what is under way of one model: unfinished buckets, pending updates, and
   when they are finished (for `runtime.ddp_reducer`).
-- `member`: one parameter of a bucket.
+- `member`: one parameter of a bucket (for `overlap`, `reads` and `steps`).
 - `halves`: exchanges buckets in halves, for clipping by parts (for `overlap`).
 - `order`: launches buckets in the plan's order (for `runtime.planned_group`).
-- `steps`: defers optimizers' steps; `undisturbed` executes deferred work.
-- `lazy`: a gradient under way; `pending`: a parameter and an optimizer state before
-  their update. Any read of these finishes them.
-- `module_hooks`: finishes a module's parameters when it is called; `raw_access`: guards
-  functions of PyTorch that read memory without asking the tensor's class.
+- `steps`: defers optimizers' steps (for `_api.replaying`, `overlap` and `reads`, and
+  programs).
+- `undisturbed`: executes deferred work (for `overlap`, `reads` and `steps`).
+- `lazy`: a gradient under way, finished by any read (shared, for instance by `overlap`
+  and `steps`).
+- `pending`: a parameter and an optimizer state before their update, finished by any
+  read (shared, for instance by `overlap` and `reads`).
+- `module_hooks`: finishes a module's parameters when it is called (for `overlap` and
+  `reads`).
+- `raw_access`: guards functions of PyTorch that read memory without asking the tensor's
+  class (for `overlap` and `reads`).
 - `reads`: records what a program reads before there is a forward plan, while tuning
   profiles (for `runtime.ddp_reducer`).
-- `fallback`: why a model does not overlap with forward; `other_threads`: which thread
-  of the program prevents it.
+- `fallback`: why a model does not overlap with forward (for `ddp_reducer` and `steps`).
+- `other_threads`: which thread of the program prevents it (for `overlap`, `reads` and
+  `steps`).
 """

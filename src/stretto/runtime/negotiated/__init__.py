@@ -1,13 +1,26 @@
 """Collectives in an order that ranks agree on at run time.
 
-- `engine`: what callers use; `api` has its options, handles and observers.
-- `requests`, `pending`: what one rank asks for, and what it still waits for.
-- `control_thread`: runs `rounds`, in which ranks agree which requests are ready;
-  `ledger` holds what follows from a round, `progress` paces rounds and finds stalls.
-- `buckets`, `send`, `reductions`, `collectives`, `completion`: pack requests, send them
-  over lanes, and complete their handles.
-- `tensor_set`, `stable_order`: gradients that are submitted together, and the order
-  that they keep; `reducer` is DDP's Reducer on the engine.
+- `engine`: what callers use (for `horovod.world`, `jax.ranks` and `reducer`, and
+  programs).
+- `api`: its options, handles and observers (shared, for instance by `control_thread`
+  and `engine`).
+- `requests`: what one rank asks for (shared, for instance by `ledger` and `pending`).
+- `pending`: what it still waits for (shared, for instance by `control_thread` and
+  `collectives`).
+- `control_thread`: the thread in which ranks agree (for `engine`).
+- `rounds`: agree which requests are ready (for `control_thread` and `send`).
+- `ledger`: what follows from a round (for `control_thread` and `rounds`).
+- `progress`: pace rounds and find stalls (for `control_thread`).
+- `buckets`: form buckets of requests (for `send` and `stable_order`).
+- `send`: pack requests and send them over lanes (for `control_thread`).
+- `reductions`: scaling, and types that are sent as others (shared, for instance by
+  `rounds` and `send`).
+- `collectives`: all collectives except all-reduce (for `send`).
+- `completion`: complete the handles (for `send`).
+- `tensor_set`: gradients that are submitted together (for `control_thread` and
+  `engine`, and programs).
+- `stable_order`: the order that they keep (for `tensor_set`).
+- `reducer`: DDP's Reducer on the engine (for `_api.ddp` and `ddp`).
 """
 
 from stretto.runtime.negotiated.api import AbstractEngineObserver, EngineOptions, Handle

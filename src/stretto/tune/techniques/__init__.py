@@ -1,9 +1,13 @@
 """Techniques that propose plans, behind one interface.
 
-- `base`: the interface; `registry`: techniques by name, with those of installed
-  packages.
-- `predicted`, `coordinate`: the default search; `aiacc`: AIACC-Training's, and the
-  bandit that chooses among all (shared).
+- `base`: the interface (shared, for instance by `aiacc` and `search`).
+- `registry`: techniques by name, with those of installed packages (for `online_search`
+  and `options`, and programs).
+- `predicted`: the planner's own ranking (for `registry`, and programs).
+- `coordinate`: coordinate descent, which follows it in the default search (for
+  `registry`, and programs).
+- `aiacc`: AIACC-Training's, and the bandit that chooses among all (shared, for instance
+  by `registry` and `options`).
 """
 
 from stretto.tune.techniques.aiacc import (

@@ -1,7 +1,8 @@
 """Horovod's names for Keras 3 on TensorFlow: `stretto.horovod.tensorflow.keras`.
 
-- `callbacks`: the callbacks of ``fit``; `values`: operations on values outside of
-  graphs; `optimizer`: `DistributedOptimizer` and `load_model`.
+- `callbacks`: the callbacks of ``fit`` (for `horovod.keras.callbacks`, and programs).
+- `values`: operations on values outside of graphs (for programs).
+- `optimizer`: `DistributedOptimizer` and `load_model` (for programs).
 """
 
 from stretto.horovod.process_sets import ProcessSet, global_process_set
