@@ -446,14 +446,11 @@ class Elastic:
                 "`with run.step():` block, so that the block can't run again: move it "
                 "behind the block"
             ) from error
-        if undo.before is not None:
-            self._load(undo.before)
-        if not undo.undo():
+        if (why := undo.undo(self._load)) is not None:
             raise StrettoError(
-                "a rank was lost in a `with run.step():` block that has changed "
-                "parameters before optimizer.step(), or what is in scheduler= or "
-                "extra=, as its first blocks had not, so that the block can't run "
-                "again: change them after the block"
+                "a rank was lost in a `with run.step():` block that has, or may have, "
+                f"changed {why}, so that the block can't run again: change it after "
+                "the block"
             ) from error
         self._discard()
         self._recover(error)
