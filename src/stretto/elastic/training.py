@@ -26,6 +26,7 @@ from stretto.errors import CommTimeout, RankDisagreement, SpecError, StrettoErro
 from stretto.logs import get_logger
 from stretto.members.client import MemberClient
 from stretto.members.launchers import loss_warning
+from stretto.members.view import View, why_over
 from stretto.resume.exact_load import load_exactly
 from stretto.resume.manifests import Manifest
 from stretto.resume.snapshots import JobSnapshots, copy_of
@@ -39,8 +40,6 @@ from stretto.units import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from types import TracebackType
-
-    from stretto.members.view import View
 
 _log = get_logger(__name__)
 
@@ -686,8 +685,9 @@ class Elastic:
             except (RuntimeError, CommTimeout) as error:
                 if not _is_loss(error):
                     raise
-                _log.info("membership %d was lost: %s", view.generation, error)
+                why = why_over(view, client.newest, error, has_ended=group.has_ended)
                 self._report()
+                _log.info("membership %d was lost: %s", view.generation, why)
                 forget_frames(error)
             else:
                 self._is_following = False
