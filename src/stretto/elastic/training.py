@@ -549,7 +549,8 @@ class Elastic:
         if client is None or group is None or client.newest is None:
             return
         view = client.newest
-        if view.generation <= group.generation:
+        # A rank alone makes no collective that fails once its membership has ended.
+        if view.generation <= group.generation and not group.has_ended:
             return
         # A view that came while this rank followed one has ended the latter.
         leaves = group.has_ended or not view.keeps(self._view) or self._leaves_now()
