@@ -26,6 +26,7 @@ from stretto.errors import CommTimeout, RankDisagreement, SpecError, StrettoErro
 from stretto.logs import get_logger
 from stretto.members.client import MemberClient
 from stretto.members.launchers import loss_warning
+from stretto.members.view import View, why_over
 from stretto.resume.exact_load import load_exactly
 from stretto.resume.manifests import Manifest
 from stretto.resume.snapshots import JobSnapshots, copy_of
@@ -39,8 +40,6 @@ from stretto.units import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from types import TracebackType
-
-    from stretto.members.view import View
 
 _log = get_logger(__name__)
 
@@ -446,14 +445,11 @@ class Elastic:
                 "`with run.step():` block, so that the block can't run again: move it "
                 "behind the block"
             ) from error
-        if undo.before is not None:
-            self._load(undo.before)
-        if not undo.undo():
+        if (why := undo.undo(self._load)) is not None:
             raise StrettoError(
-                "a rank was lost in a `with run.step():` block that has changed "
-                "parameters before optimizer.step(), or what is in scheduler= or "
-                "extra=, as its first blocks had not, so that the block can't run "
-                "again: change them after the block"
+                "a rank was lost in a `with run.step():` block that has, or may have, "
+                f"changed {why}, so that the block can't run again: change it after "
+                "the block"
             ) from error
         self._discard()
         self._recover(error)
@@ -553,7 +549,8 @@ class Elastic:
         if client is None or group is None or client.newest is None:
             return
         view = client.newest
-        if view.generation <= group.generation:
+        # A rank alone makes no collective that fails once its membership has ended.
+        if view.generation <= group.generation and not group.has_ended:
             return
         # A view that came while this rank followed one has ended the latter.
         leaves = group.has_ended or not view.keeps(self._view) or self._leaves_now()
@@ -689,8 +686,9 @@ class Elastic:
             except (RuntimeError, CommTimeout) as error:
                 if not _is_loss(error):
                     raise
-                _log.info("membership %d was lost: %s", view.generation, error)
+                why = why_over(view, client.newest, error, has_ended=group.has_ended)
                 self._report()
+                _log.info("membership %d was lost: %s", view.generation, why)
                 forget_frames(error)
             else:
                 self._is_following = False

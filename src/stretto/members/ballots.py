@@ -24,6 +24,13 @@ a view contains only keepers that all hear each other.
 
 A keeper with such links to less than a majority begins no ballot: its ballots could
 only delay those of the others. Its ranks wait (`KeeperCore.is_cut_off`).
+
+# Note [A rank that ends early]
+A rank whose process ends without an error seems to have finished training, and then
+others do so, too: none may join any more, and fewer than the least number may train to
+the end. But its program may have ended it alone, such as in a handler of a signal. No
+other rank can be in a later step then than it was, unless they train on without it. So
+once one is, the rank counts as lost. Programs that don't number steps have step 0.
 """
 
 from __future__ import annotations
@@ -82,8 +89,11 @@ class Beat:
     generation: int
     hears: tuple[int, ...]
 
-    is_leaving: bool = False
-    """Whether one of its ranks has finished training: no more ranks should join."""
+    step: int = 0
+    """The furthest step of the job that one of its ranks is in; 0 if none says one."""
+
+    left_in: int | None = None
+    """The furthest step in which one of its ranks has finished training, if any has."""
 
     is_done: bool = False
     """Whether all its ranks have ended, so that it may end without being a loss."""
@@ -205,13 +215,16 @@ class KeeperCore:
 
         self._starting = {m.id for m in first.members if m.keeper == keeper}
         self._ready: dict[int, Member] = {}
-        self._left: set[int] = set()
+        self._left: dict[int, int] = {}
         self._failed_s: float | None = None
         self._heard_s: dict[int, float] = {}
         self._linked_s: dict[int, float] = {}
         self._beats: dict[int, Beat] = {}
         self.is_done = False
         """Whether all local ranks have ended for good; set by the owner."""
+
+        self.step = 0
+        """The furthest step that a local rank is in; set by the owner."""
 
         self.waits_long = False
         """Whether a local rank has waited for long; set by the owner."""
@@ -242,11 +255,22 @@ class KeeperCore:
             self._ready.pop(member, None)
         return self._advance(now_s)
 
-    def left(self, member: int, now_s: float) -> list[Command]:
-        """A local rank has finished training: its end changes nothing."""
-        self._left.add(member)
+    def left(self, member: int, now_s: float, *, step: int = 0) -> list[Command]:
+        """A local rank has finished training: its end changes nothing.
+
+        Args:
+            member: the rank.
+            now_s: the time.
+            step: the step that it was in last; see Note [A rank that ends early].
+        """
+        self._left[member] = step
         self._ready.pop(member, None)
         return self._advance(now_s)
+
+    def ended_early(self, member: int, now_s: float) -> list[Command]:
+        """A local rank that seemed to have finished training had not, and is lost."""
+        self._left.pop(member, None)
+        return self.ended(member, now_s)
 
     def failed(self, generation: int, now_s: float) -> list[Command]:
         """A local rank's collective in a generation can't end."""
@@ -263,7 +287,8 @@ class KeeperCore:
         return Beat(
             generation=self.view.generation,
             hears=self._hears(now_s, within_s=self._policy.hear_s),
-            is_leaving=bool(self._left),
+            step=self.step,
+            left_in=max(self._left.values(), default=None),
             is_done=self.is_done,
             waits_long=self.waits_long,
         )
@@ -274,8 +299,25 @@ class KeeperCore:
             self.peers = tuple(sorted({*self.peers, keeper}))
 
     def is_leaving(self) -> bool:
-        """Return whether a rank of any keeper has finished training."""
-        return bool(self._left) or any(beat.is_leaving for beat in self._beats.values())
+        """Return whether a rank of any keeper has finished training: none may join."""
+        left_in = [*self._left.values()]
+        left_in += [b.left_in for b in self._beats.values() if b.left_in is not None]
+        return bool(left_in) and max(left_in) >= self.furthest_step()
+
+    def furthest_step(self) -> int:
+        """Return the furthest step that a rank is in, as far as is known."""
+        steps = [b.step for k, b in self._beats.items() if k in self.view.keepers]
+        return max([self.step, *steps])
+
+    def has_left(self) -> bool:
+        """Return whether a local rank has finished training."""
+        return bool(self._left)
+
+    def waits_for_left(self) -> bool:
+        """Return whether local ranks wait for the first view, and one has left."""
+        left_in = [b.left_in for b in self._beats.values() if not b.generation]
+        has_left = self._left or any(each is not None for each in left_in)
+        return not self.view.generation and bool(self._ready and has_left)
 
     def others_wait(self, now_s: float) -> bool:
         """Return whether another keeper of the view says that a rank waits long."""
@@ -483,7 +525,9 @@ class KeeperCore:
         ids = [member for member in old.ids if member in found]
         ids += sorted(found.keys() - set(ids))
         ids = ids[: self._policy.max_ranks]
-        if len(ids) < max(1, self._policy.min_ranks):
+        # Those that are left after others have finished need not wait for more.
+        least = 1 if self.is_leaving() else self._policy.min_ranks
+        if len(ids) < max(1, least):
             return None
         if only_adds and old.generation and not set(old.ids) <= set(ids):
             return None

@@ -119,6 +119,9 @@ class _Rank:
         self.process: subprocess.Popen[bytes] = process
         self.channel: Channel | None = None
         self.left = False
+        self.has_said_so = False
+        """Whether it has said itself that it has finished training."""
+
         self.has_entered = False
         self.drains = False
         self.is_drained = self.is_condemned = False
@@ -127,7 +130,7 @@ class _Rank:
         self.slot = 0
         self.page: ProgressReader | None = None
         self.step = 0
-        """The number of the job's step in which it has ended, if it said one."""
+        """The number of the job's step that it was in last, if it said one."""
 
         self.code: int | None = None
 
@@ -143,10 +146,15 @@ class _Rank:
         """Unmap what it has shared."""
         if self.counts is not None:
             self.counts.close()
+        self.note_step()
         if self.page is not None:
-            self.step = self.page.read().steps
             self.page.close()
         self.counts = self.page = None
+
+    def note_step(self) -> None:
+        """Note the job's step that it is in."""
+        if self.page is not None:
+            self.step = self.page.read().steps
 
     def steps(self) -> int:
         """Return how many steps it has ended."""
@@ -181,6 +189,12 @@ class RankKeeper:
 
         self._lost_first: _Rank | None = None
         """The lost rank 0 of a membership that no other one has followed."""
+
+        self._sent_away: list[_Rank] = []
+        """Ranks that were ended before they joined, because others had finished."""
+
+        self._small = 0
+        """The last membership that was ended because it had too few ranks."""
 
         self._folder = Path()
 
@@ -404,41 +418,25 @@ class RankKeeper:
 
     def _ended(self, rank: _Rank) -> None:
         code = rank.code or 0
-        was_lost = code != 0 and not (rank.left or rank.is_drained)
-        if code == 0 and not (rank.left or rank.is_drained):
+        is_known = rank.left or rank.is_drained
+        has_not_joined = rank.joins and not rank.has_entered
+        was_lost = not is_known and (code != 0 or has_not_joined)
+        if not (is_known or was_lost):
             self._leave(rank)
         if code != 0 and not rank.is_drained and not (rank.joins and rank.left):
             how = f"exit status {code}" if code > 0 else signal.Signals(-code).name
             _log.warning("%s ended with %s", _name(rank), how)
+        elif was_lost:
+            _log.warning(
+                "%s ended with exit status 0 before it had joined the others",
+                _name(rank),
+            )
         if rank.left and code != 0 and not rank.joins:
             self._code = self._code or _shell_code(code)
-        living = [r for r in self._ranks.values() if r.code is None]
         core = self._core
         if was_lost and not self._ends and core is not None:
-            trained = core.view.generation > 0
-            if rank.member == self._first:
-                self._lost_first = rank
-            self._execute(core.ended(rank.member, now_s()))
-            if not trained:  # ranks may wait for it where nothing ends their wait
-                self._announce_end(_shell_code(code))
-                self._end(_shell_code(code))
-            else:
-                if self._may_replace(rank):
-                    self._replace(rank)
-                elif not any(each.has_entered for each in living):
-                    self._code = self._code or _shell_code(code)
-                    self._end_newcomers()
-                living = [r for r in self._ranks.values() if r.code is None]
-                if not living:
-                    self._code = self._code or _shell_code(code)
-                too_few = self._network is None and len(living) < self._job.min_ranks
-                if too_few and not core.is_leaving():
-                    _log.error(
-                        "%d ranks are left, of at least %d: the job ends",
-                        len(living),
-                        self._job.min_ranks,
-                    )
-                    self._end(_shell_code(code))
+            self._lose(rank, core)
+        living = [r for r in self._ranks.values() if r.code is None]
         if not living:
             # A rank that was asked to leave may be the last one to end.
             is_done = any(r.left and r.code == 0 for r in self._ranks.values())
@@ -454,6 +452,99 @@ class RankKeeper:
             if rank.is_drained and not is_done:
                 self._code = self._code or self._code_of_leaving(code)
             self._stop_if_done()
+
+    def _lose(self, rank: _Rank, core: KeeperCore) -> None:
+        """Replace a rank that is lost, or end the job if too few are left.
+
+        Args:
+            rank: has ended while others train.
+            core: this host's.
+        """
+        status = _shell_code(rank.code or 0) or 1
+        trained = core.view.generation > 0
+        if rank.member == self._first:
+            self._lost_first = rank
+        self._execute(core.ended_early(rank.member, now_s()))
+        if not trained:  # ranks may wait for it where nothing ends their wait
+            self._announce_end(status)
+            self._end(status)
+            return
+        ranks = self._ranks.values()
+        if self._may_replace(rank):
+            self._replace(rank)
+        elif not any(each.has_entered and each.code is None for each in ranks):
+            self._code = self._code or status
+            self._end_newcomers()
+            self._sent_away.clear()
+        living = [each for each in ranks if each.code is None]
+        if not living:
+            self._code = self._code or status
+        too_few = self._network is None and len(living) < self._job.min_ranks
+        if too_few and not core.is_leaving():
+            _log.error(
+                "%d ranks are left, of at least %d: the job ends",
+                len(living),
+                self._job.min_ranks,
+            )
+            self._end(status)
+
+    # See Note [A rank that ends early] in `ballots`.
+
+    def _review_left(self, core: KeeperCore) -> None:
+        """Take a rank for lost that ended without an error while others train on."""
+        self._note_steps(core)
+        if self._ends or self._drained_s is not None:
+            return
+        if core.waits_for_left():
+            _log.error(
+                "a rank ended with exit status 0 before all had called "
+                "stretto.Elastic, where the others wait for it: the job ends"
+            )
+            self._announce_end(1)
+            self._end(1)
+            return
+        furthest = core.furthest_step()
+        for rank in list(self._ranks.values()):
+            ended_well = rank.left and rank.code == 0 and not rank.has_said_so
+            if ended_well and 0 < rank.step < furthest and not self._ends:
+                _log.warning(
+                    "%s ended with exit status 0 in step %d, and others train on: it "
+                    "counts as lost",
+                    _name(rank),
+                    rank.step,
+                )
+                rank.left = False
+                self._lose(rank, core)
+        if not core.is_leaving():
+            sent_away, self._sent_away = self._sent_away, []
+            for rank in sent_away:
+                self._execute(core.ended_early(rank.member, now_s()))
+                self._replace(rank)
+
+    def _note_steps(self, core: KeeperCore) -> None:
+        """Note how far this host's ranks are."""
+        living = [
+            rank
+            for rank in self._ranks.values()
+            if rank.code is None and rank.has_entered
+        ]
+        for rank in living:
+            rank.note_step()
+        core.step = max((rank.step for rank in living), default=0)
+
+    def _end_small(self, core: KeeperCore, now: float) -> None:
+        """Let the ranks of a membership wait that has too few of them.
+
+        They were to finish training, after another rank that then turned out to have
+        ended early.
+        """
+        view = core.view
+        if len(view.members) >= self._job.min_ranks or core.is_leaving():
+            return
+        if self._small < view.generation and not self._ends:
+            self._small = view.generation
+            self._tell({"end": view.generation})
+            self._execute(core.failed(view.generation, now))
 
     def _code_of_leaving(self, code: int) -> int:
         """Return the keeper's status where all its ranks have left, others train on.
@@ -482,7 +573,9 @@ class RankKeeper:
         mine = any(m.keeper == self._keeper for m in core.view.members)
         others = [k for k in core.view.keepers if k != self._keeper]
         linked = set(core.linked(now_s()))
-        if not mine or core.are_done([k for k in others if k in linked]):
+        # One that ended early is known, and replaced, once the others train on.
+        is_out = not mine and not core.has_left()
+        if is_out or core.are_done([k for k in others if k in linked]):
             for _ in range(3):  # others may end with this news, without waiting for it
                 for keeper in core.peers:
                     network.send(keeper, core.beat(now_s()))
@@ -647,6 +740,7 @@ class RankKeeper:
                     rank.is_drained = True
                 self._execute(core.drained([rank.member for rank in mine], now))
             case {"left": int()} if channel.peer is not None:
+                channel.peer.has_said_so = True
                 self._leave(channel.peer)
             case _:
                 channel.close()
@@ -660,6 +754,8 @@ class RankKeeper:
         if core is None:
             return
         self._look_for_hanging(core, now)
+        self._review_left(core)
+        self._end_small(core, now)
         self._execute(core.tick(now))
         self._report_steps()
         if self._network is None or self._ends:
@@ -752,8 +848,12 @@ class RankKeeper:
     def _leave(self, rank: _Rank) -> None:
         """A rank has finished: the job ends, so those that would join do too."""
         rank.left = True
-        if self._core is not None:
-            self._execute(self._core.left(rank.member, now_s()))
+        core = self._core
+        if core is not None:
+            self._note_steps(core)
+            if rank.has_entered and not rank.step:  # it has joined after the last step
+                rank.step = core.furthest_step()
+            self._execute(core.left(rank.member, now_s(), step=rank.step))
         self._end_newcomers()
 
     def _end_newcomers(self) -> None:
@@ -762,6 +862,7 @@ class RankKeeper:
             is_waiting = other.joins and not other.has_entered and other.code is None
             if is_waiting and not other.left and self._core is not None:
                 other.left = True
+                self._sent_away.append(other)
                 self._execute(self._core.left(other.member, now_s()))
                 other.signal(signal.SIGKILL)
 

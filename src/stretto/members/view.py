@@ -71,3 +71,27 @@ class View:
         if 2 * votes == len(self.members):
             return bool(self.members) and self.members[0].keeper in keepers
         return 2 * votes > len(self.members)
+
+
+def why_over(
+    view: View, newest: View | None, error: BaseException, *, has_ended: bool
+) -> str:
+    """Return why ranks can't train in a view, in one line.
+
+    Args:
+        view: in which they can't.
+        newest: the newest view that is known.
+        error: what this rank has met.
+        has_ended: whether the view's connections were ended on purpose, so that the
+            error says nothing about the cause.
+    """
+    if newest is None or newest.generation <= view.generation:
+        if has_ended:
+            return "another rank has left it, or can't reach a member"
+        return (str(error) or type(error).__name__).splitlines()[0]
+    gone = [member for member in view.ids if newest.rank(member) is None]
+    if not gone:
+        return f"membership {newest.generation} follows it with more members"
+    names = ", ".join(map(str, gone))
+    what = "members" if len(gone) > 1 else "member"
+    return f"membership {newest.generation} follows it without {what} {names}"

@@ -56,12 +56,24 @@ class KeeperOfTwoViews:
         return View(generation=generation, members=members)
 
 
+class KeeperOfOneView(KeeperOfTwoViews):
+    """A client that ends its rank's only membership."""
+
+    def entered(self, generation: int) -> None:
+        self._thread = threading.Thread(
+            target=self._on_view.__self__._group.end, args=(generation,)
+        )
+        self._thread.start()
+
+
 pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
-def keeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeeperOfTwoViews]:
-    client = KeeperOfTwoViews()
+def keeper(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[KeeperOfTwoViews]:
+    client: KeeperOfTwoViews = getattr(request, "param", KeeperOfTwoViews)()
     monkeypatch.setattr(training.MemberClient, "of_environment", lambda: client)
     before = signal.getsignal(signal.SIGTERM)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -71,7 +83,8 @@ def keeper(monkeypatch: pytest.MonkeyPatch) -> Iterator[KeeperOfTwoViews]:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_rank_alone_follows_the_newer_view(keeper: KeeperOfTwoViews) -> None:
+@pytest.mark.parametrize("keeper", [KeeperOfTwoViews, KeeperOfOneView], indirect=True)
+def test_a_rank_alone_waits_for_the_next_view(keeper: KeeperOfTwoViews) -> None:
     net = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     run = training.Elastic(net, optimizer, batch="global:2")
@@ -81,6 +94,7 @@ def test_a_rank_alone_follows_the_newer_view(keeper: KeeperOfTwoViews) -> None:
             with run.step():
                 run.model(batch).sum().backward()
                 optimizer.step()
+            keeper._thread.join()
 
     with pytest.raises(Followed):
         train()

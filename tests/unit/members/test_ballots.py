@@ -272,6 +272,59 @@ def test_no_rank_joins_once_a_rank_of_another_host_has_finished() -> None:
     assert world.view(1).generation == 1
 
 
+def a_rank_that_left(in_step: int, *, others_in: int) -> World:
+    """Return hosts of which one has a rank that left, and another one a newcomer."""
+    world = formed([1, 1, 1])
+    for host in world.hosts.values():
+        host.core.step = in_step
+    core = world.hosts[0].core
+    world.execute(0, core.left(0, world.now_s, step=in_step))
+    world.execute(1, world.hosts[1].core.failed(1, world.now_s))
+    world.run(1.0)
+    assert world.view(2).ids == (1, 2)
+    for keeper in (1, 2):
+        world.hosts[keeper].core.step = others_in
+    world.run(0.5)
+    world.newcomer(1)
+    world.run(2.0)
+    return world
+
+
+def test_ranks_join_once_the_others_train_on_after_one_that_left() -> None:
+    assert a_rank_that_left(7, others_in=8).view(2).ids == (1, 2, 3)
+
+
+def test_no_rank_joins_while_the_others_are_in_the_step_of_one_that_left() -> None:
+    assert a_rank_that_left(7, others_in=7).view(2).ids == (1, 2)
+
+
+def test_a_rank_that_ended_early_is_lost() -> None:
+    world = formed([3])
+    core = world.hosts[0].core
+    world.execute(0, core.left(1, world.now_s, step=7))
+    world.execute(0, core.ended_early(1, world.now_s))
+    world.run(1.0)
+    assert world.view(0).ids == (0, 2)
+
+
+def test_less_than_the_least_ranks_may_finish_after_one_that_has() -> None:
+    world = formed([2], VotePolicy(min_ranks=2))
+    core = world.hosts[0].core
+    world.execute(0, core.left(1, world.now_s))
+    world.execute(0, core.failed(1, world.now_s))
+    world.run(1.0)
+    assert world.view(0).ids == (0,)
+
+
+def test_ranks_wait_for_one_that_left_before_training() -> None:
+    world = World([1, 1])
+    world.ready(0, 0)
+    assert not world.hosts[0].core.waits_for_left()
+    world.execute(1, world.hosts[1].core.left(1, world.now_s))
+    world.run(0.5)
+    assert world.hosts[0].core.waits_for_left()
+
+
 def test_keepers_without_a_link_between_them_are_not_in_one_view() -> None:
     world = formed([1, 1, 1])
     world.blocked = {(0, 2), (2, 0)}

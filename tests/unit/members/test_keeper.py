@@ -17,7 +17,7 @@ from stretto.lab.ports import free_port
 from stretto.members.client import MemberClient
 from stretto.members.keeper import _Rank
 from stretto.members.progress import Doing, Progress
-from stretto.members.view import Member, View
+from stretto.members.view import Member, View, why_over
 from stretto.members.wire import view_message, view_of
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ client = MemberClient.of_environment()
 folder = pathlib.Path(sys.argv[0]).parent
 if client.joins:
     (folder / f"failed{client.member}").touch()
-    sys.exit(3)
+    sys.exit(STATUS)
 client.start(f"h:{client.member}", on_view=lambda _: None, on_end=lambda _: None)
 client.entered(client.next_view(0, timeout_s=60).generation)
 if client.member == 2 or HOW == "all":
@@ -103,11 +103,13 @@ client.left()
 """
 
 
-def run_failing(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
-    """Run ranks of which some end by an error of their own."""
+def run_failing(
+    folder: Path, how: str, *, status: int = 3
+) -> subprocess.CompletedProcess[str]:
+    """Run ranks of which some end by an error of their own, newcomers with a status."""
     driver, rank = folder / "keeper.py", folder / "rank.py"
     driver.write_text(KEEPER.replace("replaces=False", "replaces=True"))
-    rank.write_text(FAILING.replace("HOW", repr(how)))
+    rank.write_text(FAILING.replace("HOW", repr(how)).replace("STATUS", str(status)))
     return subprocess.run(
         [sys.executable, str(driver), str(rank), "1"],
         capture_output=True,
@@ -117,10 +119,11 @@ def run_failing(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.parametrize("status", [3, 0])
 def test_ranks_that_fail_before_they_join_are_not_started_forever(
-    tmp_path: Path,
+    tmp_path: Path, status: int
 ) -> None:
-    ended = run_failing(tmp_path, "one")
+    ended = run_failing(tmp_path, "one", status=status)
     assert ended.returncode == 0, ended.stderr
     assert sorted(path.name for path in tmp_path.glob("failed*")) == [
         *("failed3", "failed4", "failed5")
@@ -131,6 +134,86 @@ def test_a_job_ends_whose_ranks_all_have_an_error_of_their_own(tmp_path: Path) -
     ended = run_failing(tmp_path, "all")
     assert ended.returncode == 4
     assert "the last rank that had trained ended by an error" in ended.stderr
+
+
+EARLY = """
+import os, pathlib, sys, time
+from stretto import variable_names
+from stretto.members.client import MemberClient
+from stretto.members.progress import Doing, ProgressWriter
+
+client = MemberClient.of_environment()
+folder = pathlib.Path(sys.argv[0]).parent
+if client.joins:
+    (folder / "started").touch()
+    time.sleep(60)
+if client.member == 1 and not ENTERS:
+    sys.exit(0)
+client.start(f"h:{client.member}", on_view=lambda _: None, on_end=lambda _: None)
+view = client.next_view(0, timeout_s=60)
+client.entered(view.generation)
+page = ProgressWriter(os.environ[variable_names.PROGRESS])
+page.steps = 5
+page.note(Doing.ANYTHING)
+if client.member == 1:
+    (folder / "ends").touch()
+    sys.exit(0)
+while not (folder / "ends").exists():
+    time.sleep(0.01)
+client.failed(view.generation)  # its collective with member 1
+view = client.next_view(view.generation, timeout_s=60)
+client.entered(view.generation)
+if TRAINS:
+    page.steps = 6
+    page.note(Doing.ANYTHING)
+    while not (folder / "started").exists():
+        time.sleep(0.01)
+"""
+
+
+def run_early(
+    folder: Path, least: int, *, enters: bool = True, trains: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run three ranks of which one ends with status 0, in step 5."""
+    driver, rank = folder / "keeper.py", folder / "rank.py"
+    driver.write_text(KEEPER.replace("replaces=False", f"replaces={least < 3}"))
+    rank.write_text(EARLY.replace("ENTERS", str(enters)).replace("TRAINS", str(trains)))
+    return subprocess.run(
+        [sys.executable, str(driver), str(rank), str(least)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_a_rank_that_ends_with_status_0_while_others_train_is_replaced(
+    tmp_path: Path,
+) -> None:
+    ended = run_early(tmp_path, 2)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("ended with exit status 0 in step 5, and others") == 1
+    assert "member 3 is started in its place" in ended.stderr
+
+
+def test_a_rank_that_ends_with_status_0_may_leave_too_few(tmp_path: Path) -> None:
+    ended = run_early(tmp_path, 3)
+    assert ended.returncode == 1
+    assert "2 ranks are left, of at least 3: the job ends" in ended.stderr
+
+
+def test_a_rank_that_finishes_first_is_not_lost(tmp_path: Path) -> None:
+    ended = run_early(tmp_path, 3, trains=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "exit status 0" not in ended.stderr
+
+
+def test_a_rank_that_ends_with_status_0_before_training_ends_the_job(
+    tmp_path: Path,
+) -> None:
+    ended = run_early(tmp_path, 2, enters=False)
+    assert ended.returncode == 1
+    assert "before all had called stretto.Elastic" in ended.stderr
 
 
 LEAVING = """
@@ -178,6 +261,27 @@ def test_a_process_has_one_client(
         MemberClient.of_environment(environment)
     client._socket.close()
     listener.close()
+
+
+def why_two_ranks_parted(newest: View | None, *, has_ended: bool) -> str:
+    members = tuple(Member(id=each, keeper=0) for each in (0, 2))
+    view, error = View(generation=3, members=members), RuntimeError("Broken pipe\nat")
+    return why_over(view, newest, error, has_ended=has_ended)
+
+
+def test_why_a_view_is_over_names_who_is_not_in_the_next_one() -> None:
+    newest = View(generation=4, members=(Member(id=0, keeper=0),))
+    why = why_two_ranks_parted(newest, has_ended=True)
+    assert why == "membership 4 follows it without member 2"
+
+
+def test_why_a_view_is_over_that_was_ended_on_purpose() -> None:
+    why = why_two_ranks_parted(None, has_ended=True)
+    assert why == "another rank has left it, or can't reach a member"
+
+
+def test_why_a_view_is_over_for_a_reason_of_this_rank_s() -> None:
+    assert why_two_ranks_parted(None, has_ended=False) == "Broken pipe"
 
 
 def test_a_view_survives_its_line() -> None:

@@ -28,6 +28,7 @@ from stretto.horovod.exceptions import HorovodInternalError
 from stretto.horovod.torch.functions import allgather_object
 from stretto.logs import get_logger
 from stretto.members.client import MemberClient
+from stretto.members.view import View, why_over
 from stretto.runtime.failure import forget_frames
 from stretto.runtime.presence import is_communication_error
 from stretto.runtime.ranks import timeout_of
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from stretto.horovod.process_sets import ProcessSet
-    from stretto.members.view import View
 
 _log = get_logger(__name__)
 
@@ -223,7 +223,8 @@ class JobRanks:
                 world.leave(_as_stretto(exc))
                 if not is_loss(exc) or isinstance(exc.__cause__, RankDisagreement):
                     raise
-                _log.info("membership %d was lost: %s", view.generation, _line(exc))
+                why = why_over(view, client.newest, exc, has_ended=group.has_ended)
+                _log.info("membership %d was lost: %s", view.generation, why)
                 client.failed(view.generation)
                 forget_frames(exc)
             else:
