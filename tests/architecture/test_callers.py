@@ -288,10 +288,6 @@ def claim_for(module):
     return f"(for {', and '.join(filter(None, [listed, programs]))})"
 
 
-UNLISTED = {"stretto.elastic"}
-"""Packages whose docstrings name callers in sentences, which no test checks."""
-
-
 def test_every_file_has_named_callers():
     """The text is that to write in the package's docstring, with what a file is for."""
     named = {
@@ -304,7 +300,7 @@ def test_every_file_has_named_callers():
     assert {
         module: f"`{module.rpartition('.')[2]}`: ... {claim_for(module)}"
         for module in trees()
-        if module.rpartition(".")[0] in packages() - UNLISTED
+        if module.rpartition(".")[0] in packages()
         and module not in packages() | named | {"stretto.__main__"}
         and not called_by(module)
     } == {}
