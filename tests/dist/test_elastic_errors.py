@@ -91,4 +91,4 @@ def test_an_error_that_comes_again_in_a_step_is_not_met_forever(tmp_path: Path) 
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("ValueError: a fault of the script") == 3
-    assert "3 ranks ended in step 6 or before it" in ended.stderr
+    assert "3 ranks ended in their first steps" in ended.stderr

@@ -71,8 +71,11 @@ _MAX_REPLACEMENTS = 16
 """A rank that always fails must not be started forever."""
 
 _ERRORS = 3
-"""Ranks that fail by an error of their own, in one step or before they have joined,
-until none is started in their place."""
+"""Ranks that fail by an error of their own, in one step, in their first steps or before
+they have joined, until none is started in their place."""
+
+_FIRST_STEPS = 3
+"""Steps that a rank which has joined must end, or its error is one of its first ones."""
 
 _NUMBERS = 10_000
 """Members that a keeper starts later have ids from its number times this on."""
@@ -132,6 +135,9 @@ class _Rank:
         self.step = 0
         """The number of the job's step that it was in last, if it said one."""
 
+        self.num_ended = 0
+        """The number of steps that it had ended when it ended."""
+
         self.code: int | None = None
 
     def signal(self, number: int) -> None:
@@ -145,6 +151,7 @@ class _Rank:
     def close(self) -> None:
         """Unmap what it has shared."""
         if self.counts is not None:
+            self.num_ended = self.steps()
             self.counts.close()
         self.note_step()
         if self.page is not None:
@@ -176,6 +183,7 @@ class RankKeeper:
         self._ranks: dict[int, _Rank] = {}
         self._next = 0
         self._replacements = self._unjoined = self._errors = self._failed_step = 0
+        self._failed_early = 0
         self._code = 0
         self._ends = self._waits = False
         self._confirmed: set[int] | None = None
@@ -603,7 +611,12 @@ class RankKeeper:
         if not lost.has_entered:
             self._unjoined += 1
             count, what = self._unjoined, "could not join the others"
+        elif lost.joins and lost.num_ended < _FIRST_STEPS:
+            # The others train on meanwhile, so it is another step of the job each time.
+            self._failed_early += 1
+            count, what = self._failed_early, "ended in their first steps"
         else:
+            self._failed_early = 0
             if not lost.step or lost.step > self._failed_step:
                 self._failed_step, self._errors = lost.step, 0
             self._errors += 1
