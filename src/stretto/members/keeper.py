@@ -75,7 +75,7 @@ _ERRORS = 3
 they have joined, until none is started in their place."""
 
 _FIRST_STEPS = 3
-"""Steps that a rank which has joined must end, or its error is one of its first ones."""
+"""Steps that a rank that joins must end, or its error counts as one of the first."""
 
 _NUMBERS = 10_000
 """Members that a keeper starts later have ids from its number times this on."""
