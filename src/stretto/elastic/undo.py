@@ -206,7 +206,7 @@ class KeptCopies:
         """Keep nothing yet."""
         self._kept: list[torch.Tensor] = []
         self._kinds: Any = None
-        """What the tensors that the copies were made for had in common with them."""
+        """Sizes, types and devices of the copied tensors."""
 
     @torch.no_grad()
     def of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
