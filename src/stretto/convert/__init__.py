@@ -24,12 +24,12 @@ imports torch. It needs LibCST, which the extra ``stretto[convert]`` installs.
   `_replicas` (what makes models differ), `_display`, `_file_names` and `_file_reads`
   (output and files), `_device`, `_setup` and `_support` (the ranks, and inserted
   functions), and `_advice`.
-- Parts of one stage: `_batch` has `_batch_names`, with `_bindings` (which lines set
-  what another one reads). `_models` has `_part_names`, `_free_tensors`, `_held_models`,
-  `_buffers`, `_freezing`, `_unused` and `_prepared`; `_rank_values` has
-  `_rank_value_notes`. `_replicas` has `_changed_parameters`, `_gradient_hooks`,
-  `_rank_settings` and `_rank_decisions`, which `_rank_sources`, `_trained_parts` and
-  `_replica_notes` serve.
+- Parts of one stage: `_display` has `_folders`; `_batch` has `_batch_names`, with
+  `_bindings` (which lines set what another one reads). `_models` has `_part_names`,
+  `_free_tensors`, `_held_models`, `_buffers`, `_freezing`, `_unused` and `_prepared`;
+  `_rank_values` has `_rank_value_notes`. `_replicas` has `_changed_parameters`,
+  `_gradient_hooks`, `_rank_settings` and `_rank_decisions`, which `_rank_sources`,
+  `_trained_parts` and `_replica_notes` serve.
 
 Shared by stages:
 

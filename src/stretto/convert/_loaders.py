@@ -9,8 +9,7 @@ import libcst as cst
 from stretto.convert import _collate, _passes
 from stretto.convert._batch import steps
 from stretto.convert._device import may_download
-from stretto.convert._display import appended
-from stretto.convert._edit import theirs
+from stretto.convert._edit import appended, theirs
 from stretto.convert._flow import Origin, parameters
 from stretto.convert._tree import Scope, argument, arguments_of, dotted, found
 
