@@ -64,7 +64,7 @@ class Folders:
         return True
 
     def wait_after(self, call: cst.Call) -> None:
-        """Let all ranks wait until rank 0 has made a folder, where all run this line."""
+        """Let all ranks wait for a folder of rank 0, where all run this line."""
         if self._path(call) is None or self._tree.loops(call):
             return
         scope = self._tree.function(call)
