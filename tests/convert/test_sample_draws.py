@@ -62,7 +62,15 @@ def test_a_draw_in_a_data_set_is_listed(draw):
 
 
 @pytest.mark.parametrize(
-    "line", ["other = torch.randint(64, (1,))", "random.seed(index)", "pass"]
+    "line",
+    [
+        "other = torch.randint(64, (1,))",
+        "random.seed(index)",
+        "pass",
+        "random.seed(index); other = random.random()",
+        "other = np.random.RandomState(index).rand()",
+        "rng = np.random.RandomState(index)\n        other = rng.rand()",
+    ],
 )
 def test_what_is_not_equal_on_all_ranks_is_not_listed(line):
     assert drawn(line) == []

@@ -34,6 +34,8 @@ def point_out(work: Work) -> None:
     for workers in (False, True):
         draws = _SampleDraws(work, workers=workers)
         for function in draws.functions():
+            if draws.is_seeded(function):
+                continue
             for call in found(function.body, cst.Call):
                 seeded = draws.is_of_a_generator(call)
                 equal = seeded or (not workers and draws.is_global(call))
@@ -166,5 +168,13 @@ class _SampleDraws:
             isinstance(o.value, cst.Call)
             and self._tree.called(o.value) in _GENERATORS
             and bool(o.value.args)
+            and id(o.scope) not in self._found  # else each sample has its own
             for o in self._flow.origins(func.value, self._tree.function(call))
+        )
+
+    def is_seeded(self, function: cst.FunctionDef | cst.Lambda) -> bool:
+        """Return whether a function seeds what it draws, as by a sample's index."""
+        return any(
+            self._tree.called(call) in ("random.seed", "numpy.random.seed")
+            for call in found(function.body, cst.Call)
         )
