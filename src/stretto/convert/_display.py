@@ -82,7 +82,7 @@ _STREAMS = tuple(
     for method in ("write", "writelines")
 )
 WRITERS = ("SummaryWriter", "CometLogger", "Experiment")
-_BARS = (
+BARS = (
     "tqdm",
     "tqdm.tqdm",
     "tqdm.auto.tqdm",
@@ -273,7 +273,7 @@ class Display:
             ):
                 if not self._work.is_guarded(call):
                     self._stream(call, call.func)
-            elif full in _BARS and "disable" not in arguments_of(call)[1]:
+            elif full in BARS and "disable" not in arguments_of(call)[1]:
                 self._work.add_argument(call, "disable", "RANK != 0")
                 self._work.done(call, "only rank 0 shows the progress bar")
             elif full == "wandb.init" and "mode" not in arguments_of(call)[1]:
@@ -366,8 +366,8 @@ class Display:
         if func.attr.value != "write":
             return False
         made = self._work.flow.origins(func.value, self._tree.function(func))
-        return self._tree.full(func.value) in _BARS or any(
-            isinstance(o.value, cst.Call) and self._tree.called(o.value) in _BARS
+        return self._tree.full(func.value) in BARS or any(
+            isinstance(o.value, cst.Call) and self._tree.called(o.value) in BARS
             for o in made
         )
 

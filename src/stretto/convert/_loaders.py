@@ -247,7 +247,8 @@ class Loaders:
 
     def _hoist(self, origin: Origin, data: cst.BaseExpression) -> str:
         path = origin.path or "data"
-        name = path.replace("loader", "dataset") if "loader" in path else f"{path}_set"
+        name = path.replace("dataloader", "loader").replace("loader", "dataset")
+        name = name if "loader" in path else f"{path}_set"
         while name in self._tree.names:
             name += "_"
         # A copy, because the loader's own argument becomes the new name.
