@@ -702,3 +702,39 @@ def test_the_size_of_a_first_batch_is_listed_where_a_step_cuts_with_it(use, list
     assert (
         any("reads `n`, which is the batch of all ranks" in s for s in said) is listed
     )
+
+
+SAMPLED = """\
+from torch.utils.data import RandomSampler, SubsetRandomSampler
+
+def made():
+    train = DataLoader(data, batch_size=4, sampler={sampler})
+    valid = DataLoader(data, batch_size=4, sampler={other})
+    return train, valid
+
+loader, valid = made()
+for epoch in range(2):
+    for (x,) in loader:
+"""
+
+
+def sampled(sampler, other="None"):
+    loop = SAMPLED.replace("{sampler}", sampler).replace("{other}", other)
+    return HEAD + loop + STEP
+
+
+def test_a_sampler_in_a_function_is_refused_with_its_line():
+    said = refused(sampled("SubsetRandomSampler(range(4))"))
+    assert said.startswith("train.py:10: ")
+    assert "its own sampler (`SubsetRandomSampler(range(4))`)" in said
+    assert "torch.utils.data.Subset" in said
+
+
+def test_a_sampler_of_a_loader_that_does_not_train_is_no_reason():
+    assert (
+        "divided(loader)" in convert(sampled("None", "SubsetRandomSampler([1])")).after
+    )
+
+
+def test_the_sampler_of_shuffle_in_a_function_is_divided():
+    assert "divided(loader)" in convert(sampled("RandomSampler(data)")).after

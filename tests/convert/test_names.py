@@ -16,7 +16,7 @@ from stretto.convert import (
 from stretto.convert import _reading as reading
 from stretto.convert import _support as support
 from stretto.errors import SpecError, StrettoError
-from support.conversions import TRAINING
+from support.conversions import TRAINING, convert, open_notes
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.[pi]*"))
 IMPORTS = "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n\n"
@@ -81,3 +81,17 @@ def test_a_function_that_is_not_inserted_is_an_internal_error(monkeypatch):
             name="train.py",
             choices=Choices(),
         )
+
+
+def test_a_data_set_named_after_a_dataloader_has_a_plain_name():
+    text = "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n"
+    text += TRAINING.replace("loader =", "train_dataloader =")
+    after = convert(text.replace("in loader:", "in train_dataloader:")).after
+    assert "train_dataset = TensorDataset(torch.ones(8, 2))\n" in after
+
+
+def test_the_progress_of_a_bar_is_not_listed():
+    text = "import torch\nfrom tqdm import tqdm\n"
+    text += "from torch.utils.data import DataLoader, TensorDataset\n"
+    text += "bar = tqdm(total=16)\n" + TRAINING + "        bar.update(x.shape[0])\n"
+    assert not [note for note in open_notes(convert(text)) if "bar" in note]

@@ -7,6 +7,7 @@ import textwrap
 import pytest
 
 from stretto.convert import Choices, Kind, convert_source
+from support.conversions import STEP, convert
 
 SCRIPT = """\
 import torch
@@ -157,3 +158,31 @@ def test_layers_to_which_forward_lets_no_gradient_through_are_searched(forward):
 def test_a_layer_that_forward_also_reads_with_gradients_is_not_cut_off():
     forward = "h = self.body(x)\nreturn self.two(self.one(h - h.mean().detach()))"
     assert not looks(script(forward, MEAN))
+
+
+def test_a_layer_that_is_replaced_inside_another_runs_in_every_forward():
+    after = convert(REPLACED + STEP).after
+    assert "find_unused_parameters" not in after
+
+
+REPLACED = """\
+import torch
+import torchvision
+from torch.utils.data import DataLoader, TensorDataset
+
+class Twins(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.resnet = torchvision.models.resnet18(weights=None)
+        self.resnet.conv1 = torch.nn.Conv2d(1, 64, 7)
+        self.last = torch.nn.Linear(1000, 1)
+
+    def forward(self, x):
+        return self.last(self.resnet(x))
+
+model = Twins()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.ones(8, 1, 32, 32)), batch_size=4)
+for epoch in range(2):
+    for (x,) in loader:
+"""

@@ -670,8 +670,17 @@ def test_a_model_made_in_a_call_gets_a_name(call: str, want: str) -> None:
     assert open_notes(conversion) == []
 
 
-def test_a_model_made_after_another_call_keeps_its_place_and_is_refused() -> None:
-    call = "Trainer(conf=conf(), net=Net()).train()"
+def test_calls_before_a_model_get_names_too_and_keep_their_order() -> None:
+    after = convert(f"{HEAD}{TRAINER}Trainer(conf=conf(), net=Net()).train()\n").after
+    want = (
+        "conf_2 = conf()\nmodel_2 = Net()\nmodel_2 = DistributedDataParallel(model_2)\n"
+        "Trainer(conf=conf_2, net=model_2).train()\n"
+    )
+    assert want in after
+
+
+def test_a_model_made_after_a_call_inside_another_argument_is_refused() -> None:
+    call = "Trainer(conf=[conf()], net=Net()).train()"
     assert "has no name" in refused(f"{HEAD}{TRAINER}{call}\n")
 
 

@@ -7,7 +7,33 @@ The conversion refuses code that it does not understand, with a line and a next 
 and lists what it could not decide. It keeps formatting and comments. Nothing here
 imports torch. It needs LibCST, which the extra ``stretto[convert]`` installs.
 
+<<<<<<< HEAD
 The whole:
+=======
+- `_script` orders the stages, `_result` holds choices and results. `_reading`,
+  `_notebook` and `_split` read files; `_memory` runs a converted script.
+  `_comprehensions` writes those that train as ``for`` statements.
+- `_tree` answers queries on the syntax, `_flow` where values come from, `_shown` which
+  are only shown, `_calls` which functions are called, `_branches` which branches are
+  taken, `_graph_names` where gradients flow, `_views` what sees a wrapped model.
+  `_edit` collects edits.
+- `_job` is what takes part in training: `_trained_models` finds optimizers (with
+  `_optimizers`) and their models (with `_parameter_owners` and `_modules`),
+  `_batch_loops` the loops and their loaders (with
+  `_step_calls`).
+- Stages, which `_script` calls: `_models`, `_unwrapping` and `_second_backward` (the
+  model), `_loaders`, `_batch`, `_loader_sizes`, `_passes` and `_whole_passes` (its
+  data), `_numbers`, `_sample_loops` and `_rank_values` (numbers of one rank),
+  `_replicas` (what makes models differ), `_display`, `_file_names` and `_file_reads`
+  (output and files), `_device`, `_setup` and `_support` (the ranks, and inserted
+  functions), and `_advice`.
+- Parts of one stage: `_display` has `_folders`; `_batch` has `_batch_names`, with
+  `_bindings` (which lines set what another one reads). `_models` has `_part_names`,
+  `_free_tensors`, `_held_models`, `_buffers`, `_freezing`, `_unused` and `_prepared`;
+  `_rank_values` has `_rank_value_notes`. `_replicas` has `_changed_parameters`,
+  `_gradient_hooks`, `_rank_settings` and `_rank_decisions`, which `_rank_sources`,
+  `_trained_parts` and `_replica_notes` serve.
+>>>>>>> f13c
 
 - `_script`: the order of the stages (for `_memory` and `_notebook`, and programs).
 - `_result`: choices and results (shared, for instance by `_already_distributed` and

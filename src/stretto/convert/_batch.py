@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
+from stretto.convert._batch_names import BatchNames, Size
 from stretto.convert._flow import parameters
 from stretto.convert._shown import Shown
 from stretto.convert._tree import (
-    Scope,
     argument,
     dotted,
     found,
@@ -91,6 +91,12 @@ class Batch:
         }
         self._shown = Shown(work.tree)
         self._values = {v for s in sizes if (v := self._value(s)) is not None}
+        self._names = BatchNames(
+            work, sizes, self._is_literal, list(called_in_steps(work))
+        )
+
+    def _is_literal(self, node: cst.BaseExpression) -> bool:
+        return isinstance(node, cst.Integer) and self._value(node) in self._values
 
     def convert(self) -> None:
         """Make the batch size in a step this rank's, or list where it is read."""
@@ -204,7 +210,7 @@ class Batch:
                 self._list_made(node, several=several)
 
     def _list_made(self, node: cst.BaseExpression, *, several: bool) -> None:
-        literal = isinstance(node, cst.Integer) and self._value(node) in self._values
+        literal = self._is_literal(node)
         if self._is_named(node) or self._is_size(node) or (literal and several):
             text = self._tree.text(node)
             self._work.undecided(
@@ -239,10 +245,13 @@ class Batch:
     def _look(self, node: cst.BaseExpression, seen: set[int], *, in_step: bool) -> None:
         if id(node) in seen:
             return
-        literal = isinstance(node, cst.Integer) and self._value(node) in self._values
+        literal = self._is_literal(node)
         named = read = not literal and self._is_named(node)
         place = self._place(node)
         compared = self._of_a_length(node)
+        if self._has_its_name(node) and not named:
+            self._list_unclear(node, seen, whole=compared or place is not None)
+            return
         if not (literal or named) and (compared or place is not None):
             named = self._is_size(node)
         elsewhere = not literal and self._is_read_size(node)
@@ -283,6 +292,35 @@ class Batch:
                 "tensors here hold this rank's part, which is "
                 f"per_rank({text})",
             )
+
+    def _list_unclear(
+        self, node: cst.BaseExpression, seen: set[int], *, whole: bool
+    ) -> None:
+        """List a name that may be the loader's batch size, or this rank's part."""
+        if self._names.of(node) is not Size.EITHER or self._tree.is_label(node):
+            return
+        if not whole:
+            aside = self._counts_steps(node) or self._shown.only(node)
+            if aside or self._sets_itself(node) or not self._meets_tensors(node):
+                return
+        seen.add(id(node))
+        text = self._tree.text(node)
+        line = self._names.line_of_another(node)
+        why = f"line {line} sets it too" if line is not None else "its calls differ"
+        self._work.undecided(
+            node,
+            f"whether `{text}` is the batch of all ranks here, or this rank's part "
+            f"already ({why}): write per_rank({text}) if it is that of all ranks",
+        )
+
+    def _sets_itself(self, node: cst.BaseExpression) -> bool:
+        """Return whether a name is read to set the same name, as `n = n // 2` does."""
+        for above in self._tree.ancestors(node):
+            if any(dotted(t) == dotted(node) for t in targets_of(above)):
+                return True
+            if isinstance(above, cst.BaseSmallStatement):
+                break
+        return False
 
     def _meets_tensors(self, node: cst.BaseExpression, depth: int = 3) -> bool:
         """Return whether a number is an index or an argument, also under other names.
@@ -351,6 +389,10 @@ class Batch:
 
     def _is_named(self, node: cst.BaseExpression) -> bool:
         """Return whether a name or an attribute is the loader's batch size."""
+        return self._has_its_name(node) and self._names.of(node) is Size.ALL_RANKS
+
+    def _has_its_name(self, node: cst.BaseExpression) -> bool:
+        """Return whether something is called as the loader's batch size is."""
         if not isinstance(node, cst.Name | cst.Attribute):
             return False
         if self._tree.text(node) not in self._texts:
@@ -358,11 +400,18 @@ class Batch:
         parent = self._tree.parent(node)
         if isinstance(parent, cst.Arg) and parent.keyword is node:
             return False
-        # A name that the function itself sets is a different variable.
-        scope: Scope = self._tree.function(node)
-        own = self._work.flow.assigned(dotted(node) or "", scope)
-        return scope is None or not any(
-            o.scope is scope and not self._sizes_loader(scope) for o in own
+        return not self._is_set(node)
+
+    def _is_set(self, node: cst.BaseExpression) -> bool:
+        """Return whether a statement sets a name here, instead of reading it."""
+        above: cst.CSTNode | None = self._tree.parent(node)
+        inner: cst.CSTNode = node
+        while isinstance(above, cst.Tuple | cst.List | cst.Element | cst.AssignTarget):
+            inner, above = above, self._tree.parent(above)
+        if isinstance(above, cst.Assign):
+            return any(inner is target for target in above.targets)
+        return above is not None and (
+            getattr(above, "target", None) is inner or isinstance(above, cst.AsName)
         )
 
     def _is_size(self, node: cst.BaseExpression) -> bool:
@@ -371,7 +420,9 @@ class Batch:
             return False
         origins = self._flow.origins(node, self._tree.function(node))
         known = {id(o.value) for o in origins}
-        return bool(known) and known <= self._origins | self._sized
+        if not known or not known <= self._origins | self._sized:
+            return False
+        return bool(known & self._sized) or self._names.of(node) is Size.ALL_RANKS
 
     def _is_read_size(self, node: cst.BaseExpression) -> bool:
         """Return whether a name may have a batch size that is read outside of steps."""
@@ -394,12 +445,6 @@ class Batch:
             if isinstance(size, cst.Name | cst.Attribute)
             for origin in self._flow.origins(size, self._tree.function(size))
         }
-
-    def _sizes_loader(self, scope: cst.FunctionDef) -> bool:
-        """Return whether a function makes a training loader."""
-        return any(
-            o.scope is scope for loop in self._work.job.training for o in loop.origins
-        )
 
     def _place(self, node: cst.BaseExpression) -> int | None:
         """Return the dimension of a shape that a number is, or ``None``."""

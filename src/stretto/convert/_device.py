@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from stretto.convert._display import appended
+from stretto.convert._edit import appended
 from stretto.convert._tree import argument, arguments_of, dotted, found
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, final
 import libcst as cst
 
 from stretto.convert._edit import theirs
+from stretto.convert._folders import Folders
 from stretto.convert._tree import argument, arguments_of, dotted, found
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ _STREAMS = tuple(
     for method in ("write", "writelines")
 )
 WRITERS = ("SummaryWriter", "CometLogger", "Experiment")
-_BARS = (
+BARS = (
     "tqdm",
     "tqdm.tqdm",
     "tqdm.auto.tqdm",
@@ -120,6 +121,7 @@ class Display:
 
     def __init__(self, work: Work) -> None:
         self._work, self._tree = work, work.tree
+        self._folders = Folders(work)
         self.saves = False
 
     def guard_files(self) -> None:
@@ -214,10 +216,13 @@ class Display:
                 "put it under `if RANK == 0:`",
             )
             return
+        if self._folders.made_by_all(call):
+            return
         if self._evaluates(call, set()):
             self._call_on_rank0(call)
         else:
             self._work.on_rank_0(self._tree.statement(small))
+        self._folders.wait_after(call)
         self._work.done(call, f"only rank 0 calls {what}")
 
     def _call_on_rank0(self, call: cst.Call) -> None:
@@ -268,11 +273,13 @@ class Display:
             ):
                 if not self._work.is_guarded(call):
                     self._stream(call, call.func)
-            elif full in _BARS and "disable" not in arguments_of(call)[1]:
-                self._add(call, "disable", "RANK != 0")
+            elif full in BARS and "disable" not in arguments_of(call)[1]:
+                self._work.add_argument(call, "disable", "RANK != 0")
                 self._work.done(call, "only rank 0 shows the progress bar")
             elif full == "wandb.init" and "mode" not in arguments_of(call)[1]:
-                self._add(call, "mode", 'None if RANK == 0 else "disabled"')
+                self._work.add_argument(
+                    call, "mode", 'None if RANK == 0 else "disabled"'
+                )
                 self._work.done(call, "only rank 0 logs to wandb")
             elif last in WRITERS:
                 self._writer(call)
@@ -359,8 +366,8 @@ class Display:
         if func.attr.value != "write":
             return False
         made = self._work.flow.origins(func.value, self._tree.function(func))
-        return self._tree.full(func.value) in _BARS or any(
-            isinstance(o.value, cst.Call) and self._tree.called(o.value) in _BARS
+        return self._tree.full(func.value) in BARS or any(
+            isinstance(o.value, cst.Call) and self._tree.called(o.value) in BARS
             for o in made
         )
 
@@ -386,17 +393,6 @@ class Display:
                 values.append(name)
         return values
 
-    def _add(self, call: cst.Call, name: str, value: str) -> None:
-        argument = cst.Arg(
-            keyword=cst.Name(name),
-            value=self._work.expression(value),
-            equal=cst.AssignEqual(
-                whitespace_before=cst.SimpleWhitespace(""),
-                whitespace_after=cst.SimpleWhitespace(""),
-            ),
-        )
-        self._work.change(call, lambda new: appended(new, argument))
-
     def _stream(self, call: cst.Call, func: cst.Attribute) -> None:
         own = theirs(self._tree.text(func.value))
         self._work.replace(func.value, f"({own} if RANK == 0 else OnRank0())")
@@ -418,25 +414,3 @@ class Display:
         return any(
             self._tree.called(c) == "logging.basicConfig" for c in self._tree.calls
         )
-
-
-def appended(call: cst.Call, argument: cst.Arg) -> cst.Call:
-    """Return a call with one more argument, laid out like those before."""
-    if not call.args:
-        return call.with_changes(args=[argument])
-    *first, last = call.args
-    comma = last.comma
-    if isinstance(comma, cst.Comma) and isinstance(
-        comma.whitespace_after, cst.ParenthesizedWhitespace
-    ):
-        # One argument per line, with a comma after the last.
-        between = first[-1].comma if first else comma
-        more = argument.with_changes(comma=comma)
-        return call.with_changes(args=[*first, last.with_changes(comma=between), more])
-    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    if first and isinstance(first[-1].comma, cst.Comma):
-        comma = first[-1].comma
-    none = cst.SimpleWhitespace("")
-    more = argument.with_changes(whitespace_after_arg=last.whitespace_after_arg)
-    before = last.with_changes(comma=comma, whitespace_after_arg=none)
-    return call.with_changes(args=[*first, before, more])

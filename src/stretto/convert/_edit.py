@@ -180,6 +180,18 @@ class Work:
         func = self.expression(function)
         self.change(node, lambda new: cst.Call(func=func, args=[cst.Arg(value=new)]))
 
+    def add_argument(self, call: cst.Call, name: str, value: str) -> None:
+        """Give a call one more argument, by name."""
+        argument = cst.Arg(
+            keyword=cst.Name(name),
+            value=self.expression(value),
+            equal=cst.AssignEqual(
+                whitespace_before=cst.SimpleWhitespace(""),
+                whitespace_after=cst.SimpleWhitespace(""),
+            ),
+        )
+        self.change(call, lambda new: appended(new, argument))
+
     def before(self, node: cst.CSTNode, *texts: str) -> None:
         """Insert statements before a statement."""
         self._before.setdefault(node, []).extend(self.statement(t) for t in texts)
@@ -308,3 +320,25 @@ def _with_cell_mark(ours: Any, theirs: Any) -> tuple[Any, Any]:
         ours.with_changes(leading_lines=[*lines[:cut], *ours.leading_lines]),
         theirs.with_changes(leading_lines=lines[cut:]),
     )
+
+
+def appended(call: cst.Call, argument: cst.Arg) -> cst.Call:
+    """Return a call with one more argument, laid out like those before."""
+    if not call.args:
+        return call.with_changes(args=[argument])
+    *first, last = call.args
+    comma = last.comma
+    if isinstance(comma, cst.Comma) and isinstance(
+        comma.whitespace_after, cst.ParenthesizedWhitespace
+    ):
+        # One argument per line, with a comma after the last.
+        between = first[-1].comma if first else comma
+        more = argument.with_changes(comma=comma)
+        return call.with_changes(args=[*first, last.with_changes(comma=between), more])
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    if first and isinstance(first[-1].comma, cst.Comma):
+        comma = first[-1].comma
+    none = cst.SimpleWhitespace("")
+    more = argument.with_changes(whitespace_after_arg=last.whitespace_after_arg)
+    before = last.with_changes(comma=comma, whitespace_after_arg=none)
+    return call.with_changes(args=[*first, before, more])

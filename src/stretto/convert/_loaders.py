@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NoReturn, final
 
 import libcst as cst
 
 from stretto.convert import _collate, _passes
 from stretto.convert._batch import steps
 from stretto.convert._device import may_download
-from stretto.convert._display import appended
-from stretto.convert._edit import theirs
+from stretto.convert._edit import appended, theirs
 from stretto.convert._flow import Origin, parameters
 from stretto.convert._tree import Scope, argument, arguments_of, dotted, found
 
@@ -128,6 +127,8 @@ class Loaders:
             seen.add(id(value))
             name = dotted(value.func) if isinstance(value, cst.Call) else None
             kind = self._tree.classes.get(name or "")
+            if isinstance(value, cst.Call) and self._work.job.batches.is_loader(value):
+                self._check_returned(value, scope)
             if kind is not None and not self._is_plain_loader(kind):
                 raise self._work.job.refuse(
                     value,
@@ -141,6 +142,32 @@ class Loaders:
                 for more, inner, _ in self._flow.same_object(value, scope, place)
                 for o in self._flow.origins(more, inner)
             ]
+
+    def _check_returned(self, call: cst.Call, scope: Scope) -> None:
+        """Refuse a loader of a function whose own sampler certainly chooses samples."""
+        _, named = arguments_of(call)
+        for name in ("sampler", "batch_sampler"):
+            given = named[name].value if name in named else None
+            made = self._flow.origins(given, scope) if given is not None else []
+            if made and all(self._chooses(o.value) for o in made):
+                self._refuse_sampler(call, name, made[0].value)
+
+    def _chooses(self, made: cst.BaseExpression) -> bool:
+        """Return whether a sampler is another one than `shuffle` gives."""
+        kind = self._tree.called(made).rpartition(".")[2]
+        return bool(kind) and kind not in ("RandomSampler", "SequentialSampler")
+
+    def _refuse_sampler(
+        self, call: cst.Call, name: str, given: cst.BaseExpression
+    ) -> NoReturn:
+        raise self._work.job.refuse(
+            call,
+            f"the training loader has its own {name} "
+            f"(`{self._tree.text(given)[:50]}`), which cannot be divided among ranks "
+            "without knowing what it does. Draw samples with shuffle=True (a subset "
+            "with torch.utils.data.Subset), or divide this loader by hand in a "
+            "distributed script",
+        )
 
     def _is_plain_loader(self, kind: cst.ClassDef) -> bool:
         """Return whether a class is a DataLoader that batches as DataLoader does."""
@@ -174,14 +201,7 @@ class Loaders:
         for name in ("sampler", "batch_sampler"):
             given = named[name].value if name in named else None
             if given is not None and self._tree.text(given) != "None":
-                raise refuse(
-                    call,
-                    f"the training loader has its own {name} "
-                    f"(`{self._tree.text(given)[:50]}`), which cannot be divided among "
-                    "ranks without knowing what it does. Draw samples with "
-                    "shuffle=True (a subset with torch.utils.data.Subset), or divide "
-                    "this loader by hand in a distributed script",
-                )
+                self._refuse_sampler(call, name, given)
         data = argument(call, 0, "dataset")
         made = self._flow.origins(data, self._tree.function(call)) if data else []
         for origin in made:
@@ -227,7 +247,8 @@ class Loaders:
 
     def _hoist(self, origin: Origin, data: cst.BaseExpression) -> str:
         path = origin.path or "data"
-        name = path.replace("loader", "dataset") if "loader" in path else f"{path}_set"
+        name = path.replace("dataloader", "loader").replace("loader", "dataset")
+        name = name if "loader" in path else f"{path}_set"
         while name in self._tree.names:
             name += "_"
         # A copy, because the loader's own argument becomes the new name.

@@ -15,7 +15,7 @@ import libcst as cst
 
 from stretto.convert._batch_loops import WRAPPERS
 from stretto.convert._classify import AbstractShares
-from stretto.convert._display import SAVES, SAVING_METHODS
+from stretto.convert._display import BARS, SAVES, SAVING_METHODS
 from stretto.convert._divided import DividedIterables
 from stretto.convert._flow import parameters
 from stretto.convert._models import reaching_training
@@ -809,10 +809,16 @@ class _RankValues:
             if kept and path is not None and self._notes is not None:
                 self._notes.collected(path, at)
             self._store(inner, at, frame, differs=True)
+        elif on is not None and method == "update" and self._is_bar(on):
+            return  # only rank 0 shows it
         elif on is not None and method in _COLLECTING:
             self._collect(on, call, frame)
         else:
             self._shown(call, [a.value for a in call.args], frame)
+
+    def _is_bar(self, node: cst.BaseExpression) -> bool:
+        made = self._flow.origins(node, self._tree.function(node))
+        return any(self._tree.called(o.value) in BARS for o in made)
 
     def _shown(
         self, call: cst.Call, given: list[cst.BaseExpression], frame: _Frame

@@ -18,6 +18,7 @@ from stretto.convert import (
     _rank_values,
     _reading,
     _replicas,
+    _sample_draws,
     _sample_loops,
     _setup,
     _support,
@@ -142,6 +143,7 @@ def _distributed(
     numbers = Numbers(work, models, loaders, shares)
     numbers.convert()
     _sample_loops.point_out(work, shares)
+    _sample_draws.point_out(work)
     values = _rank_values.point_out(work, loaders, numbers)
     first = _first_epoch(work)
     _replicas.point_out(work, models, values, first)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from stretto.convert._tree import ScriptTree, found
+from stretto.convert._tree import ScriptTree, dotted, found
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +56,8 @@ def split(tree: ScriptTree) -> tuple[ScriptTree, list[Split]]:
 def with_name(tree: ScriptTree, value: cst.Call) -> ScriptTree | None:
     """Return a tree with ``model = value;`` before the statement that has a value.
 
-    Return ``None`` if the value is not an argument, or another call or a condition in
+    Calls before it among the same arguments get names too, so that the order stays.
+    Return ``None`` if the value is not an argument, or any other call or a condition in
     its statement comes before it.
     """
     statement: cst.CSTNode | None = None
@@ -71,23 +72,21 @@ def with_name(tree: ScriptTree, value: cst.Call) -> ScriptTree | None:
     line = tree.parent(statement) if statement is not None else None
     if not isinstance(line, _Several) or not isinstance(tree.parent(value), cst.Arg):
         return None
-    around = {id(a) for a in tree.ancestors(value)}
-    for call in found(line, cst.Call):
-        if call is value:
-            break
-        if id(call) not in around:
-            return None
     taken = {*tree.names, *tree.imported}
-    names = ("model", *(f"model_{number}" for number in range(2, 1000)))
-    name = next(n for n in names if n not in taken)
+    named: dict[cst.CSTNode, str] = {}
+    for call in _before(tree, line, value):
+        if tree.parent(tree.parent(call) or call) is not tree.parent(
+            tree.parent(value) or value
+        ):
+            return None
+        of = (dotted(call.func) or "value").rpartition(".")[2].lower()
+        named[call] = _free(of, {*taken, *named.values(), "model"})
+    named[value] = _free("model", taken)
     body: list[cst.BaseSmallStatement] = []
     for small in line.body:
         if small is statement:
-            target = cst.AssignTarget(target=cst.Name(name))
-            semicolon = cst.Semicolon(whitespace_after=cst.SimpleWhitespace(" "))
-            bare = value.with_changes(lpar=[], rpar=[])
-            body.append(cst.Assign(targets=[target], value=bare, semicolon=semicolon))
-            new = small.deep_replace(value, cst.Name(name))
+            body += [_assigned(name, call) for call, name in named.items()]
+            new = small.visit(_Named(named))
             if not isinstance(new, cst.BaseSmallStatement):
                 raise TypeError("a statement became something else")
             body.append(new)
@@ -95,6 +94,48 @@ def with_name(tree: ScriptTree, value: cst.Call) -> ScriptTree | None:
             body.append(small)
     module = tree.module.deep_replace(line, line.with_changes(body=body))
     return tree.changed(module) if isinstance(module, cst.Module) else None
+
+
+def _before(tree: ScriptTree, line: cst.CSTNode, value: cst.Call) -> list[cst.Call]:
+    """Return the calls that run before another in a line, without those inside them."""
+    around = {id(a) for a in tree.ancestors(value)}
+    out: list[cst.Call] = []
+    for call in found(line, cst.Call):
+        if call is value:
+            break
+        if id(call) in around or any(tree.within(call, other) for other in out):
+            continue
+        out.append(call)
+    return out
+
+
+def _free(name: str, taken: set[str]) -> str:
+    names = (name, *(f"{name}_{number}" for number in range(2, 1000)))
+    return next(n for n in names if n.isidentifier() and n not in taken)
+
+
+def _assigned(name: str, value: cst.CSTNode) -> cst.Assign:
+    if not isinstance(value, cst.Call):
+        raise TypeError("only calls get names")
+    return cst.Assign(
+        targets=[cst.AssignTarget(target=cst.Name(name))],
+        value=value.with_changes(lpar=[], rpar=[]),
+        semicolon=cst.Semicolon(whitespace_after=cst.SimpleWhitespace(" ")),
+    )
+
+
+class _Named(cst.CSTTransformer):
+    """Replace calls by names."""
+
+    def __init__(self, names: dict[cst.CSTNode, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        name = self._names.get(original_node)
+        if name is not None:
+            return cst.Name(name)
+        return super().on_leave(original_node, updated_node)
 
 
 class _Splitter(cst.CSTTransformer):

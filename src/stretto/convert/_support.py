@@ -65,13 +65,13 @@ def divided(loader):
         return {key: divided(part) for key, part in loader.items()}
     if type(loader) in (list, tuple):
         return type(loader)(divided(part) for part in loader)
-    shuffle = isinstance(getattr(loader, "sampler", None), RandomSampler)
-    if not shuffle and not isinstance(
-        getattr(loader, "sampler", None), SequentialSampler
-    ):
+    own = getattr(loader, "sampler", None)
+    shuffle = isinstance(own, RandomSampler)
+    if not shuffle and not isinstance(own, SequentialSampler):
         raise TypeError(
-            f"cannot divide {type(loader).__name__} among ranks: it is not a "
-            "DataLoader with shuffle=True or False"
+            f"cannot divide {type(loader).__name__} among ranks: its sampler is a "
+            f"{type(own).__name__}. Give a DataLoader shuffle=True or False, and take "
+            "a part of the data with torch.utils.data.Subset"
         )
     sampler = DistributedSampler(
         loader.dataset,

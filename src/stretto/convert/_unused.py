@@ -216,7 +216,8 @@ class _Unused:
         return {
             name: full
             for name, full in out.items()
-            if not any(word in full for word in _WITHOUT_PARAMETERS)
+            if "." not in name  # a layer of a layer, which that one runs
+            and not any(word in full for word in _WITHOUT_PARAMETERS)
         }
 
     def _never_read(self, kind: cst.ClassDef) -> str | None:

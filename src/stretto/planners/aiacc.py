@@ -31,7 +31,8 @@ class AiaccPlanner(AbstractPlanner):
     Small gradients are packed until they fill a unit; a pack larger than a unit is cut
     into as many slices as units fit in it. AIACC's autotuner chooses unit size and
     number of streams on the running job. Here the simulator replaces the job, over a
-    grid of unit sizes from 1 to 64 MiB and 1, 2, 4, ... lanes.
+    grid of unit sizes from 1 to 64 MiB and 1, 2, 4, ... lanes. Where 64 MiB would make
+    more than `MAX_UNITS` units, the unit is as large as that many need.
     """
 
     name: ClassVar[str] = "aiacc"
@@ -77,7 +78,7 @@ class AiaccPlanner(AbstractPlanner):
             dispatched(
                 workload, capped_ends(workload, unit_bytes, unit_bytes), unit_bytes, k
             )
-            for unit_bytes in sizes or self._units[-1:]
+            for unit_bytes in sizes or [min_bytes]
             for k in self._lanes
         ]
         best = min(

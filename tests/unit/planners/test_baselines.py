@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from stretto import planners
 from stretto.errors import Infeasible
-from stretto.planners.aiacc import lane_choices
+from stretto.planners.aiacc import MAX_UNITS, lane_choices
 
 
 def sizes_of(plan, workload) -> list[list[int]]:
@@ -121,6 +121,13 @@ def test_aiacc_is_the_best_of_its_grid(seed, make_instance) -> None:
         for lanes in lane_choices(8)
     ]
     assert chosen == min(plan.predicted.iteration_s for plan in fixed)
+
+
+@pytest.mark.parametrize("size", [10**13, 2**53])
+def test_aiacc_cuts_a_huge_gradient_into_few_units(size, make_workload, make_cluster):
+    workload = make_workload([4000, size, 12000], [0.0, 0.01, 0.02])
+    plan = planners.get("aiacc").plan(workload, make_cluster())
+    assert sum(bucket.slices for bucket in plan.buckets) <= MAX_UNITS + 3
 
 
 def test_exhaustive_refuses_more_than_it_can_try(make_instance) -> None:

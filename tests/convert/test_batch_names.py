@@ -1,0 +1,195 @@
+"""Which names in a step are the loader's batch size, and which this rank's."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.conversions import STEP, convert, open_notes
+
+HEAD = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+batch_size = 16
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.ones(64, 2)), batch_size=batch_size)
+"""
+
+LOOP = "for epoch in range(2):\n    for (x,) in loader:\n"
+
+
+def step(*lines, before=""):
+    """A script whose step has more lines, and whose functions come first."""
+    return HEAD + before + LOOP + "".join(f"        {x}\n" for x in lines) + STEP
+
+
+def noise_of(script):
+    """The noise of a converted script, and what it says about it."""
+    conversion = convert(script)
+    line = next(x for x in conversion.after.splitlines() if "randn(" in x)
+    said = [note for note in open_notes(conversion) if "whether `" in note]
+    return line.strip(), said
+
+
+NOISE = "z = torch.randn(batch_size, 3)"
+DIVIDED = "z = torch.randn(per_rank(batch_size), 3)"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "batch_size = x.size(0)",
+        "batch_size = x.shape[0]",
+        "batch_size, width = x.shape",
+        "batch_size = len(x)",
+        "batch_size = min(batch_size, x.size(0))",
+        "batch_size: int = x.size(0)",
+        "(batch_size := x.size(0))",
+        "width = batch_size = x.size(0)",
+        "for batch_size in [x.size(0)]: pass\n        batch_size = len(x)",
+        "n = x.size(0)\n        batch_size = n",
+    ],
+)
+def test_a_name_that_the_step_sets_to_its_length_stays(line):
+    assert noise_of(step(line, NOISE)) == (NOISE, [])
+
+
+def test_a_name_that_no_line_of_the_step_sets_is_divided():
+    assert noise_of(step(NOISE)) == (DIVIDED, [])
+
+
+def test_a_name_that_only_another_function_sets_is_divided():
+    before = "def show(x):\n    batch_size = x.size(0)\n    print(batch_size)\n"
+    assert noise_of(step(NOISE, before=before)) == (DIVIDED, [])
+
+
+def test_a_comprehensions_own_name_stays():
+    line = "z = [torch.randn(batch_size, 3) for batch_size in [x.size(0)]]"
+    assert noise_of(step(line)) == (line, [])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "if epoch: batch_size = x.size(0)",
+        "batch_size //= 2",
+        "batch_size = batch_size // 2",
+        "batch_size = x.size(0) if epoch else batch_size",
+        "for batch_size in range(len(x)): pass",
+        "try: batch_size = x.size(0)\n        except IndexError: pass",
+    ],
+)
+def test_a_name_that_may_be_both_is_listed(line):
+    text, said = noise_of(step(line, NOISE))
+    assert text == NOISE
+    assert len(said) == 1
+    assert "or this rank's part already (line 10 sets it too)" in said[0]
+
+
+def test_a_name_that_is_set_after_its_use_is_listed():
+    """The second step reads what the first one set."""
+    text, said = noise_of(step(NOISE, "batch_size = x.size(0)"))
+    assert text == NOISE
+    assert "line 11 sets it too" in said[0]
+
+
+FUNCTION = "def sample(batch_size, width):\n    return torch.randn(batch_size, width)\n"
+
+
+def test_a_parameter_with_this_ranks_length_stays():
+    script = step("z = sample(x.size(0), 3)", before=FUNCTION)
+    assert noise_of(script) == ("return torch.randn(batch_size, width)", [])
+
+
+def test_a_parameter_with_the_batch_size_gives_this_ranks_part():
+    after = convert(step("z = sample(batch_size, 3)", before=FUNCTION)).after
+    assert "torch.randn(batch_size, width)" in after
+    assert "sample(per_rank(batch_size), 3)" in after
+
+
+def test_a_parameter_of_a_step_does_not_depend_on_later_calls():
+    script = step("z = sample(x.size(0), 3)", before=FUNCTION)
+    script += "print(sample(batch_size, 3))\n"
+    assert noise_of(script) == ("return torch.randn(batch_size, width)", [])
+
+
+def test_a_default_that_no_call_changes_is_listed_or_divided():
+    before = "def sample(batch_size=16):\n    return torch.randn(batch_size, 3)\n"
+    script = step("z = sample()", before=before)
+    assert noise_of(script) == ("return torch.randn(per_rank(batch_size), 3)", [])
+
+
+def test_a_forwards_parameter_with_this_ranks_length_stays():
+    before = (
+        "class Noise(torch.nn.Module):\n    def forward(self, batch_size):\n"
+        "        return torch.randn(batch_size, 3)\nnoise = Noise()\n"
+    )
+    script = step("z = noise(x.size(0))", before=before)
+    assert noise_of(script) == ("return torch.randn(batch_size, 3)", [])
+
+
+def test_a_global_name_that_a_function_sets_is_listed():
+    before = "def measure(x):\n    global batch_size\n    batch_size = x.size(0)\n"
+    text, said = noise_of(step("measure(x)", NOISE, before=before))
+    assert text == NOISE
+    assert "line 10 sets it too" in said[0]
+
+
+IN_A_CLASS = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+class Run:
+    def __init__(self):
+        self.batch_size = 16
+        self.data = TensorDataset(torch.ones(64, 2))
+        self.loader = DataLoader(self.data, batch_size=self.batch_size)
+        self.model = torch.nn.Linear(2, 1)
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def train(self):
+        for (x,) in self.loader:
+            {line}
+            z = torch.randn(self.batch_size, 2)
+            loss = self.model(z - x).mean()
+            self.opt.zero_grad()
+            loss.backward()
+            self.opt.step()
+
+run = Run()
+run.train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "size"),
+    [("pass", "per_rank(self.batch_size)"), ("self.batch_size = x.size(0)", None)],
+)
+def test_an_attribute_is_what_was_set_last(line, size):
+    text, said = noise_of(IN_A_CLASS.replace("{line}", line))
+    assert text == f"z = torch.randn({size or 'self.batch_size'}, 2)"
+    assert not said
+
+
+def test_an_attribute_of_arguments_is_what_was_set_last():
+    script = step("args.batch_size = x.size(0)", NOISE).replace(
+        "batch_size = 16\n",
+        "import argparse\nargs = argparse.Namespace(batch_size=16)\n",
+    )
+    script = script.replace("=batch_size)", "=args.batch_size)")
+    script = script.replace("randn(batch_size", "randn(args.batch_size")
+    assert noise_of(script) == ("z = torch.randn(args.batch_size, 3)", [])
+
+
+def test_a_comparison_with_this_ranks_length_stays():
+    after = convert(step("batch_size = len(x)", "if len(x) < batch_size: break")).after
+    assert "if len(x) < batch_size: break" in after
+
+
+def test_a_main_function_follows_its_own_name():
+    body = HEAD.partition("\n\n")[2] + LOOP
+    body += f"        batch_size = x.shape[0]\n        {NOISE}\n{STEP}"
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    script = f"{HEAD.partition('batch_size')[0]}def main():\n{lines}main()\n"
+    assert noise_of(script) == (NOISE, [])
