@@ -7,33 +7,7 @@ The conversion refuses code that it does not understand, with a line and a next 
 and lists what it could not decide. It keeps formatting and comments. Nothing here
 imports torch. It needs LibCST, which the extra ``stretto[convert]`` installs.
 
-<<<<<<< HEAD
 The whole:
-=======
-- `_script` orders the stages, `_result` holds choices and results. `_reading`,
-  `_notebook` and `_split` read files; `_memory` runs a converted script.
-  `_comprehensions` writes those that train as ``for`` statements.
-- `_tree` answers queries on the syntax, `_flow` where values come from, `_shown` which
-  are only shown, `_calls` which functions are called, `_branches` which branches are
-  taken, `_graph_names` where gradients flow, `_views` what sees a wrapped model.
-  `_edit` collects edits.
-- `_job` is what takes part in training: `_trained_models` finds optimizers (with
-  `_optimizers`) and their models (with `_parameter_owners` and `_modules`),
-  `_batch_loops` the loops and their loaders (with
-  `_step_calls`).
-- Stages, which `_script` calls: `_models`, `_unwrapping` and `_second_backward` (the
-  model), `_loaders`, `_batch`, `_loader_sizes`, `_passes` and `_whole_passes` (its
-  data), `_numbers`, `_sample_loops` and `_rank_values` (numbers of one rank),
-  `_replicas` (what makes models differ), `_display`, `_file_names` and `_file_reads`
-  (output and files), `_device`, `_setup` and `_support` (the ranks, and inserted
-  functions), and `_advice`.
-- Parts of one stage: `_display` has `_folders`; `_batch` has `_batch_names`, with
-  `_bindings` (which lines set what another one reads). `_models` has `_part_names`,
-  `_free_tensors`, `_held_models`, `_buffers`, `_freezing`, `_unused` and `_prepared`;
-  `_rank_values` has `_rank_value_notes`. `_replicas` has `_changed_parameters`,
-  `_gradient_hooks`, `_rank_settings` and `_rank_decisions`, which `_rank_sources`,
-  `_trained_parts` and `_replica_notes` serve.
->>>>>>> f13c
 
 - `_script`: the order of the stages (for `_memory` and `_notebook`, and programs).
 - `_result`: choices and results (shared, for instance by `_already_distributed` and
@@ -98,6 +72,9 @@ Stages for its data:
 
 - `_loaders`: divide the loaders (for `_script`).
 - `_batch`: where a step relies on the batch size (for `_loaders` and `_script`).
+- `_batch_names`: which names hold the batch size of all ranks (for `_batch`).
+- `_bindings`: which lines set the value that another line reads (for `_batch_names`).
+- `_sample_draws`: random numbers that all ranks draw for their samples (for `_script`).
 - `_loader_sizes`: sizes that a script reads from a loader (for `_script`).
 - `_passes`: loops that train in some passes only (for `_loaders`, `_numbers` and
   `_script`).
@@ -140,10 +117,12 @@ Stages for output, files and ranks:
 
 - `_display`: only rank 0 prints, logs and writes (shared, for instance by `_file_names`
   and `_rank_values`).
+- `_folders`: make folders on all ranks (for `_display`).
 - `_file_names`: equal names of files on all ranks (for `_script`).
 - `_file_reads`: reads of a file after rank 0 has written it (for `_script`).
 - `_device`: a device for each rank (for `_loaders` and `_script`).
-- `_setup`: insert the ranks and the end of the group (for `_file_names` and `_script`).
+- `_setup`: insert the ranks and the end of the group (for `_file_names`, `_folders`
+  and `_script`).
 - `_support`: the functions that a script is given (for `_edit`, `_script` and
   `_setup`).
 - `_advice`: notes that only a person can decide (for `_script`).
