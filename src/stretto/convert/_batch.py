@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
-from stretto.convert._batch_names import BatchNames, Size
+from stretto.convert._batch_names import BatchNames, BatchShare
 from stretto.convert._flow import parameters
 from stretto.convert._shown import Shown
 from stretto.convert._tree import (
@@ -297,7 +297,7 @@ class Batch:
         self, node: cst.BaseExpression, seen: set[int], *, whole: bool
     ) -> None:
         """List a name that may be the loader's batch size, or this rank's part."""
-        if self._names.of(node) is not Size.EITHER or self._tree.is_label(node):
+        if self._names.of(node) is not BatchShare.EITHER or self._tree.is_label(node):
             return
         if not whole:
             aside = self._counts_steps(node) or self._shown.only(node)
@@ -389,7 +389,7 @@ class Batch:
 
     def _is_named(self, node: cst.BaseExpression) -> bool:
         """Return whether a name or an attribute is the loader's batch size."""
-        return self._has_its_name(node) and self._names.of(node) is Size.ALL_RANKS
+        return self._has_its_name(node) and self._names.of(node) is BatchShare.ALL_RANKS
 
     def _has_its_name(self, node: cst.BaseExpression) -> bool:
         """Return whether something is called as the loader's batch size is."""
@@ -422,7 +422,7 @@ class Batch:
         known = {id(o.value) for o in origins}
         if not known or not known <= self._origins | self._sized:
             return False
-        return bool(known & self._sized) or self._names.of(node) is Size.ALL_RANKS
+        return bool(known & self._sized) or self._names.of(node) is BatchShare.ALL_RANKS
 
     def _is_read_size(self, node: cst.BaseExpression) -> bool:
         """Return whether a name may have a batch size that is read outside of steps."""

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _COMPUTING = ("min", "max", "int", "round", "abs", "float")
 
 
-class Size(enum.Enum):
-    """What a number of a step is, by the lines that can set it."""
+class BatchShare(enum.Enum):
+    """Whether a number of a step is the batch size of all ranks."""
 
     ALL_RANKS = "the loader's batch size"
     OTHER = "another number, such as the length of this rank's batch"
@@ -49,7 +49,7 @@ class BatchNames:
         self._is_literal = is_literal
         self._in_steps = {id(f) for f in in_steps}
         self._bindings = Bindings(work.tree, work.flow)
-        self._known: dict[Binding, Size | None] = {}
+        self._known: dict[Binding, BatchShare | None] = {}
         self._loaders: set[Binding] = set()
         waiting = list(sizes)
         while waiting:
@@ -64,9 +64,9 @@ class BatchNames:
                     waiting.append(made.value)
                 waiting += self._given(made) or []
 
-    def of(self, node: cst.BaseExpression) -> Size:
+    def of(self, node: cst.BaseExpression) -> BatchShare:
         """Return what a name or an attribute is."""
-        return self._of(node) or Size.EITHER
+        return self._of(node) or BatchShare.EITHER
 
     def line_of_another(self, node: cst.BaseExpression) -> int | None:
         """Return a line that sets a name to something else than the loader's size."""
@@ -77,7 +77,7 @@ class BatchNames:
             for made in self._bindings.reaching(node)
             if made.node is not None
             and made.parameter is None
-            and self._of_binding(made) is not Size.ALL_RANKS
+            and self._of_binding(made) is not BatchShare.ALL_RANKS
         ]
         return min(lines, default=None)
 
@@ -89,46 +89,48 @@ class BatchNames:
             for loop in self._work.job.training
         )
 
-    def _of(self, node: cst.BaseExpression) -> Size | None:
+    def _of(self, node: cst.BaseExpression) -> BatchShare | None:
         if not isinstance(node, cst.Name | cst.Attribute):
             return self._computed(node)
         return _merged([self._of_binding(b) for b in self._bindings.reaching(node)])
 
-    def _of_binding(self, made: Binding) -> Size | None:
+    def _of_binding(self, made: Binding) -> BatchShare | None:
         if made in self._loaders:
-            return Size.ALL_RANKS
+            return BatchShare.ALL_RANKS
         if made not in self._known:
             self._known[made] = None  # while it is computed
             self._known[made] = self._set_to(made)
         return self._known[made]
 
-    def _set_to(self, made: Binding) -> Size | None:
+    def _set_to(self, made: Binding) -> BatchShare | None:
         if made.parameter is not None:
             return self._passed(made)
         if made.value is None:
-            return Size.OTHER
+            return BatchShare.OTHER
         if made.changed:
             target = getattr(made.node, "target", None)
             before = self._of(target) if target is not None else None
-            return Size.OTHER if before is Size.OTHER else Size.EITHER
+            return BatchShare.OTHER if before is BatchShare.OTHER else BatchShare.EITHER
         if isinstance(made.value, cst.Integer):
-            return Size.EITHER if self._is_literal(made.value) else Size.OTHER
+            return (
+                BatchShare.EITHER if self._is_literal(made.value) else BatchShare.OTHER
+            )
         return self._of(made.value)
 
-    def _passed(self, made: Binding) -> Size | None:
+    def _passed(self, made: Binding) -> BatchShare | None:
         """Return what the calls of a function pass for a parameter."""
         function, given = made.node, self._given(made)
         if not isinstance(function, cst.FunctionDef) or not given:
-            return Size.EITHER
+            return BatchShare.EITHER
         here = [n for n in given if self._is_of_a_step(n)]
         inside = _merged([self._argument(n) for n in here])
-        if here and inside is Size.OTHER:
+        if here and inside is BatchShare.OTHER:
             return inside  # other calls do not meet this rank's tensors
         return _merged([self._argument(n) for n in given])
 
-    def _argument(self, node: cst.BaseExpression) -> Size | None:
+    def _argument(self, node: cst.BaseExpression) -> BatchShare | None:
         if isinstance(node, cst.Integer) and self._is_literal(node):
-            return Size.ALL_RANKS
+            return BatchShare.ALL_RANKS
         return self._of(node)
 
     def _is_of_a_step(self, node: cst.CSTNode) -> bool:
@@ -178,7 +180,7 @@ class BatchNames:
                 return True
         return False
 
-    def _computed(self, node: cst.BaseExpression) -> Size | None:
+    def _computed(self, node: cst.BaseExpression) -> BatchShare | None:
         """Return what a computed number is."""
         parts: list[cst.BaseExpression] = []
         if isinstance(node, cst.IfExp):
@@ -192,23 +194,25 @@ class BatchNames:
         elif isinstance(node, cst.Call):
             called = self._tree.called(node)
             if called not in _COMPUTING and not self._flow.local(node):
-                return Size.OTHER
+                return BatchShare.OTHER
             parts = [a.value for a in node.args]
             if called == "min" and self._has_a_length(parts):
-                return Size.OTHER  # a rank's batch is shorter than that of all ranks
+                return (
+                    BatchShare.OTHER
+                )  # a rank's batch is shorter than that of all ranks
             if called == "int" and len(parts) == 1:
                 return self._of(parts[0])
         sizes = [self._of(part) for part in parts]
-        derived = any(s in (Size.ALL_RANKS, Size.EITHER) for s in sizes)
-        return Size.EITHER if derived else Size.OTHER
+        derived = any(s in (BatchShare.ALL_RANKS, BatchShare.EITHER) for s in sizes)
+        return BatchShare.EITHER if derived else BatchShare.OTHER
 
     def _has_a_length(self, nodes: list[cst.BaseExpression]) -> bool:
         return any(
-            not isinstance(node, cst.Integer) and self._of(node) is Size.OTHER
+            not isinstance(node, cst.Integer) and self._of(node) is BatchShare.OTHER
             for node in nodes
         )
 
 
-def _merged(sizes: list[Size | None]) -> Size | None:
+def _merged(sizes: list[BatchShare | None]) -> BatchShare | None:
     known = {size for size in sizes if size is not None}
-    return known.pop() if len(known) == 1 else Size.EITHER if known else None
+    return known.pop() if len(known) == 1 else BatchShare.EITHER if known else None

@@ -26,7 +26,7 @@ class Binding:
     """One place that sets a variable."""
 
     value: cst.BaseExpression | None
-    """What it is set to; ``None`` if no expression says it, as for a loop's target."""
+    """The value that it gets; ``None`` if no expression gives it (a loop target)."""
     node: cst.CSTNode | None
     """Where it is set; ``None`` if nothing in the file sets it."""
     scope: Scope

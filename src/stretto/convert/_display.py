@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 import libcst as cst
 
 from stretto.convert._edit import theirs
-from stretto.convert._folders import Folders
+from stretto.convert._folders import MadeFolders
 from stretto.convert._tree import argument, arguments_of, dotted, found
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Display:
 
     def __init__(self, work: Work) -> None:
         self._work, self._tree = work, work.tree
-        self._folders = Folders(work)
+        self._folders = MadeFolders(work)
         self.saves = False
 
     def guard_files(self) -> None:

@@ -28,7 +28,7 @@ _ERRORS = ("OSError", "FileExistsError", "Exception", "os.error", "IOError")
 
 
 @final
-class Folders:
+class MadeFolders:
     """The calls of a script that make folders."""
 
     def __init__(self, work: Work) -> None:
