@@ -9,7 +9,7 @@ import libcst as cst
 
 from stretto.convert._bindings import Binding, Bindings
 from stretto.convert._flow import parameters
-from stretto.convert._tree import argument, dotted, found
+from stretto.convert._tree import argument, dotted, found, targets_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,9 +112,11 @@ class BatchNames:
             before = self._of(target) if target is not None else None
             return BatchShare.OTHER if before is BatchShare.OTHER else BatchShare.EITHER
         if isinstance(made.value, cst.Integer):
-            return (
-                BatchShare.EITHER if self._is_literal(made.value) else BatchShare.OTHER
-            )
+            if not self._is_literal(made.value):
+                return BatchShare.OTHER
+            # The script may set the same variable to the same number twice.
+            same = any(_is_same_variable(made, known) for known in self._loaders)
+            return BatchShare.ALL_RANKS if same else BatchShare.EITHER
         return self._of(made.value)
 
     def _passed(self, made: Binding) -> BatchShare | None:
@@ -216,3 +218,10 @@ class BatchNames:
 def _merged(sizes: list[BatchShare | None]) -> BatchShare | None:
     known = {size for size in sizes if size is not None}
     return known.pop() if len(known) == 1 else BatchShare.EITHER if known else None
+
+
+def _is_same_variable(one: Binding, other: Binding) -> bool:
+    if one.scope is not other.scope or one.node is None or other.node is None:
+        return False
+    names = {dotted(target) for target in targets_of(one.node)} - {None}
+    return not names.isdisjoint(dotted(target) for target in targets_of(other.node))
