@@ -2616,7 +2616,7 @@ def own_batch_norm_with_a_hook() -> nn.Module:
     return _after_images(WithPart(nn.Conv2d(3, 4, 3), _with_hook(TimesTwo(4))))
 
 
-@refused(image, "a forward of its own", copies=False)
+@refused(image, "replaces the forward of", copies=False)
 def batch_norm_with_a_forward_set_in_a_hooked_block() -> nn.Module:
     norm: Any = nn.BatchNorm2d(4)
     norm.forward = lambda x: nn.BatchNorm2d.forward(norm, x) * 2
