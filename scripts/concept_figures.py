@@ -1,6 +1,6 @@
 """Draws the pictures of docs/concepts.md, from plans that the simulator predicts.
 
-Whoever changes the drawings or the simulator runs it: ``python
+Run it by hand after a change of the drawings or the simulator: ``python
 scripts/concept_figures.py``. No other script calls it.
 """
 

@@ -1,7 +1,7 @@
 """Draws ``docs/gradient.svg``: the path of a gradient through the runtime.
 
-Whoever changes that path runs it: ``python scripts/gradient_figure.py``. No other
-script calls it. ARCHITECTURE.md shows the picture.
+Run it by hand after a change of that path: ``python scripts/gradient_figure.py``. No
+other script calls it. ARCHITECTURE.md shows the picture.
 """
 
 from __future__ import annotations

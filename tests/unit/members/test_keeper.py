@@ -52,19 +52,26 @@ client.left()
 """
 
 
-def run_keeper(
-    folder: Path, signal: str, least: int
+def run_programs(
+    folder: Path, keeper: str, rank: str, least: int
 ) -> subprocess.CompletedProcess[str]:
-    driver, rank = folder / "keeper.py", folder / "rank.py"
-    driver.write_text(KEEPER)
-    rank.write_text(RANK.replace("SIGNAL", signal))
+    """Run a keeper's program with that of its ranks."""
+    files = folder / "keeper.py", folder / "rank.py"
+    for file, program in zip(files, (keeper, rank), strict=True):
+        file.write_text(program)
     return subprocess.run(
-        [sys.executable, str(driver), str(rank), str(least)],
+        [sys.executable, *map(str, files), str(least)],
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
+
+
+def run_keeper(
+    folder: Path, signal: str, least: int
+) -> subprocess.CompletedProcess[str]:
+    return run_programs(folder, KEEPER, RANK.replace("SIGNAL", signal), least)
 
 
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
@@ -175,16 +182,9 @@ def run_early(
     folder: Path, least: int, *, enters: bool = True, trains: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """Run three ranks of which one ends with status 0, in step 5."""
-    driver, rank = folder / "keeper.py", folder / "rank.py"
-    driver.write_text(KEEPER.replace("replaces=False", f"replaces={least < 3}"))
-    rank.write_text(EARLY.replace("ENTERS", str(enters)).replace("TRAINS", str(trains)))
-    return subprocess.run(
-        [sys.executable, str(driver), str(rank), str(least)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    keeper = KEEPER.replace("replaces=False", f"replaces={least < 3}")
+    rank = EARLY.replace("ENTERS", str(enters)).replace("TRAINS", str(trains))
+    return run_programs(folder, keeper, rank, least)
 
 
 def test_a_rank_that_ends_with_status_0_while_others_train_is_replaced(
