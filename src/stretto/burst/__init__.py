@@ -52,8 +52,8 @@ Ranks:
   `backward_pass` and `checks`).
 - `parameters`: send parameters, gradients and optimizer states between ranks (for
   `plan_follower` and `plan_change`).
-- `memory`: values as bytes (shared, for instance by `tracing.freezing` and
-  `tracing.rerun`).
+- `memory`: tensors in values, and values as bytes (shared, for instance by
+  `tracing.freezing` and `tracing.rerun`).
 
 PyTorch's functions:
 

@@ -1,13 +1,26 @@
-"""Tensors whose memory is read directly: to send, hash or reinterpret their values."""
+"""Tensors in values, and their memory, read to send, hash or reinterpret it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Iterator
+
+
+def tensors_among(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value: itself, or in tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for inner in value:
+            yield from tensors_among(inner)
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from tensors_among(inner)
 
 
 def in_memory(tensor: Tensor) -> Tensor:

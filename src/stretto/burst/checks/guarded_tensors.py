@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import torch
 from torch import nn
 
+from stretto.burst.memory import tensors_among
 from stretto.burst.tracing.replaced import own_function
 from stretto.burst.tracing.source_lines import line_of_program
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
     from types import FrameType
 
 _READING = frozenset(
@@ -124,7 +125,7 @@ class Leftover:
             for ref in refs
             if (tensor := ref()) is not None
         }
-        for tensor in _tensors_in(values):
+        for tensor in tensors_among(values):
             base = tensor._base  # noqa: SLF001
             name = layer_of.get(id(tensor)) or layer_of.get(id(base))
             if name is not None:
@@ -268,7 +269,7 @@ def _require_allowed(func: Any, types: Any, args: Any, kwargs: Any) -> None:
     if targets is not None:
         values = (args[1:], kwargs)
         _check_change(targets, values)
-        types = [type(each) for each in _tensors_in(values)]
+        types = [type(each) for each in tensors_among(values)]
     elif name in _FACTS:
         return
     elif name in _WRITES:
@@ -298,18 +299,8 @@ def _targets(func: Any, args: Any) -> list[Any] | None:
     return None
 
 
-def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, dict):
-        yield from _tensors_in(tuple(values.values()))
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors_in(value)
-
-
 def _check_change(targets: Sequence[Any], operands: Any) -> None:
-    is_by_values = any(True for _ in _tensors_in(operands))
+    is_by_values = any(True for _ in tensors_among(operands))
     for kind in {type(each) for each in targets}:
         if not hasattr(kind, "stretto_owner"):
             continue

@@ -12,8 +12,6 @@ in memory.
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 from stretto.burst.tracing.fakes import storage_of
@@ -23,7 +21,7 @@ from stretto.burst.tracing.records import (
     Record,
     Recording,
     Ref,
-    renamed,
+    renumbered,
 )
 from stretto.errors import SpecError
 
@@ -192,21 +190,8 @@ def _without(
             return name
         return Ref(numbers[name.number], name.path)
 
-    made = copy.copy(recording)
-    made.records = [
-        replace(
-            record,
-            args=renamed(record.args, name_of),
-            kwargs=renamed(record.kwargs, name_of),
-        )
-        for record in (recording.records[number] for number in kept)
-    ]
-    made.output = renamed(recording.output, name_of)
+    made = renumbered(recording, numbers, name_of)
     made.refs = {key: name_of(name) for key, name in recording.refs.items()}
-    made.writers = {
-        key: [numbers[number] for number in written]
-        for key, written in recording.writers.items()
-    }
     return made
 
 

@@ -25,6 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
+from stretto.burst.memory import tensors_among
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -139,14 +141,14 @@ class ConstantValues:
     def note(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note an operator that has run, if it reads constants alone."""
         is_mutable = operator._schema.is_mutable  # noqa: SLF001
-        results = list(_tensors(result))
+        results = list(tensors_among(result))
         if not results and not is_mutable:
             return
         if _is_of_sizes(operator) and args and isinstance(args[0], Tensor):
             args = (_form_of(args[0]), *args[1:])
         written = list(written_by(operator, args, kwargs)) if is_mutable else []
         memory = {self._storage_of(tensor) for tensor in (*results, *written)}
-        given = _tensors((args, kwargs))
+        given = tensors_among((args, kwargs))
         sources = self._sources_of(operator, given, is_written=is_mutable)
         for storage in memory:
             if sources is None:
@@ -184,7 +186,7 @@ class ConstantValues:
 
         ``twin_of`` returns a tensor without values for one that has some.
         """
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_among((args, kwargs)))
         sources = self._sources_of(operator, given, is_written=False)
         if sources is None or operator in _INDEXED:
             return None
@@ -272,7 +274,7 @@ class ConstantValues:
             one = self._noted[number]
             more, named = pytree.tree_map(given, (one.args, one.kwargs))
             made = one.operator(*more, **named)
-            pairs = zip(_tensors(one.result), _tensors(made), strict=True)
+            pairs = zip(tensors_among(one.result), tensors_among(made), strict=True)
             for twin, tensor in pairs:
                 found.setdefault(id(twin), tensor)
         return pytree.tree_map(given, value)
@@ -281,7 +283,7 @@ class ConstantValues:
         """Return the numbers of the operators on which the memory of values depends."""
         numbers: set[int] = set()
         seen: set[int] = set()
-        left = [self._storage_of(t) for t in _tensors(value)]
+        left = [self._storage_of(t) for t in tensors_among(value)]
         while left:
             storage = left.pop()
             if storage in seen:
@@ -291,7 +293,7 @@ class ConstantValues:
                 if number not in numbers:
                     numbers.add(number)
                     one = self._noted[number]
-                    left += map(self._storage_of, _tensors((one.args, one.kwargs)))
+                    left += map(self._storage_of, tensors_among((one.args, one.kwargs)))
         return numbers
 
 
@@ -315,17 +317,7 @@ def written_by(operator: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     for i, argument in enumerate(operator._schema.arguments):  # noqa: SLF001
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from (t for t in _tensors(given) if isinstance(t, FakeTensor))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for inner in value:
-            yield from _tensors(inner)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
+            yield from (t for t in tensors_among(given) if isinstance(t, FakeTensor))
 
 
 def _form_of(tensor: Tensor) -> _Empty:

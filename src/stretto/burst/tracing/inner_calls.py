@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
+from stretto.burst.memory import tensors_among
 from stretto.burst.tracing.fakes import storage_of
 from stretto.errors import SpecError
 
@@ -150,15 +151,6 @@ def _shapes(values: Iterable[Any]) -> Iterator[Shape]:
     return (tuple(tensor.shape) for tensor in tensors_among(values))
 
 
-def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among values, also in tuples and lists."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from tensors_among(value)
-
-
 @final
 class CallsOfModule:
     """The inner calls of a module with code or hooks of the user's.
@@ -174,7 +166,7 @@ class CallsOfModule:
     def add(self, call: InnerCall, args: Any, kwargs: Any, result: Any) -> None:
         """Add a call."""
         read = list(tensors_among((*args, *kwargs.values())))
-        self._rows.append((call, read, list(tensors_among((result,)))))
+        self._rows.append((call, read, list(tensors_among(result))))
 
     def before(self, results: Iterable[Tensor]) -> list[InnerCall]:
         """Return the calls on which results, or what is written, depend."""

@@ -26,6 +26,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from stretto.burst.boundary import checkpoint_hook, in_checkpoint
+from stretto.burst.memory import tensors_among
 from stretto.burst.tracing.addresses import identities_refused, refuse_address
 from stretto.burst.tracing.around import (
     dispatch_modes_now,
@@ -46,7 +47,6 @@ from stretto.burst.tracing.inner_calls import (
     CallsOfModule,
     InnerCall,
     inner_call,
-    tensors_among,
 )
 from stretto.burst.tracing.patching import patched
 from stretto.burst.tracing.questions import collectives_refused, seeds_refused
@@ -962,7 +962,7 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
             for tensor in tensors_among((*args, *kwargs.values()))
         )
         fixed = self.recording.fixed_memory
-        for tensor in tensors_among((result,)):
+        for tensor in tensors_among(result):
             if varies:
                 self.varying.add(storage_of(tensor))
                 fixed.discard(storage_of(tensor))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -12,7 +13,7 @@ from stretto.burst.tracing.fakes import storage_of
 from stretto.burst.tracing.inner_calls import InnerCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator
+    from collections.abc import Callable, Container, Iterator, Mapping
 
     from stretto.burst.tracing.rerun import TorchCalls
 
@@ -212,6 +213,35 @@ def renamed(value: Any, name_of: Callable[[Ref | Fixed], Ref | Fixed]) -> Any:
         return value
     inner = [renamed(part, name_of) for part in value]
     return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
+
+
+def renumbered(
+    recording: Recording,
+    numbers: Mapping[int, int],
+    name_of: Callable[[Ref | Fixed], Ref | Fixed],
+) -> Recording:
+    """Return a recording of some of its operations.
+
+    Args:
+        recording: All operations.
+        numbers: New numbers of those that stay, by their numbers, in order.
+        name_of: Returns the new name of a tensor.
+    """
+    made = copy.copy(recording)
+    made.records = [
+        replace(
+            record,
+            args=renamed(record.args, name_of),
+            kwargs=renamed(record.kwargs, name_of),
+        )
+        for record in (recording.records[number] for number in numbers)
+    ]
+    made.output = renamed(recording.output, name_of)
+    made.writers = {
+        storage: [numbers[number] for number in written if number in numbers]
+        for storage, written in recording.writers.items()
+    }
+    return made
 
 
 _LIKE = ("to", "type_as")

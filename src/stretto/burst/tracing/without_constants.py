@@ -6,15 +6,13 @@ differ. Where each constant is named by its values, both calls must do the same.
 
 from __future__ import annotations
 
-import copy
 import hashlib
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from stretto.burst.tracing.freezing import ContentFreezer
-from stretto.burst.tracing.records import SOURCE, Fixed, Recording, Ref, renamed
+from stretto.burst.tracing.records import SOURCE, Fixed, Recording, Ref, renumbered
 
 if TYPE_CHECKING:
     from stretto.burst.tracing.constant_values import ConstantValues
@@ -44,21 +42,7 @@ def without_constants(recording: Recording, values: ConstantValues) -> Recording
             value = recording.constants.get(name.name)
         return _name_by(value) if isinstance(value, Tensor) else name
 
-    made = copy.copy(recording)
-    made.records = [
-        replace(
-            record,
-            args=renamed(record.args, name_of),
-            kwargs=renamed(record.kwargs, name_of),
-        )
-        for record in (recording.records[number] for number in kept)
-    ]
-    made.output = renamed(recording.output, name_of)
-    made.writers = {
-        storage: [kept[number] for number in written if number in kept]
-        for storage, written in recording.writers.items()
-    }
-    return made
+    return renumbered(recording, kept, name_of)
 
 
 def _name_by(value: Tensor) -> Fixed:
