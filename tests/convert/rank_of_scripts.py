@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import RandomSampler
 
+from stretto.runtime.quiesce import wait_for_workers
+
 jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")
@@ -70,6 +72,9 @@ for job in jobs:
             runpy.run_path(job["path"], run_name="__main__")
         except BaseException:  # noqa: BLE001 - reported by the test, with the others
             error = traceback.format_exc()
+    # A later collection of this script's DDP would wait for Gloo's workers with the
+    # interpreter's lock, while they may wait for it (docs/known-issues-of-torch.md).
+    wait_for_workers(60.0)
     found[job["name"]] = {
         "text": text.getvalue(),
         "error": error,

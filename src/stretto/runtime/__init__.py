@@ -50,7 +50,8 @@ Ranks:
 - `time_limit`: calls that may hang (for `backends.nccl` and `tune.tuning_state`).
 - `weak_call`: callbacks that do not keep their object alive (shared, for instance by
   `tune.controller` and `_api.ddp`).
-- `quiesce`: wait for threads at the interpreter's exit (for `runtime`).
+- `quiesce`: wait for threads at the interpreter's exit, and for Gloo's workers (for
+  `runtime` and `testing.programs`).
 - `regroup`: make the default group of a new membership (for `elastic.training` and
   `horovod.torch.regrouping`).
 

@@ -46,9 +46,19 @@ def quiesce(limit_s: float = _LIMIT_S) -> bool:
     """
     deadline = time.perf_counter() + limit_s
     _join_own(min(deadline, time.perf_counter() + _OWN_THREADS_S))
+    return wait_for_workers(max(0.0, deadline - time.perf_counter()))
+
+
+def wait_for_workers(limit_s: float = _LIMIT_S) -> bool:
+    """Wait until Gloo's workers are idle, with the interpreter's lock free.
+
+    Returns:
+        True if they are, False if ``limit_s`` has passed.
+    """
     if not _TASKS.is_dir():
         time.sleep(min(_UNKNOWN_S, limit_s))
         return True
+    deadline = time.perf_counter() + limit_s
     before = _workers()
     while before:
         time.sleep(_PAUSE_S)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import weakref
 from typing import TYPE_CHECKING, Any, TypeVar, cast, final
 
 import torch
@@ -237,6 +238,24 @@ def build_reducer(
         helper.__defaults__,
     )
     borrowed(model, *arguments)
+    keep_group(model)
+
+
+def keep_group(model: TorchDDP) -> None:
+    """Keep a group's Python object until the Reducer and Logger are gone.
+
+    Python destroys Gloo's group without the interpreter's lock. A Reducer that drops
+    the last reference destroys it with the lock held and joins the group's workers,
+    which may wait for the lock: a deadlock (docs/known-issues-of-torch.md).
+    """
+    group: dist.ProcessGroup = model.process_group
+    if type(group) is dist.ProcessGroup:  # a class of Python's own may know the model
+        for owner in (model.reducer, model.logger):
+            weakref.finalize(owner, _drop, group).atexit = False
+
+
+def _drop(group: dist.ProcessGroup) -> None:
+    """Drop the reference to ``group``."""
 
 
 _LOGGED_ITERATIONS = 10

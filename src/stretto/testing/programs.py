@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
+from stretto.runtime.quiesce import wait_for_workers
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -232,6 +234,7 @@ def compared(
             for _ in range(2 if program.model == "pair" else 1)
         ]
         found.append(outcome(program, wrap, rank, size, groups))
+        wait_for_workers()  # PyTorch's DDP, collected later, could wait for them
         for group in groups:
             dist.destroy_process_group(group)
     pairs = list(zip_longest(*found))
