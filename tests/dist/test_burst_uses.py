@@ -461,7 +461,7 @@ def new_plan_keeps_state(side: Side) -> Any:
     for step in range(3):
         train(side, model, optimizer, 2)
         if side.size:
-            widths = [(step % 2, 1), (0, side.size), (0, 1)]
+            widths = [(step % 2 * second(side), 1), (0, side.size), (0, 1)]
             model.apply_plan(side.plan(net(), widths[step:] + widths[:step]))
     train(side, model, optimizer, 2)
     return side.state(model)
@@ -535,7 +535,7 @@ def new_plan_keeps_gradients(side: Side) -> Any:
         x, y = side.data(step)
         cross(model(x), y).backward()
         if side.size:
-            widths = [(step % 2, 1), (0, side.size), (1, 1)]
+            widths = [(step % 2 * second(side), 1), (0, side.size), (second(side), 1)]
             model.apply_plan(side.plan(net(), widths[step:] + widths[:step]))
     optimizer.step()
     return side.state(model)
@@ -711,11 +711,16 @@ def zeros_from_before(side: Side) -> Any:
     return found
 
 
+def second(side: Side) -> int:
+    """Return rank 1, or the only one."""
+    return min(1, side.size - 1)
+
+
 def apart(side: Side, model: nn.Module) -> Any:
     """A burst model of whose layers none runs on two ranks."""
     if not side.size:
         return model
-    plan = side.plan(model, [(0, 1), (1, 1)])
+    plan = side.plan(model, [(0, 1), (second(side), 1)])
     return BurstParallel(model, plan, example_inputs=(example_of(model),))
 
 
@@ -1042,6 +1047,7 @@ def rank_of_right_uses(
 
 PLANS = [
     (2, [(0, 2), (1, 1), (0, 1)], "uneven"),
+    (1, [(0, 1)], "even"),
     pytest.param(3, [(1, 2), (0, 3), (2, 1)], "even", marks=pytest.mark.repeat),
     pytest.param(2, [(0, 2)], "one", marks=pytest.mark.repeat),
 ]

@@ -24,7 +24,6 @@ from stretto.burst import hooks, torch_calls
 from stretto.burst.boundary import in_checkpoint, mark_input, mark_output, plain
 from stretto.burst.captures import training
 from stretto.burst.checks.joined_calls import CLIP
-from stretto.burst.checks.numbers import number_of
 from stretto.burst.checks.verify_first_step import SEEDS, SmallStep
 from stretto.burst.held_activations import marked
 from stretto.burst.parts import BurstSettings, parts_of
@@ -321,7 +320,7 @@ class BurstParallel(nn.Module):
                 is_training=self.module.training,
                 draws=parts.forward.draws,
                 is_drawing=parts.forward.draws_in(execution),
-                trained=number_of(bytes(self._follower.trained)),
+                trained=self._follower.trained,
                 trouble=trouble,
             )
             # Buffers such as running statistics change without a backward.

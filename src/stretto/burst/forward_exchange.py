@@ -11,7 +11,7 @@ from stretto.burst.checks.backward_use import BackwardUse
 from stretto.burst.checks.changes import Changes
 from stretto.burst.checks.constant_buffers import ConstantBuffers
 from stretto.burst.checks.hook_use import HookUse
-from stretto.burst.checks.numbers import as_float, as_int
+from stretto.burst.checks.numbers import as_float, as_int, number_of
 from stretto.burst.checks.optimizer_use import OptimizerUse
 from stretto.burst.checks.recheck import Recheck
 from stretto.burst.checks.replicas import Replicas
@@ -23,6 +23,7 @@ from stretto.sim.sample_layout import Layouts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from stretto.burst.captures import Trained
     from stretto.burst.dropout import Draws
     from stretto.burst.rank_groups import RankGroups
     from stretto.burst.schedule import ExecutionPlan
@@ -121,7 +122,7 @@ class ForwardExchange:
         is_training: bool,
         draws: Draws,
         is_drawing: bool,
-        trained: int,
+        trained: Trained,
         trouble: StrettoError | None,
     ) -> tuple[Layouts, bool]:
         """Return this batch's layouts, and whether a rank's input needs gradients.
@@ -132,7 +133,7 @@ class ForwardExchange:
             is_training: the model's mode.
             draws: what random numbers are derived from; begins this forward.
             is_drawing: whether the layers draw random numbers.
-            trained: a number for the set of parameters that need a gradient.
+            trained: which of the module's parameters need a gradient.
             trouble: the error that prevents this rank's forward; the other ranks are
                 informed.
 
@@ -147,6 +148,7 @@ class ForwardExchange:
             and batch.dtype == graph.input_dtype
         )
         count = len(batch) if fits and batch.dim() else _BAD_SAMPLE
+        proven = graph.proven
         mine = ForwardState(
             share=count if trouble is None else _TROUBLE,
             is_training=int(is_training),
@@ -154,9 +156,9 @@ class ForwardExchange:
             input_needs_grad=int(batch.requires_grad),
             step=draws.step,
             drawn=draws.next_number(is_drawing=is_drawing),
-            trained=trained,
+            trained=number_of(bytes(trained)),
             operations=graph.semantics_number,
-            behavior=as_int(0.0 if graph.proven is None else graph.proven.behavior),
+            behavior=as_int(0.0 if proven is None else proven.behavior_with(trained)),
         )
         rows = self._exchanged(mine)
         if trouble is not None:

@@ -81,9 +81,11 @@ class Ownership:
         return self._ranks.size > 1 and id(parameter) in self.width_by_id
 
     def is_first(self, parameter: Tensor) -> bool:
-        """Return whether this rank is the first that holds a parameter's gradient."""
-        width = self.width_by_id.get(id(parameter))
-        return width is not None and width[0] == self._ranks.rank
+        """Return whether this rank is the first of those that `holds` speaks of."""
+        return (
+            self.holds(parameter)
+            and self.width_by_id[id(parameter)][0] == self._ranks.rank
+        )
 
     def is_whole(self) -> bool:
         """Return whether every rank runs every layer."""

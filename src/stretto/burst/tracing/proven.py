@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from stretto.burst.tracing.backward_reads import Place
     from stretto.burst.tracing.watching import Watch
 
+    Trained = tuple[bool, ...]
+
 _calls_of = operator.attrgetter("forward", "__call__")
 _own_forward = operator.methodcaller("get", "forward")
 
@@ -66,7 +68,7 @@ class Proven:
         before: Around,
         behavior: float = 0.0,
     ) -> None:
-        self.behavior = behavior
+        self._behavior = behavior
         self.changing = frozenset(changing)
         self.watch = watch
         self.active = frozenset(active)
@@ -83,11 +85,20 @@ class Proven:
         # A backward of the user's may give or withhold gradients of what is unfrozen.
         self._parameters = [] if watch is None else list(module.parameters())
         self._trained = {id(p) for p in self._parameters if p.requires_grad}
+        self._needed = tuple(p.requires_grad for p in module.parameters())
         parts = list(module.modules())
         self._kinds = list(dict.fromkeys(map(type, parts)))
         self._calls = list(map(_calls_of, self._kinds))
         self._held = list(map(vars, parts))
         self._own = list(map(_own_forward, self._held))
+
+    def behavior_with(self, trained: Trained) -> float:
+        """Return what ranks compare while these parameters are trained; 0 if unknown.
+
+        Gradients are part of it, and the check had those of the parameters that were
+        trained then. Ranks may have checked at different times.
+        """
+        return self._behavior if trained == self._needed else 0.0
 
     def changed(self) -> str | None:
         """Return what is no longer as it was, or None."""

@@ -429,3 +429,12 @@ def test_under_autocast_a_hook_that_begins_to_mix_samples_is_refused() -> None:
         STATE["share"] = 0.5
         with pytest.raises(SpecError, match="mixes samples in backward"):
             captures.current()
+
+
+def test_what_ranks_compare_is_unknown_for_other_trained_parameters() -> None:
+    module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    module[0].requires_grad_(False)
+    proven = capture(module, (X,)).proven
+    assert proven is not None
+    assert proven.behavior_with((False, False, True, True))
+    assert proven.behavior_with((True, True, True, True)) == 0.0
