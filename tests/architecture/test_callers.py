@@ -226,7 +226,8 @@ def differences(package):
                 continue
             if len(named) > 3:
                 yield module, "more than three", claim_for(module)
-            if claim and "programs" in claim[0] and not is_for_programs(module):
+            words = re.sub(r"`[^`]*`", "", claim[0]) if claim else ""
+            if "programs" in words and not is_for_programs(module):
                 yield module, "only stretto uses it", sorted(users)
             unnamed = {
                 user

@@ -59,12 +59,38 @@ def without_recompiling(kind: Any, rank: int) -> list[float]:
     return found
 
 
+def with_changing_sizes(kind: Any, rank: int) -> list[int]:
+    """Count the calls of compiled code and the compilations as batch sizes change."""
+    calls, compilations = [0], [0]
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        compilations[0] += 1
+
+        def run(*args: Any) -> Any:
+            calls[0] += 1
+            return graph.forward(*args)
+
+        return run
+
+    model = kind(torch.compile(mlp(8, 9, 2, seed=3), backend=backend))
+    draw = torch.Generator().manual_seed(rank)
+    found = []
+    for size in (4, 4, 5, 6, 4, 7, 5, 8, 9, 4, 5, 3, 2, 4):
+        model(torch.randn(size, 8, generator=draw)).square().mean().backward()
+        found += [calls[0], compilations[0]]
+    return found
+
+
 def compiles(rank: int, _size: int, name: str) -> bool:
     def ours(module: nn.Module) -> Any:
         options = TuneOptions(steps=6, watch=False, plan_cache=False)
         return stretto.DistributedDataParallel(module, tune=options)
 
-    train = {"step": whole_step, "model": without_recompiling}[name]
+    train = {
+        "step": whole_step,
+        "model": without_recompiling,
+        "sizes": with_changing_sizes,
+    }[name]
     expected = train(TorchDDP, rank)
     torch._dynamo.reset()
     return train(ours, rank) == expected
@@ -81,3 +107,11 @@ def test_a_step_that_is_compiled_as_a_whole_trains_as_with_ddp(
 @pytest.mark.filterwarnings("ignore")
 def test_tuning_compiles_nothing_again(ranks: Any) -> None:
     assert ranks(compiles, 2, "model", timeout_s=200.0) == [True, True]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_is_compiled_as_often_as_with_ddp_while_steps_are_measured(
+    ranks: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv(variable_names.TUNE_SCHEDULE, "forced")
+    assert ranks(compiles, 2, "sizes", timeout_s=200.0) == [True, True]

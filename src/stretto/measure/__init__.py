@@ -2,7 +2,8 @@
 
 - `backward`: a model's workload from real steps (for `script` and `tune`, and
   programs).
-- `hook_warnings`: no warning of its hooks (for `backward`).
+- `eager_hooks`: its hooks, which compilers do not see (for `backward`).
+- `hook_warnings`: no warning of these hooks (for `eager_hooks`).
 - `clocks`: the host's clock or a device's (shared, for instance by
   `burst.profiling.layer_profile` and `burst.profiling.host_costs`).
 - `steady`: whether measurements agree (shared, for instance by `backward` and

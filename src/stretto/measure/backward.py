@@ -10,10 +10,6 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 from torch.utils import _pytree as pytree
 
 from stretto.autograd_engine import (
@@ -23,7 +19,7 @@ from stretto.autograd_engine import (
 )
 from stretto.errors import SpecError
 from stretto.measure.clocks import clock_for
-from stretto.measure.hook_warnings import QuietHooks
+from stretto.measure.eager_hooks import EagerHooks, disable_dynamo, in_eager
 from stretto.measure.network import barrier, device_of
 from stretto.measure.steady import (
     DEFAULT_MAX_SPREAD_RATIO,
@@ -38,8 +34,6 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.distributed import ProcessGroup
-
-disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
 
 DEFAULT_WARMUP = 3
 DEFAULT_REPETITIONS = 10
@@ -163,15 +157,17 @@ class StepObserver:
         # forward.
         self._handles.append(
             model.register_forward_pre_hook(
-                self._root_called, with_kwargs=True, prepend=True
+                in_eager(self._root_called), with_kwargs=True, prepend=True
             )
         )
-        self._handles.append(model.register_forward_hook(self._root_returned))
+        returned = in_eager(self._root_returned)
+        self._handles.append(model.register_forward_hook(returned))
+        returned = in_eager(self._returned)
         for prefix, module in model.named_modules(remove_duplicate=True):
             if module is not model and next(module.parameters(), None) is not None:
-                hook = self._module_hook(prefix)
+                hook = in_eager(self._module_hook(prefix))
                 self._handles.append(module.register_forward_pre_hook(hook))
-                self._handles.append(module.register_forward_hook(self._returned))
+                self._handles.append(module.register_forward_hook(returned))
 
     def _watch_aside(self) -> None:
         # Hooks of all modules, because one module's own hooks would be copied and saved
@@ -182,11 +178,9 @@ class StepObserver:
             if next(module.parameters(), None) is not None
         }
         self._prefixes = {**prefixes, id(self.model): ""}
-        self._handles = [
-            QuietHooks(),
-            register_module_forward_pre_hook(self._held(StepObserver._any_called)),
-            register_module_forward_hook(self._held(StepObserver._any_returned)),
-        ]
+        called = self._held(StepObserver._any_called)
+        returned = self._held(StepObserver._any_returned)
+        self._handles = [EagerHooks(called, returned)]
         self._end = weakref.finalize(self, _remove, list(self._handles))
 
     def _held(self, method: Callable[..., None], *first: Any) -> Callable[..., None]:
