@@ -259,8 +259,10 @@ class Batch:
             named = self._is_size(node)
         elsewhere = not literal and self._is_read_size(node)
         if not (named or literal or elsewhere):
-            if compared or place == 0 or self._decides_by_length(node):
-                self._list_unclear(node, seen, whole=True)
+            if self._decides_by_length(node) and self._names.has_length(node):
+                self._list_condition(node, seen)
+            elif compared or place == 0:
+                self._list_unclear(node, seen, whole=True, compared=compared)
             return
         seen |= {id(inner) for inner in found(node, cst.BaseExpression)}
         if self._tree.without_gradient(node) and not in_step:
@@ -289,8 +291,9 @@ class Batch:
         elif self._decides_by_length(node):
             self._work.undecided(
                 node,
-                f"a condition compares `{text}`, the batch of all ranks, with the "
-                f"length of this rank's part, which is per_rank({text})",
+                f"a condition compares `{text}`, the batch of all ranks, with a number "
+                "computed from the length of this rank's part, which is "
+                f"per_rank({text})",
             )
         elif (
             (elsewhere or (read and in_step))
@@ -305,13 +308,32 @@ class Batch:
                 f"per_rank({text})",
             )
 
+    def _list_condition(self, node: cst.BaseExpression, seen: set[int]) -> None:
+        """List a condition on a number that a length and the batch size give."""
+        if self._names.of(node) is BatchShare.EITHER:
+            seen |= {id(inner) for inner in found(node, cst.BaseExpression)}
+            self._work.undecided(
+                node,
+                f"`{self._tree.text(node)}` has the length of this rank's part of the "
+                "batch and the batch size of all ranks: use per_rank(...) of that "
+                "batch size here",
+            )
+
     def _list_unclear(
-        self, node: cst.BaseExpression, seen: set[int], *, whole: bool
+        self,
+        node: cst.BaseExpression,
+        seen: set[int],
+        *,
+        whole: bool,
+        compared: bool = False,
     ) -> None:
         """List a number that may be the loader's batch size, or this rank's part."""
         if isinstance(node, cst.Tuple | cst.List) or self._tree.is_label(node):
             return
-        if self._names.of(node) is not BatchShare.EITHER:
+        unclear = self._names.of(node) is BatchShare.EITHER
+        if not unclear and not (
+            compared and self._names.may_be_whole_in_comparison(node)
+        ):
             return
         if not whole:
             aside = self._counts_steps(node) or self._shown.only(node)
@@ -320,10 +342,13 @@ class Batch:
         seen |= {id(inner) for inner in found(node, cst.BaseExpression)}
         text = self._tree.text(node)
         why = self._names.why_unclear(node, named=self._has_its_name(node))
+        what = "per_rank(...) for the batch size in it"
+        if not self._names.is_part(node):
+            what = f"per_rank({text})"
         self._work.undecided(
             node,
             f"whether `{text}` is the batch of all ranks here, or this rank's part "
-            f"already ({why}): write per_rank({text}) if it is that of all ranks",
+            f"already ({why}): write {what} if it is that of all ranks",
         )
 
     def _sets_itself(self, node: cst.BaseExpression) -> bool:
@@ -490,8 +515,30 @@ class Batch:
 
     def _of_a_length(self, node: cst.BaseExpression) -> bool:
         """Return whether a number is compared with the length of a tensor."""
-        others = [other for other in self._compared(node) if other is not node]
-        return any(self._is_length(o) or self._names.is_length(o) for o in others)
+        around = self._tree.parent(node)
+        first = isinstance(around, cst.Element) and self._place_of(around) == 0
+        side = self._tree.parent(around) if isinstance(around, cst.Element) else node
+        if isinstance(side, cst.Tuple | cst.List | cst.Set):
+            sides = self._compared(side)
+            if first and any(self._names.is_shape(other) for other in sides):
+                return True
+            parent = self._tree.parent(side)
+            contained = isinstance(parent, cst.ComparisonTarget) and isinstance(
+                parent.operator, cst.In | cst.NotIn
+            )
+            others = sides if contained else []
+        else:
+            others = self._compared(node)
+        return any(
+            self._is_length(o) or self._names.is_length(o)
+            for o in others
+            if o is not node and o is not side
+        )
+
+    def _place_of(self, element: cst.Element) -> int:
+        around = self._tree.parent(element)
+        elements = getattr(around, "elements", [])
+        return [e is element for e in elements].index(True)
 
     def _compared(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
         """Return the sides of a comparison of which a number is one."""

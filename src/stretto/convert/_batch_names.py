@@ -9,6 +9,7 @@ import libcst as cst
 
 from stretto.convert._number_forms import (
     LENGTH,
+    SHAPE,
     UNRELATED,
     Form,
     Forms,
@@ -20,6 +21,10 @@ from stretto.convert._tree import dotted
 
 if TYPE_CHECKING:
     from stretto.convert._edit import Work
+
+
+_SMALL = 2
+"""Sizes of batches that steps leave out for another reason, such as batch norm's."""
 
 
 class BatchShare(enum.Enum):
@@ -60,7 +65,12 @@ class BatchNames:
                 else frozenset()
             )
             given.append(made)
-        self._is_unknown = any(not _written(forms) for forms in given)
+        self._is_unknown = any(not _written(forms) for forms in given) or any(
+            form[0] == "item" for forms in given[len(sizes) :] for form in forms
+        )
+        self._are_numbers = all(
+            forms and all(number(form) is not None for form in forms) for forms in given
+        )
         self._whole: Forms = frozenset().union(*given) - UNRELATED
         self._roots = {root for form in self._whole for root in roots(form)}
         self.numbers = {n for form in self._whole if (n := number(form)) is not None}
@@ -76,6 +86,26 @@ class BatchNames:
             return BatchShare.ALL_RANKS
         related = any(self._may_be_whole(form) for form in forms)
         return BatchShare.EITHER if related else BatchShare.OTHER
+
+    def may_be_whole_in_comparison(self, node: cst.BaseExpression) -> bool:
+        """Return whether a number that is compared with a length may be the batch size.
+
+        If the script does not write the batch size as a number, any other number that
+        a batch's length is compared with may be equal to it.
+        """
+        share = self.of(node)
+        if share is not BatchShare.OTHER or self._are_numbers:
+            return share is BatchShare.EITHER
+        return not any(
+            (given := number(form)) is not None and given <= _SMALL
+            for form in self._forms.of(node)
+        ) and not any(
+            root in UNRELATED for form in self._forms.of(node) for root in roots(form)
+        )
+
+    def is_shape(self, node: cst.BaseExpression) -> bool:
+        """Return whether something is the shape of a tensor."""
+        return self._forms.of(node) == {SHAPE}
 
     def is_length(self, node: cst.BaseExpression) -> bool:
         """Return whether a number is the number of samples of a rank's batch."""
@@ -98,13 +128,25 @@ class BatchNames:
         if line is not None and named:
             return f"line {line} sets it too"
         forms = self._forms.of(node)
-        if any(root in self._roots for form in forms for root in roots(form)):
-            return "it is computed from the loader's batch size"
+        of = {root for form in forms for root in roots(form)}
         if any(number(form) in self.numbers for form in forms):
             return "it is the same number as the loader's batch size"
-        if any(root[0] == "parameter" for form in forms for root in roots(form)):
+        if not of.isdisjoint(self._roots) or self._is_sequence(forms):
+            return "it is computed from the loader's batch size"
+        if any(root[0] == "parameter" for root in of):
             return "its calls differ"
-        return "this file does not say what the loader's batch size is"
+        return "the file does not show what the loader's batch size is"
+
+    def is_part(self, node: cst.BaseExpression) -> bool:
+        """Return whether the batch size is only a part of a number or a shape."""
+        forms = self._forms.of(node)
+        if self._is_sequence(forms):
+            return True
+        return any(form[0] == "op" for form in forms) and not forms <= self._whole
+
+    def _is_sequence(self, forms: Forms) -> bool:
+        made = [self._forms.node_of(form) for form in forms]
+        return any(isinstance(node, cst.Tuple | cst.List) for node in made)
 
     def _line_of_another(self, node: cst.BaseExpression) -> int | None:
         """Return a line that sets a name to something else than the loader's size."""
@@ -133,8 +175,9 @@ class BatchNames:
         if isinstance(made, cst.Tuple | cst.List):
             first = made.elements[:1]
             return any(self.of(e.value) is not BatchShare.OTHER for e in first)
+        known = ("int", "bound", "path")
         return self._is_unknown and any(
-            root not in UNRELATED and root[0] not in ("int", "bound", "path") for root in of
+            root not in UNRELATED and root[0] not in known for root in of
         )
 
     def _is_of_a_step(self, node: cst.CSTNode) -> bool:

@@ -31,13 +31,17 @@ LENGTH: Form = ("length",)
 _OTHER: Form = ("size",)
 """Another number of a tensor or of data."""
 
-_SHAPE: Form = ("shape",)
+SHAPE: Form = ("shape",)
+"""The shape of a tensor."""
 
-UNRELATED: Forms = frozenset([LENGTH, _OTHER, _SHAPE])
+UNRELATED: Forms = frozenset([LENGTH, _OTHER, SHAPE])
 """Numbers that are no batch size of all ranks."""
 
 _SAME = ("int", "float", "round", "abs", "operator.index")
 """Functions that return a whole number as it is."""
+
+_AS_DICT = ("vars", "dataclasses.asdict")
+"""Functions that return an object's attributes as a dict."""
 
 _DRAWING = ("rand", "choice", "sample", "next", "input", "pop", "time", "uuid")
 """Parts of names of functions that return something else in each call."""
@@ -179,6 +183,9 @@ class NumberForms:
         if owner is not None and node.value == "self":
             kinds = sorted(id(kind) for kind in self._tree.family(owner))
             return frozenset([("self", kinds[0])])
+        keywords = scope.params.star_kwarg if scope is not None else None
+        if keywords is not None and keywords.name.value == node.value:
+            return frozenset([("keywords", id(scope))])
         out: set[Form] = set()
         for made in self.bindings.reaching(node):
             out |= self.of_binding(made, node.value)
@@ -186,7 +193,7 @@ class NumberForms:
 
     def _of_attribute(self, node: cst.Attribute) -> Forms:
         if node.attr.value == "shape":
-            return frozenset([_SHAPE])
+            return frozenset([SHAPE])
         path = dotted(node)
         out: set[Form] = set()
         reached = self.bindings.reaching(node)
@@ -195,20 +202,32 @@ class NumberForms:
                 out |= self.of_binding(made, path)
         if out and all(made.node is not None for made in reached):
             return frozenset(out)
-        name = node.attr.value
-        for base in self.of(node.value):
-            found_here = self._of_object(base, name)
-            for target, changed in self._attributes.get(name, ()):
-                value = self._values[id(target)]
-                if (
-                    dotted(target) != path
-                    and dotted(target.value) != "self"
-                    and base in self.of(target.value)
-                    and value is not None
-                ):
-                    found_here |= self.of(value) if changed is None else changed
-            out |= found_here or {("attribute", base, name)}
+        bases = self.of(node.value)
+        if node.attr.value == "__dict__":
+            return frozenset(("vars", base) for base in bases)
+        for base in bases:
+            out |= self._attribute(base, node.attr.value, path)
         return frozenset(out)
+
+    def _attribute(self, base: Form, name: str, path: str | None = None) -> Forms:
+        """Return an attribute of an object, which other lines may set too.
+
+        Args:
+            base: The object.
+            name: The attribute's name.
+            path: How a line reads it, whose assignments are known already.
+        """
+        out: Forms = self._of_object(base, name)
+        for target, changed in self._attributes.get(name, ()):
+            value = self._values[id(target)]
+            if (
+                dotted(target) != path
+                and dotted(target.value) != "self"
+                and base in self.of(target.value)
+                and value is not None
+            ):
+                out |= self.of(value) if changed is None else changed
+        return out or frozenset([("attribute", base, name)])
 
     def _of_object(self, base: Form, name: str) -> Forms:
         """Return what an attribute of an object of one of the script's classes is."""
@@ -344,7 +363,7 @@ class NumberForms:
         return frozenset(out)
 
     def _of_shape(self, base: Forms, node: cst.Subscript) -> Forms:
-        first = base == {_SHAPE} and _key(node) == "0"
+        first = base == {SHAPE} and _key(node) == "0"
         return frozenset([self._length(node) if first else _OTHER])
 
     def _length(self, node: cst.BaseExpression) -> Form:
@@ -355,7 +374,7 @@ class NumberForms:
         out: set[Form] = set()
         for form in given:
             made = self.node_of(form)
-            if form == _SHAPE:
+            if form == SHAPE:
                 out.add(LENGTH if place == 0 else _OTHER)
             elif form in (LENGTH, _OTHER):
                 out.add(form)
@@ -368,8 +387,19 @@ class NumberForms:
     def _items(self, bases: Forms, key: str, default: Forms = frozenset()) -> Forms:
         out: set[Form] = set()
         for base in bases:
+            if base[0] == "vars":
+                out |= self._attribute(base[1], key.strip("'\""))
+                continue
+            if base[:2] == ("op", "BitOr"):
+                for part in reversed(base[2:]):
+                    out = set(self._items(frozenset([part]), key))
+                    if out and ("item", part, key) not in out:
+                        break
+                continue
             made = self.node_of(base)
             inside = self._entry(made, key) if made is not None else None
+            if base[0] == "keywords":
+                inside = self._keyword(base, key.strip("'\""))
             stored = self._stored_items(base, key)
             if inside:
                 out |= inside
@@ -408,6 +438,12 @@ class NumberForms:
             return frozenset(out)
         return None
 
+    def _keyword(self, base: Form, name: str) -> Forms:
+        """Return what the calls of a function give under a name that ``**`` takes."""
+        functions = (f for f in self._tree.functions if id(f) == base[1])
+        calls = [call for f in functions for call in self._calls(f)]
+        return frozenset().union(*[self.of_argument(c, -1, name) for c in calls])
+
     def _stored_items(self, base: Form, key: str) -> Forms:
         """Return what other lines store under a key of an object."""
         out: set[Form] = set()
@@ -441,10 +477,12 @@ class NumberForms:
             return frozenset([LENGTH])  # a rank's batch is shorter than all ranks'
         if called in ("min", "max"):
             return self._computed(node, called, given)
+        if called in _AS_DICT and len(given) == 1:
+            return frozenset(("vars", form) for form in self.of(given[0]))
         if self._tree.method_called(node, "size") is not None:
             dim = argument(node, 0, "dim")
             if dim is None:
-                return frozenset([_SHAPE])
+                return frozenset([SHAPE])
             first = isinstance(dim, cst.Integer) and dim.value == "0"
             return frozenset([self._length(node) if first else _OTHER])
         if self._tree.method_called(node, "numel", "nelement") is not None:
@@ -465,7 +503,7 @@ class NumberForms:
         text = (dotted(of) or "").lower()
         if "loader" in text or "dataset" in text or self._is_made_before(of):
             return _OTHER
-        return _OTHER if self.of(of) == {_SHAPE} else self._length(node)
+        return _OTHER if self.of(of) == {SHAPE} else self._length(node)
 
     def _is_made_before(self, node: cst.BaseExpression) -> bool:
         """Return whether lines outside of the steps make what a variable holds."""
@@ -481,14 +519,14 @@ class NumberForms:
 
     def _of_other_call(self, node: cst.Call, called: str) -> Forms:
         """Return the form of a call of another file's function, by its text."""
-        last = called.rpartition(".")[2].lower()
+        last = called.rpartition(".")[2]
         opaque = frozenset([self._opaque(node)])
         if (
             not called
             or called in ("dict", "list", "tuple")
             or called in self._tree.classes
             or last in _KEEPING_KEYWORDS
-            or any(part in last for part in _DRAWING)
+            or any(part in last.lower() for part in _DRAWING)
             or any(a.star for a in node.args)
         ):
             return opaque
