@@ -198,7 +198,7 @@ class Loaders:
             for callee in self._flow.origins(call.func, scope):
                 if isinstance(callee.value, cst.Lambda):
                     bodies.append(callee.value.body)
-                elif self._makes_loaders(callee.value):
+                elif self._work.job.batches.makes_loaders(callee.value):
                     named = argument(call, -1, "batch_size") is not None
                     made += [call if named else callee.value]
             for body in bodies:
@@ -212,13 +212,6 @@ class Loaders:
             self._note_size(call)
         if not made:
             self.without_size.append(origin.value)
-
-    def _makes_loaders(self, node: cst.BaseExpression) -> bool:
-        """Return whether something is ``functools.partial(DataLoader, ...)``."""
-        if self._tree.called(node) != "functools.partial":
-            return False
-        first = node.args[0].value if isinstance(node, cst.Call) and node.args else None
-        return (dotted(first) or "").rpartition(".")[2] == "DataLoader"
 
     def _batch_note(self) -> str:
         return "; its batch size stays that of all ranks together"
