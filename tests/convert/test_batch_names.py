@@ -381,7 +381,7 @@ OTHER = {
         "x = x + torch.zeros(kept.args.m)",
     ),
     "a number of collected values": (
-        "kept = []\n" + NAMED.replace("N", "kept_size"),
+        "kept = []\nloader = DataLoader(data, batch_size=int(os.environ['N']))\n",
         "if len(kept) > 100: break",
     ),
     "a size of the loader": (NAMED, "if len(x) < loader.batch_size: continue"),

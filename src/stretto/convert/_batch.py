@@ -262,7 +262,8 @@ class Batch:
             if self._decides_by_length(node) and self._names.has_length(node):
                 self._list_condition(node, seen)
             elif compared or place == 0:
-                self._list_unclear(node, seen, whole=True, compared=compared)
+                sure = self._of_a_length(node, sure=True)
+                self._list_unclear(node, seen, whole=True, compared=sure)
             return
         seen |= {id(inner) for inner in found(node, cst.BaseExpression)}
         if self._tree.without_gradient(node) and not in_step:
@@ -513,8 +514,14 @@ class Batch:
         in_range = full == "range" and (len(plain) == 1 or place == 1)
         return 0 if in_range else None
 
-    def _of_a_length(self, node: cst.BaseExpression) -> bool:
-        """Return whether a number is compared with the length of a tensor."""
+    def _of_a_length(self, node: cst.BaseExpression, *, sure: bool = False) -> bool:
+        """Return whether a number is compared with the length of a tensor.
+
+        Args:
+            node: The number.
+            sure: Whether a length of something that lines before the steps make, such
+                as a list, is left out.
+        """
         around = self._tree.parent(node)
         first = isinstance(around, cst.Element) and self._place_of(around) == 0
         side = self._tree.parent(around) if isinstance(around, cst.Element) else node
@@ -530,7 +537,7 @@ class Batch:
         else:
             others = self._compared(node)
         return any(
-            self._is_length(o) or self._names.is_length(o)
+            self._names.is_length(o) or (not sure and self._is_length(o))
             for o in others
             if o is not node and o is not side
         )

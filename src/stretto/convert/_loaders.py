@@ -200,7 +200,10 @@ class Loaders:
                     bodies.append(callee.value.body)
                 elif self._work.job.batches.makes_loaders(callee.value):
                     named = argument(call, -1, "batch_size") is not None
-                    made += [call if named else callee.value]
+                    if named or not isinstance(callee.value, cst.Call):
+                        made.append(call)
+                    else:
+                        made.append(callee.value)
             for body in bodies:
                 for inner in found(body, cst.Call):
                     if self._work.job.batches.is_loader(inner):

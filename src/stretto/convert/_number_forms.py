@@ -69,8 +69,9 @@ class NumberForms:
         self._attributes: dict[str, list[tuple[cst.Attribute, Forms | None]]] = {}
         self._values: dict[int, cst.BaseExpression | None] = {}
         self._updates = [c for c in self._tree.calls if self._is_update(c)]
-        lines = (cst.Assign, cst.AnnAssign, cst.AugAssign)
-        for line in found(self._tree.module, lines):
+        lines: Iterator[cst.Assign | cst.AnnAssign | cst.AugAssign]
+        lines = found(self._tree.module, (cst.Assign, cst.AnnAssign, cst.AugAssign))
+        for line in lines:
             changed = isinstance(line, cst.AugAssign)
             for target in targets_of(line):
                 if isinstance(target, cst.Subscript) and line.value is not None:
@@ -266,7 +267,9 @@ class NumberForms:
         fields: list[str] = []
         default: cst.BaseExpression | None = None
         for other in self._tree.family(kind):
-            for line in found(other.body, (cst.Assign, cst.AnnAssign)):
+            lines: Iterator[cst.Assign | cst.AnnAssign]
+            lines = found(other.body, (cst.Assign, cst.AnnAssign))
+            for line in lines:
                 if self._tree.parent(self._tree.statement(line)) is not other.body:
                     continue
                 names = [dotted(target) or "" for target in targets_of(line)]
