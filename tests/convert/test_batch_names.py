@@ -193,3 +193,203 @@ def test_a_main_function_follows_its_own_name():
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     script = f"{HEAD.partition('batch_size')[0]}def main():\n{lines}main()\n"
     assert noise_of(script) == (NOISE, [])
+
+
+def sized(before, line):
+    """What a script's line becomes, and what is said about it."""
+    lines = [x for x in HEAD.splitlines() if "batch_size" not in x]
+    head = ["import os", "from functools import partial", *lines]
+    head.append("data = TensorDataset(torch.ones(64, 2))")
+    text = "\n".join(head) + f"\n{before}{LOOP}        {line}\n{STEP}"
+    conversion = convert(text)
+    number = next(i for i, x in enumerate(text.splitlines()) if x.strip() == line)
+    said = [n for n in open_notes(conversion) if n.startswith(f"line {number + 1}:")]
+    return conversion.after, said
+
+
+FOLLOWED = {
+    "an entry": ("C = {'n': 16}\n", "DataLoader(data, batch_size=C['n'])", "C['n']"),
+    "an inner entry": (
+        "C = {'data': dict(n=16)}\n",
+        "DataLoader(data, batch_size=C['data']['n'])",
+        "C['data']['n']",
+    ),
+    "an entry by get": (
+        "C = dict(n=16)\n",
+        "DataLoader(data, batch_size=C.get('n', 8))",
+        "C['n']",
+    ),
+    "an entry of what a function returns": (
+        "def read(name='a'):\n    return {'a': dict(n=16)}[name]\nC = read()\n",
+        "DataLoader(data, batch_size=C['n'])",
+        "C['n']",
+    ),
+    "an entry that is stored later": (
+        "C = {}\nC['n'] = 16\n",
+        "DataLoader(data, batch_size=C['n'])",
+        "C['n']",
+    ),
+    "a name for an entry": (
+        "C = {'n': 16}\nsize = C['n']\n",
+        "DataLoader(data, batch_size=size)",
+        "C['n']",
+    ),
+    "attributes as a dict": (
+        "from argparse import Namespace\na = Namespace(n=16)\n",
+        "DataLoader(data, batch_size=vars(a)['n'])",
+        "a.n",
+    ),
+    "keyword arguments": (
+        "N = 16\nkw = {'batch_size': N}\nkw.update({'shuffle': True})\n",
+        "DataLoader(data, **kw)",
+        "N",
+    ),
+    "keyword arguments of dict()": (
+        "kw = dict(batch_size=16)\n",
+        "DataLoader(data, **kw)",
+        "kw['batch_size']",
+    ),
+    "keyword arguments that a function passes on": (
+        "N = 16\ndef make(d, **kw):\n    return DataLoader(d, **kw)\n",
+        "make(data, batch_size=N)",
+        "N",
+    ),
+    "a default": (
+        "N = 16\ndef make(size=N):\n    return DataLoader(data, batch_size=size)\n",
+        "make()",
+        "N",
+    ),
+    "a conversion": ("N = 16\n", "DataLoader(data, batch_size=int(N))", "N"),
+    "a product": ("N = 8\n", "DataLoader(data, batch_size=N * 2)", "N * 2"),
+    "a choice": (
+        "N, small = 16, False\n",
+        "DataLoader(data, batch_size=4 if small else N)",
+        "N",
+    ),
+    "an assignment": ("N = 16\n", "DataLoader(data, batch_size=(n := N))", "N"),
+    "a function": (
+        "def size():\n    return 16\n",
+        "DataLoader(data, batch_size=size())",
+        "size()",
+    ),
+    "a variable of the environment": (
+        "",
+        "DataLoader(data, batch_size=int(os.environ['N']))",
+        "int(os.environ['N'])",
+    ),
+    "functools.partial": (
+        "N = 16\nmake = partial(DataLoader, batch_size=N)\n",
+        "make(data)",
+        "N",
+    ),
+    "a lambda": (
+        "N = 16\nmake = lambda d: DataLoader(d, batch_size=N)\n",
+        "make(data)",
+        "N",
+    ),
+    "an object under two names": (
+        "class C:\n    n = 16\nc = C()\nd = c\n",
+        "DataLoader(data, batch_size=c.n)",
+        "d.n",
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "made", "size"), FOLLOWED.values(), ids=FOLLOWED)
+def test_a_batch_size_is_followed_into_a_comparison(before, made, size):
+    line = f"if len(x) < {size}: continue"
+    after, said = sized(f"{before}loader = {made}\n", line)
+    assert said == []
+    assert f"if len(x) < per_rank({size}): continue" in after
+
+
+@pytest.mark.parametrize(("before", "made", "size"), FOLLOWED.values(), ids=FOLLOWED)
+def test_a_batch_size_is_followed_into_a_shape(before, made, size):
+    after, said = sized(f"{before}loader = {made}\n", f"x = x.view({size}, -1)")
+    assert said == []
+    assert f"x = x.view(per_rank({size}), -1)" in after
+
+
+NAMED = "N = 16\nloader = DataLoader(data, batch_size=N)\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "becomes"),
+    [
+        ("if x.numel() < N: continue", "if x.numel() < per_rank(N): continue"),
+        ("if x.size()[0] != N: continue", "if x.size()[0] != per_rank(N): continue"),
+        ("if (n := len(x)) < N: continue", "if (n := len(x)) < per_rank(N): continue"),
+        (
+            "if len(x) not in (N,): continue",
+            "if len(x) not in (per_rank(N),): continue",
+        ),
+        ("if x.shape != (N, 2): continue", "if x.shape != (per_rank(N), 2): continue"),
+        ("assert len(x) == N", "assert len(x) == per_rank(N)"),
+    ],
+)
+def test_a_length_is_found_in_a_comparison(line, becomes):
+    assert becomes in sized(NAMED, line)[0]
+
+
+UNCLEAR = {
+    "a part of the batch": (NAMED, "if len(x) < N // 2: continue"),
+    "a remainder": (NAMED, "if len(x) % N: continue"),
+    "a multiple of a length": (NAMED, "if len(x) * 2 < N: continue"),
+    "a shape under a name": (NAMED + "s = (N, 1)\n", "x = x + torch.ones(s)"),
+    "a factor of the batch": (
+        "N = 8\nloader = DataLoader(data, batch_size=N * 2)\n",
+        "if len(x) <= N: continue",
+    ),
+    "the same number": (
+        "N = 16\nloader = DataLoader(data, batch_size=16)\n",
+        "if len(x) < N: continue",
+    ),
+    "arguments of another file": (
+        "import kept\nloader = DataLoader(data, **kept.options())\n",
+        "if len(x) < kept.N: continue",
+    ),
+    "arguments that are not followed": (
+        "a = (data, 16)\nloader = DataLoader(*a)\n",
+        "if len(x) < 16: continue",
+    ),
+    "a number beside one that is not known": (
+        "import kept\nloader = DataLoader(data, batch_size=kept.N)\n",
+        "if len(x) < 16: continue",
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "line"), UNCLEAR.values(), ids=UNCLEAR)
+def test_a_size_that_may_be_the_batch_is_listed(before, line):
+    after, said = sized(before, line)
+    assert line in after
+    assert len([note for note in said if "per_rank(" in note]) == 1
+
+
+OTHER = {
+    "another number": (NAMED, "if len(x) < 4: continue"),
+    "a single sample": (
+        "import kept\nloader = DataLoader(data, batch_size=kept.N)\n",
+        "if len(x) < 2: continue",
+    ),
+    "another entry": (
+        "C = {'n': 16, 'm': 2}\nloader = DataLoader(data, batch_size=C['n'])\n",
+        "x = x + torch.zeros(C['m'])",
+    ),
+    "another argument": (
+        "import kept\nloader = DataLoader(data, batch_size=kept.args.n)\n",
+        "x = x + torch.zeros(kept.args.m)",
+    ),
+    "a number of collected values": (
+        "kept = []\nloader = DataLoader(data, batch_size=int(os.environ['N']))\n",
+        "if len(kept) > 100: break",
+    ),
+    "a size of the loader": (NAMED, "if len(x) < loader.batch_size: continue"),
+}
+
+
+@pytest.mark.parametrize(("before", "line"), OTHER.values(), ids=OTHER)
+def test_another_number_of_a_step_stays(before, line):
+    after, said = sized(before, line)
+    assert line in after
+    assert said == []

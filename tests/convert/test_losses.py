@@ -61,6 +61,7 @@ SCRIPTS = [
     Script(name="amp.py", tolerance=5e-3),
     Script(name="accumulate.py"),
     Script(name="several_loaders.py"),
+    Script(name="batch_sizes.py"),
     Script(name="schedule.py", first_epoch=1, saves="checkpoints/best.pt"),
     Script(name="resume.py", saves="checkpoint.pth.tar"),
     Script(name="gan.py", noise_rows=32),

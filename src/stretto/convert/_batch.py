@@ -64,6 +64,8 @@ _COMPUTING = frozenset(
 )
 """Functions of numbers."""
 
+_NAMES = (cst.Name, cst.Attribute, cst.Subscript)
+
 _NUMPY = ("zeros", "ones", "full", "empty", "normal", "uniform", "randint", "randn")
 
 
@@ -74,6 +76,7 @@ class Batch:
     Args:
         work: The script.
         sizes: The batch sizes of divided loaders, as the script writes them.
+        loaders: The calls that make divided loaders without a written batch size.
         read: Expressions outside of the steps that are a batch size of all ranks, such
             as the length of a first batch.
     """
@@ -82,21 +85,21 @@ class Batch:
         self,
         work: Work,
         sizes: list[cst.BaseExpression],
+        loaders: list[cst.BaseExpression],
         read: Collection[cst.BaseExpression] = (),
     ) -> None:
         self._work, self._tree, self._flow = work, work.tree, work.flow
-        self._sizes, self._sized = sizes, {id(node) for node in read}
-        self._texts = {
-            self._tree.text(s) for s in sizes if isinstance(s, cst.Name | cst.Attribute)
-        }
+        self._sized = {id(node) for node in read}
+        self._texts = {self._tree.text(s) for s in sizes if isinstance(s, _NAMES)}
         self._shown = Shown(work.tree)
-        self._values = {v for s in sizes if (v := self._value(s)) is not None}
-        self._names = BatchNames(
-            work, sizes, self._is_literal, list(called_in_steps(work))
-        )
+        self._names = BatchNames(work, sizes, loaders, list(called_in_steps(work)))
 
     def _is_literal(self, node: cst.BaseExpression) -> bool:
-        return isinstance(node, cst.Integer) and self._value(node) in self._values
+        return (
+            isinstance(node, cst.Integer)
+            and node.value.isdecimal()
+            and int(node.value) in self._names.numbers
+        )
 
     def convert(self) -> None:
         """Make the batch size in a step this rank's, or list where it is read."""
@@ -256,8 +259,13 @@ class Batch:
             named = self._is_size(node)
         elsewhere = not literal and self._is_read_size(node)
         if not (named or literal or elsewhere):
+            if self._decides_by_length(node) and self._names.has_length(node):
+                self._list_condition(node, seen)
+            elif compared or place == 0:
+                sure = self._of_a_length(node, sure=True)
+                self._list_unclear(node, seen, whole=True, compared=sure)
             return
-        seen.add(id(node))
+        seen |= {id(inner) for inner in found(node, cst.BaseExpression)}
         if self._tree.without_gradient(node) and not in_step:
             return
         text = self._tree.text(node)
@@ -281,9 +289,17 @@ class Batch:
                 f"whether {text} in this shape is the loader's batch size: the tensors "
                 f"here hold this rank's part of the batch, which is per_rank({text})",
             )
+        elif self._decides_by_length(node):
+            self._work.undecided(
+                node,
+                f"a condition compares `{text}`, the batch of all ranks, with a number "
+                "computed from the length of this rank's part, which is "
+                f"per_rank({text})",
+            )
         elif (
             (elsewhere or (read and in_step))
             and self._meets_tensors(node)
+            and not self._divides_a_loss(node)
             and not (self._counts_steps(node) or self._shown.only(node))
         ):
             self._work.undecided(
@@ -293,24 +309,47 @@ class Batch:
                 f"per_rank({text})",
             )
 
+    def _list_condition(self, node: cst.BaseExpression, seen: set[int]) -> None:
+        """List a condition on a number that a length and the batch size give."""
+        if self._names.of(node) is BatchShare.EITHER:
+            seen |= {id(inner) for inner in found(node, cst.BaseExpression)}
+            self._work.undecided(
+                node,
+                f"`{self._tree.text(node)}` has the length of this rank's part of the "
+                "batch and the batch size of all ranks: use per_rank(...) of that "
+                "batch size here",
+            )
+
     def _list_unclear(
-        self, node: cst.BaseExpression, seen: set[int], *, whole: bool
+        self,
+        node: cst.BaseExpression,
+        seen: set[int],
+        *,
+        whole: bool,
+        compared: bool = False,
     ) -> None:
-        """List a name that may be the loader's batch size, or this rank's part."""
-        if self._names.of(node) is not BatchShare.EITHER or self._tree.is_label(node):
+        """List a number that may be the loader's batch size, or this rank's part."""
+        if isinstance(node, cst.Tuple | cst.List) or self._tree.is_label(node):
+            return
+        unclear = self._names.of(node) is BatchShare.EITHER
+        if not unclear and not (
+            compared and self._names.may_be_whole_in_comparison(node)
+        ):
             return
         if not whole:
             aside = self._counts_steps(node) or self._shown.only(node)
             if aside or self._sets_itself(node) or not self._meets_tensors(node):
                 return
-        seen.add(id(node))
+        seen |= {id(inner) for inner in found(node, cst.BaseExpression)}
         text = self._tree.text(node)
-        line = self._names.line_of_another(node)
-        why = f"line {line} sets it too" if line is not None else "its calls differ"
+        why = self._names.why_unclear(node, named=self._has_its_name(node))
+        what = "per_rank(...) for the batch size in it"
+        if not self._names.is_part(node):
+            what = f"per_rank({text})"
         self._work.undecided(
             node,
             f"whether `{text}` is the batch of all ranks here, or this rank's part "
-            f"already ({why}): write per_rank({text}) if it is that of all ranks",
+            f"already ({why}): write {what} if it is that of all ranks",
         )
 
     def _sets_itself(self, node: cst.BaseExpression) -> bool:
@@ -351,6 +390,18 @@ class Batch:
             if other.value in names and not self._tree.is_label(other)
         )
 
+    def _divides_a_loss(self, node: cst.BaseExpression) -> bool:
+        """Return whether a number is the divisor of a loss, which a proof looks at."""
+        above = self._tree.parent(node)
+        if not isinstance(above, cst.BinaryOperation) or above.right is not node:
+            return False
+        line = self._tree.parent(above)
+        return (
+            isinstance(above.operator, cst.Divide)
+            and isinstance(line, cst.Assign)
+            and any(dotted(t) in self._work.graph_names for t in targets_of(line))
+        )
+
     def _counts_steps(self, node: cst.BaseExpression) -> bool:
         """Return whether the length of a data set is divided by the batch size."""
         parent = self._tree.parent(node)
@@ -374,31 +425,17 @@ class Batch:
         )
         return {self._tree.text(data) for data in given if data is not None}
 
-    def _value(self, node: cst.BaseExpression) -> int | None:
-        """Return the number that an expression certainly is, except 1."""
-        made = [node]
-        if isinstance(node, cst.Name | cst.Attribute):
-            origins = self._work.flow.origins(node, self._tree.function(node))
-            made = [o.value for o in origins]
-        values = {
-            int(m.value, 0) if isinstance(m, cst.Integer) and m.value.isdecimal() else 0
-            for m in made
-        }
-        value = values.pop() if len(values) == 1 else 0
-        return value if value > 1 else None
-
     def _is_named(self, node: cst.BaseExpression) -> bool:
-        """Return whether a name or an attribute is the loader's batch size."""
-        return self._has_its_name(node) and self._names.of(node) is BatchShare.ALL_RANKS
+        """Return whether a name or an entry of a dict is the loader's batch size."""
+        return self._is_read(node) and self._names.of(node) is BatchShare.ALL_RANKS
 
     def _has_its_name(self, node: cst.BaseExpression) -> bool:
         """Return whether something is called as the loader's batch size is."""
-        if not isinstance(node, cst.Name | cst.Attribute):
-            return False
-        if self._tree.text(node) not in self._texts:
-            return False
-        parent = self._tree.parent(node)
-        if isinstance(parent, cst.Arg) and parent.keyword is node:
+        return self._is_read(node) and self._tree.text(node) in self._texts
+
+    def _is_read(self, node: cst.BaseExpression) -> bool:
+        """Return whether a variable, or an entry of one, is read here."""
+        if not isinstance(node, _NAMES) or self._tree.is_label(node):
             return False
         return not self._is_set(node)
 
@@ -415,14 +452,17 @@ class Batch:
         )
 
     def _is_size(self, node: cst.BaseExpression) -> bool:
-        """Return whether a value under another name comes from the batch size's."""
+        """Return whether a computed number is the loader's batch size."""
+        if isinstance(node, cst.Tuple | cst.List | cst.Integer):
+            return False
+        if self._tree.is_label(node):
+            return False
+        if self._names.of(node) is BatchShare.ALL_RANKS:
+            return True
         if not isinstance(node, cst.Name | cst.Attribute):
             return False
         origins = self._flow.origins(node, self._tree.function(node))
-        known = {id(o.value) for o in origins}
-        if not known or not known <= self._origins | self._sized:
-            return False
-        return bool(known & self._sized) or self._names.of(node) is BatchShare.ALL_RANKS
+        return bool(origins) and all(id(o.value) in self._sized for o in origins)
 
     def _is_read_size(self, node: cst.BaseExpression) -> bool:
         """Return whether a name may have a batch size that is read outside of steps."""
@@ -435,16 +475,6 @@ class Batch:
             id(o.value) in self._sized and o.value is not node and not o.place
             for o in origins
         )
-
-    @cached_property
-    def _origins(self) -> set[int]:
-        """The values from which the batch size of a loader comes."""
-        return {
-            id(origin.value)
-            for size in self._sizes
-            if isinstance(size, cst.Name | cst.Attribute)
-            for origin in self._flow.origins(size, self._tree.function(size))
-        }
 
     def _place(self, node: cst.BaseExpression) -> int | None:
         """Return the dimension of a shape that a number is, or ``None``."""
@@ -484,15 +514,55 @@ class Batch:
         in_range = full == "range" and (len(plain) == 1 or place == 1)
         return 0 if in_range else None
 
-    def _of_a_length(self, node: cst.BaseExpression) -> bool:
-        """Return whether a number is compared with the length of a tensor."""
+    def _of_a_length(self, node: cst.BaseExpression, *, sure: bool = False) -> bool:
+        """Return whether a number is compared with the length of a tensor.
+
+        Args:
+            node: The number.
+            sure: Whether a length of something that lines before the steps make, such
+                as a list, is left out.
+        """
+        around = self._tree.parent(node)
+        first = isinstance(around, cst.Element) and self._place_of(around) == 0
+        side = self._tree.parent(around) if isinstance(around, cst.Element) else node
+        if isinstance(side, cst.Tuple | cst.List | cst.Set):
+            sides = self._compared(side)
+            if first and any(self._names.is_shape(other) for other in sides):
+                return True
+            parent = self._tree.parent(side)
+            contained = isinstance(parent, cst.ComparisonTarget) and isinstance(
+                parent.operator, cst.In | cst.NotIn
+            )
+            others = sides if contained else []
+        else:
+            others = self._compared(node)
+        return any(
+            self._names.is_length(o) or (not sure and self._is_length(o))
+            for o in others
+            if o is not node and o is not side
+        )
+
+    def _place_of(self, element: cst.Element) -> int:
+        around = self._tree.parent(element)
+        elements = getattr(around, "elements", [])
+        return [e is element for e in elements].index(True)
+
+    def _compared(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
+        """Return the sides of a comparison of which a number is one."""
         parent = self._tree.parent(node)
         if isinstance(parent, cst.ComparisonTarget):
             parent = self._tree.parent(parent)
         if not isinstance(parent, cst.Comparison):
-            return False
-        others = [parent.left, *(c.comparator for c in parent.comparisons)]
-        return any(self._is_length(o) for o in others if o is not node)
+            return []
+        return [parent.left, *(c.comparator for c in parent.comparisons)]
+
+    def _decides_by_length(self, node: cst.BaseExpression) -> bool:
+        """Return whether a condition computes with a length and another number."""
+        sides = self._compared(node)
+        parent = self._tree.parent(node)
+        if isinstance(parent, cst.If | cst.While | cst.IfExp | cst.BooleanOperation):
+            sides = [node] if isinstance(node, cst.BinaryOperation) else []
+        return any(self._names.has_length(side) for side in sides)
 
     def _is_length(self, node: cst.BaseExpression) -> bool:
         if isinstance(node, cst.Call):

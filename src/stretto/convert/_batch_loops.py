@@ -463,6 +463,18 @@ class BatchLoops:
             full == "DataLoader" or full.startswith("torch.")
         )
 
+    def makes_loaders(self, node: cst.BaseExpression) -> bool:
+        """Return whether something is a function of DataLoaders within an expression.
+
+        Such as ``partial(DataLoader, batch_size=8)`` or ``lambda d: DataLoader(d, 8)``.
+        """
+        if isinstance(node, cst.Lambda):
+            return self.is_loader(node.body)
+        if self._tree.called(node) != "functools.partial":
+            return False
+        first = node.args[0].value if isinstance(node, cst.Call) and node.args else None
+        return (dotted(first) or "").rpartition(".")[2] == "DataLoader"
+
     def _may_be_loader(self, origin: Origin) -> bool:
         """Return whether a value is a DataLoader or may be returned as one."""
         made = origin.value
@@ -470,6 +482,9 @@ class BatchLoops:
             return True
         if not isinstance(made, cst.Call):
             return False
+        makers = self._flow.origins(made.func, origin.scope)
+        if any(self.makes_loaders(maker.value) for maker in makers):
+            return True
         local = self._local(made)
         if local is not None:
             return any(self.is_loader(c) for c in found(local.body, cst.Call))

@@ -1,4 +1,4 @@
-"""Find what a name in a step is: the loader's batch size, or this rank's."""
+"""Find what a number in a step is: the loader's batch size, or this rank's."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
-from stretto.convert._bindings import Binding, Bindings
-from stretto.convert._flow import parameters
-from stretto.convert._tree import argument, dotted, found, targets_of
+from stretto.convert._number_forms import (
+    LENGTH,
+    SHAPE,
+    UNRELATED,
+    Form,
+    Forms,
+    NumberForms,
+    number,
+    roots,
+)
+from stretto.convert._tree import dotted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from stretto.convert._edit import Work
 
-_COMPUTING = ("min", "max", "int", "round", "abs", "float")
+
+_SMALL = 2
+"""Sizes of batches that steps leave out for another reason, such as batch norm's."""
 
 
 class BatchShare(enum.Enum):
@@ -29,12 +37,13 @@ class BatchShare(enum.Enum):
 
 @final
 class BatchNames:
-    """The names that have the batch size of the training loaders.
+    """The numbers that are the batch size of the training loaders.
 
     Args:
         work: The script.
         sizes: The batch sizes of divided loaders, as the script writes them.
-        is_literal: Returns whether a number is written as one of them.
+        loaders: The calls that make divided loaders whose size ``**`` of a dict gives,
+            or something else that is not in the call.
         in_steps: The functions that a step runs.
     """
 
@@ -42,98 +51,134 @@ class BatchNames:
         self,
         work: Work,
         sizes: list[cst.BaseExpression],
-        is_literal: Callable[[cst.BaseExpression], bool],
+        loaders: list[cst.BaseExpression],
         in_steps: list[cst.FunctionDef],
     ) -> None:
-        self._work, self._tree, self._flow = work, work.tree, work.flow
-        self._is_literal = is_literal
+        self._work, self._tree = work, work.tree
         self._in_steps = {id(f) for f in in_steps}
-        self._bindings = Bindings(work.tree, work.flow)
-        self._known: dict[Binding, BatchShare | None] = {}
-        self._loaders: set[Binding] = set()
-        waiting = list(sizes)
-        while waiting:
-            node = waiting.pop()
-            if not isinstance(node, cst.Name | cst.Attribute):
-                continue
-            for made in self._bindings.reaching(node):
-                if made in self._loaders or self._is_in_a_step(made):
-                    continue
-                self._loaders.add(made)
-                if made.value is not None and not made.changed:
-                    waiting.append(made.value)
-                waiting += self._given(made) or []
+        self._forms = NumberForms(work, self._is_of_a_step)
+        given = [self._forms.of(size) for size in sizes]
+        for call in loaders:
+            made = (
+                self._forms.of_argument(call, 1, "batch_size")
+                if isinstance(call, cst.Call)
+                else frozenset()
+            )
+            given.append(made)
+        self._is_unknown = any(not _written(forms) for forms in given) or any(
+            form[0] == "item" for forms in given[len(sizes) :] for form in forms
+        )
+        self._are_numbers = all(
+            forms and all(number(form) is not None for form in forms) for forms in given
+        )
+        self._whole: Forms = frozenset().union(*given) - UNRELATED
+        self._roots = {root for form in self._whole for root in roots(form)}
+        self.numbers = {n for form in self._whole if (n := number(form)) is not None}
+        """The batch sizes that are written as numbers, except 1."""
+        self.numbers -= {n for n in self.numbers if n < 2}
 
     def of(self, node: cst.BaseExpression) -> BatchShare:
-        """Return what a name or an attribute is."""
-        return self._of(node) or BatchShare.EITHER
+        """Return what a number is."""
+        forms = self._forms.of(node)
+        if not forms:
+            return BatchShare.EITHER
+        if forms <= self._whole | {("constant", n) for n in self.numbers}:
+            return BatchShare.ALL_RANKS
+        related = any(self._may_be_whole(form) for form in forms)
+        return BatchShare.EITHER if related else BatchShare.OTHER
 
-    def line_of_another(self, node: cst.BaseExpression) -> int | None:
+    def may_be_whole_in_comparison(self, node: cst.BaseExpression) -> bool:
+        """Return whether a number that is compared with a length may be the batch size.
+
+        If the script does not write the batch size as a number, any other number that
+        a batch's length is compared with may be equal to it.
+        """
+        share = self.of(node)
+        if share is not BatchShare.OTHER or self._are_numbers:
+            return share is BatchShare.EITHER
+        return not any(
+            (given := number(form)) is not None and given <= _SMALL
+            for form in self._forms.of(node)
+        ) and not any(
+            root in UNRELATED for form in self._forms.of(node) for root in roots(form)
+        )
+
+    def is_shape(self, node: cst.BaseExpression) -> bool:
+        """Return whether something is the shape of a tensor."""
+        return self._forms.of(node) == {SHAPE}
+
+    def is_length(self, node: cst.BaseExpression) -> bool:
+        """Return whether a number is the number of samples of a rank's batch."""
+        return self._forms.of(node) == {LENGTH}
+
+    def has_length(self, node: cst.BaseExpression) -> bool:
+        """Return whether a number is computed from that of a rank's batch."""
+        return any(
+            root == LENGTH for form in self._forms.of(node) for root in roots(form)
+        )
+
+    def why_unclear(self, node: cst.BaseExpression, *, named: bool) -> str:
+        """Return why a number may be the batch size of all ranks, or not.
+
+        Args:
+            node: The number.
+            named: Whether it has the name of the loader's batch size.
+        """
+        line = self._line_of_another(node)
+        if line is not None and named:
+            return f"line {line} sets it too"
+        forms = self._forms.of(node)
+        of = {root for form in forms for root in roots(form)}
+        if any(number(form) in self.numbers for form in forms):
+            return "it is the same number as the loader's batch size"
+        if not of.isdisjoint(self._roots) or self._is_sequence(forms):
+            return "it is computed from the loader's batch size"
+        if any(root[0] == "parameter" for root in of):
+            return "its calls differ"
+        return "the file does not show what the loader's batch size is"
+
+    def is_part(self, node: cst.BaseExpression) -> bool:
+        """Return whether the batch size is only a part of a number or a shape."""
+        forms = self._forms.of(node)
+        if self._is_sequence(forms):
+            return True
+        return any(form[0] == "op" for form in forms) and not forms <= self._whole
+
+    def _is_sequence(self, forms: Forms) -> bool:
+        made = [self._forms.node_of(form) for form in forms]
+        return any(isinstance(node, cst.Tuple | cst.List) for node in made)
+
+    def _line_of_another(self, node: cst.BaseExpression) -> int | None:
         """Return a line that sets a name to something else than the loader's size."""
-        if not isinstance(node, cst.Name | cst.Attribute):
+        path = dotted(node)
+        if not isinstance(node, cst.Name | cst.Attribute) or path is None:
             return None
         lines = [
             self._tree.shown_line(made.node)
-            for made in self._bindings.reaching(node)
+            for made in self._forms.bindings.reaching(node)
             if made.node is not None
             and made.parameter is None
-            and self._of_binding(made) is not BatchShare.ALL_RANKS
+            and not self._forms.of_binding(made, path) <= self._whole
         ]
         return min(lines, default=None)
 
-    def _is_in_a_step(self, made: Binding) -> bool:
-        if made.node is None or made.parameter is not None:
+    def _may_be_whole(self, form: Form) -> bool:
+        """Return whether the script does not show that a number is another one."""
+        if form in UNRELATED:
             return False
-        return id(made.scope) in self._in_steps or any(
-            made.node is not loop.node and self._tree.within(made.node, loop.node)
-            for loop in self._work.job.training
+        if number(form) in self.numbers:
+            return True
+        of = list(roots(form))
+        if any(root in self._roots or root[0] == "parameter" for root in of):
+            return True
+        made = self._forms.node_of(form)
+        if isinstance(made, cst.Tuple | cst.List):
+            first = made.elements[:1]
+            return any(self.of(e.value) is not BatchShare.OTHER for e in first)
+        known = ("int", "bound", "path")
+        return self._is_unknown and any(
+            root not in UNRELATED and root[0] not in known for root in of
         )
-
-    def _of(self, node: cst.BaseExpression) -> BatchShare | None:
-        if not isinstance(node, cst.Name | cst.Attribute):
-            return self._computed(node)
-        return _merged([self._of_binding(b) for b in self._bindings.reaching(node)])
-
-    def _of_binding(self, made: Binding) -> BatchShare | None:
-        if made in self._loaders:
-            return BatchShare.ALL_RANKS
-        if made not in self._known:
-            self._known[made] = None  # while it is computed
-            self._known[made] = self._set_to(made)
-        return self._known[made]
-
-    def _set_to(self, made: Binding) -> BatchShare | None:
-        if made.parameter is not None:
-            return self._passed(made)
-        if made.value is None:
-            return BatchShare.OTHER
-        if made.changed:
-            target = getattr(made.node, "target", None)
-            before = self._of(target) if target is not None else None
-            return BatchShare.OTHER if before is BatchShare.OTHER else BatchShare.EITHER
-        if isinstance(made.value, cst.Integer):
-            if not self._is_literal(made.value):
-                return BatchShare.OTHER
-            # The script may set the same variable to the same number twice.
-            same = any(_is_same_variable(made, known) for known in self._loaders)
-            return BatchShare.ALL_RANKS if same else BatchShare.EITHER
-        return self._of(made.value)
-
-    def _passed(self, made: Binding) -> BatchShare | None:
-        """Return what the calls of a function pass for a parameter."""
-        function, given = made.node, self._given(made)
-        if not isinstance(function, cst.FunctionDef) or not given:
-            return BatchShare.EITHER
-        here = [n for n in given if self._is_of_a_step(n)]
-        inside = _merged([self._argument(n) for n in here])
-        if here and inside is BatchShare.OTHER:
-            return inside  # other calls do not meet this rank's tensors
-        return _merged([self._argument(n) for n in given])
-
-    def _argument(self, node: cst.BaseExpression) -> BatchShare | None:
-        if isinstance(node, cst.Integer) and self._is_literal(node):
-            return BatchShare.ALL_RANKS
-        return self._of(node)
 
     def _is_of_a_step(self, node: cst.CSTNode) -> bool:
         scope = self._tree.function(node)
@@ -141,87 +186,7 @@ class BatchNames:
             self._tree.within(node, loop.node.body) for loop in self._work.job.training
         )
 
-    def _given(self, made: Binding) -> list[cst.BaseExpression] | None:
-        """Return what calls pass for a parameter; ``None`` if one does not say it."""
-        function, name = made.node, made.parameter
-        if not isinstance(function, cst.FunctionDef) or name is None:
-            return None
-        params = found(function.params, cst.Param)
-        default = next((p.default for p in params if p.name.value == name), None)
-        names = parameters(function)
-        if names and names[0] in ("self", "cls") and self._tree.owner(function):
-            names = names[1:]
-        place = names.index(name) if name in names else -1
-        out = []
-        for call in self._calls(function):
-            value = argument(call, place, name)
-            if value is None and not any(a.star for a in call.args):
-                value = default
-            if value is None:
-                return None
-            out.append(value)
-        return out
 
-    def _calls(self, function: cst.FunctionDef) -> list[cst.Call]:
-        owner = self._tree.owner(function)
-        calls = self._flow.calls_of(function)
-        if owner is None or function.name.value != "forward":
-            return calls
-        kinds = {kind.name.value for kind in self._tree.family(owner)}
-        return calls + [c for c in self._tree.calls if self._runs(c, kinds)]
-
-    def _runs(self, call: cst.Call, kinds: set[str]) -> bool:
-        """Return whether a call runs a module of one of the script's classes."""
-        if dotted(call.func) is None:
-            return False
-        for origin in self._flow.origins(call.func, self._tree.function(call)):
-            made = origin.value
-            while isinstance(made, cst.Call) and isinstance(made.func, cst.Attribute):
-                made = made.func.value  # Net().to(device)
-            if isinstance(made, cst.Call) and dotted(made.func) in kinds:
-                return True
-        return False
-
-    def _computed(self, node: cst.BaseExpression) -> BatchShare | None:
-        """Return what a computed number is."""
-        parts: list[cst.BaseExpression] = []
-        if isinstance(node, cst.IfExp):
-            return _merged([self._of(node.body), self._of(node.orelse)])
-        if isinstance(node, cst.NamedExpr):
-            return self._of(node.value)
-        if isinstance(node, cst.BinaryOperation):
-            parts = [node.left, node.right]
-        elif isinstance(node, cst.UnaryOperation):
-            parts = [node.expression]
-        elif isinstance(node, cst.Call):
-            called = self._tree.called(node)
-            if called not in _COMPUTING and not self._flow.local(node):
-                return BatchShare.OTHER
-            parts = [a.value for a in node.args]
-            if called == "min" and self._has_a_length(parts):
-                return (
-                    BatchShare.OTHER
-                )  # a rank's batch is shorter than that of all ranks
-            if called == "int" and len(parts) == 1:
-                return self._of(parts[0])
-        sizes = [self._of(part) for part in parts]
-        derived = any(s in (BatchShare.ALL_RANKS, BatchShare.EITHER) for s in sizes)
-        return BatchShare.EITHER if derived else BatchShare.OTHER
-
-    def _has_a_length(self, nodes: list[cst.BaseExpression]) -> bool:
-        return any(
-            not isinstance(node, cst.Integer) and self._of(node) is BatchShare.OTHER
-            for node in nodes
-        )
-
-
-def _merged(sizes: list[BatchShare | None]) -> BatchShare | None:
-    known = {size for size in sizes if size is not None}
-    return known.pop() if len(known) == 1 else BatchShare.EITHER if known else None
-
-
-def _is_same_variable(one: Binding, other: Binding) -> bool:
-    if one.scope is not other.scope or one.node is None or other.node is None:
-        return False
-    names = {dotted(target) for target in targets_of(one.node)} - {None}
-    return not names.isdisjoint(dotted(target) for target in targets_of(other.node))
+def _written(forms: Forms) -> bool:
+    """Return whether the file shows what a number is, or where it comes from."""
+    return bool(forms) and all(form[0] != "parameter" for form in forms)

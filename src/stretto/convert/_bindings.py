@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, final
 import libcst as cst
 
 from stretto.convert._flow import parameters
-from stretto.convert._tree import Scope, dotted, found, stored_names, targets_of
+from stretto.convert._tree import (
+    Scope,
+    children,
+    dotted,
+    found,
+    stored_names,
+    targets_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,8 +151,9 @@ class Bindings:
     def _at(self, node: cst.CSTNode, scope: Scope, home: _Home, path: str) -> State:
         """Return the bindings that reach a node of a scope."""
         key = (scope, home, path)
-        if key in self._entering:
-            return frozenset(self._all(home, path))
+        every = self._all(home, path)
+        if key in self._entering or len(every) == 1:
+            return frozenset(every)
         if key not in self._walks:
             self._entering.add(key)
             entry = self._entry(scope, home, path)
@@ -154,7 +162,7 @@ class Bindings:
             self._walks[key].run(scope, self._tree.module)
         state = self._walks[key].at.get(id(node))
         if state is None:
-            return frozenset(self._all(home, path))
+            return frozenset(every)
         if scope is home or (scope is None and home is self._tree.module):
             return state | self._elsewhere(scope, home, path)
         return state
@@ -275,7 +283,7 @@ class _Walk:
         self._block(module if scope is None else scope.body, self._entry)
 
     def _block(self, block: cst.CSTNode, state: State | None) -> State | None:
-        for line in block.children:
+        for line in children(block):
             state = self._statement(line, state)
         return state
 
@@ -300,7 +308,7 @@ class _Walk:
         if isinstance(line, cst.Match):
             return self._match(line, state)
         if isinstance(line, cst.FunctionDef | cst.ClassDef):
-            for child in line.children:
+            for child in children(line):
                 if child is not line.body:
                     self._expression(child, state)
             if isinstance(line, cst.ClassDef):
@@ -387,7 +395,7 @@ class _Walk:
             first = self._expression(node.body, state)
             return first | self._expression(node.orelse, state)
         now = state
-        for child in node.children:
+        for child in children(node):
             now = self._expression(child, now)
         if isinstance(node, cst.BaseComp | cst.Lambda):
             return state | now

@@ -126,7 +126,7 @@ class ScriptFlow:
     def assigned(self, path: str, scope: Scope) -> list[Origin]:
         """Return the assignments to a variable that a scope sees, in text order."""
         if path.startswith("self."):
-            return self._of_object(self._tree.owner(scope), path)
+            return self.of_class(self._tree.owner(scope), path)
         here: Scope = scope
         first = path.partition(".")[0]
         while True:
@@ -135,7 +135,7 @@ class ScriptFlow:
                 return found_here
             here = self._tree.function(here)
 
-    def _of_object(self, owner: cst.ClassDef | None, path: str) -> list[Origin]:
+    def of_class(self, owner: cst.ClassDef | None, path: str) -> list[Origin]:
         """Return assignments to ``self.x`` in a class, its bases and subclasses."""
         return [
             origin
@@ -282,7 +282,7 @@ class ScriptFlow:
             name = dotted(made.func) if isinstance(made, cst.Call) else None
             inside = self._tree.classes.get(name or "")
             if inside is not None:
-                out += self._of_object(inside, f"self.{node.attr.value}")
+                out += self.of_class(inside, f"self.{node.attr.value}")
         self._resolving.discard(node)
         return out
 

@@ -42,6 +42,8 @@ class Loaders:
         self._ids = {o.key for o in self._origins}
         self.batch_sizes: list[cst.BaseExpression] = []
         """The batch sizes of the divided loaders, as the script writes them."""
+        self.without_size: list[cst.BaseExpression] = []
+        """What makes the divided loaders whose batch size is not written in a call."""
         self.steps = list(steps(work))
         """Bodies of training loops, and of the functions that they call."""
 
@@ -80,8 +82,7 @@ class Loaders:
             or (isinstance(data, cst.Subscript) and dotted(data.value) is not None)
         )
         if starred or data is None or not (plain or self._can_hoist(origin)):
-            size = argument(call, 1, "batch_size")
-            self.batch_sizes += [] if size is None else [size]
+            self._note_size(call)
             self._work.call_around(call, "divided")
             self._work.done(
                 call,
@@ -101,7 +102,7 @@ class Loaders:
                 "training takes its batches from a list of them, which cannot be "
                 "divided among ranks. Loop over the DataLoader itself",
             )
-        self.batch_sizes += self._sizes_below(origin)
+        self._note_sizes_below(origin)
         text = self._tree.text(origin.value)[:50]
         if origin.path is None:
             self._work.call_around(origin.value, "divided")
@@ -176,20 +177,44 @@ class Loaders:
             f.name.value == "__iter__" for f in found(kind.body, cst.FunctionDef)
         )
 
-    def _sizes_below(self, origin: Origin) -> list[cst.BaseExpression]:
-        """Return the batch sizes of the loaders that a function of the script makes."""
-        if not isinstance(origin.value, cst.Call):
-            return []
-        made = [
-            call
-            for function in self._flow.local(origin.value)
-            for call in found(function.body, cst.Call)
-            if self._work.job.batches.is_loader(call)
-        ]
+    def _note_size(self, call: cst.Call) -> None:
+        size = argument(call, 1, "batch_size")
+        if size is not None:
+            self.batch_sizes.append(size)
+        else:
+            self.without_size.append(call)
+
+    def _note_sizes_below(self, origin: Origin) -> None:
+        """Note the batch sizes of the loaders that a function of the script makes."""
+        made: list[cst.Call] = []
+        waiting: list[tuple[cst.BaseExpression, Scope]] = [(origin.value, origin.scope)]
+        seen: set[int] = set()
+        while waiting:
+            call, scope = waiting.pop()
+            if not isinstance(call, cst.Call) or id(call) in seen:
+                continue
+            seen.add(id(call))
+            bodies: list[cst.CSTNode] = [f.body for f in self._flow.local(call)]
+            for callee in self._flow.origins(call.func, scope):
+                if isinstance(callee.value, cst.Lambda):
+                    bodies.append(callee.value.body)
+                elif self._work.job.batches.makes_loaders(callee.value):
+                    named = argument(call, -1, "batch_size") is not None
+                    if named or not isinstance(callee.value, cst.Call):
+                        made.append(call)
+                    else:
+                        made.append(callee.value)
+            for body in bodies:
+                for inner in found(body, cst.Call):
+                    if self._work.job.batches.is_loader(inner):
+                        made.append(inner)
+                    else:
+                        waiting.append((inner, self._tree.function(inner)))
         for call in made:
             _collate.point_out(self._work, call)
-        sizes = [argument(call, 1, "batch_size") for call in made]
-        return [size for size in sizes if size is not None]
+            self._note_size(call)
+        if not made:
+            self.without_size.append(origin.value)
 
     def _batch_note(self) -> str:
         return "; its batch size stays that of all ranks together"

@@ -138,7 +138,7 @@ def _distributed(
     _passes.convert(work)
     whole = _whole_passes.convert(work, models, loaders)
     read = _loader_sizes.convert(work, loaders)
-    Batch(work, loaders.batch_sizes, [*whole, *read]).convert()
+    Batch(work, loaders.batch_sizes, loaders.without_size, [*whole, *read]).convert()
     shares = _rank_values.Shares(work, loaders)
     numbers = Numbers(work, models, loaders, shares)
     numbers.convert()

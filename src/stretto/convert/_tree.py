@@ -49,7 +49,8 @@ _CHILDREN: dict[cst.CSTNode, tuple[cst.CSTNode, ...]] = {}
 """The children of the latest tree's nodes, cached because listing them is slow."""
 
 
-def _children(node: cst.CSTNode) -> tuple[cst.CSTNode, ...]:
+def children(node: cst.CSTNode) -> tuple[cst.CSTNode, ...]:
+    """Return the nodes just below a node of the latest tree."""
     known = _CHILDREN.get(node)
     if known is None:
         known = _CHILDREN[node] = tuple(node.children)
@@ -63,7 +64,7 @@ def found(node: cst.CSTNode, kind: Kinds[Node]) -> Iterator[Node]:
         here = waiting.pop()
         if isinstance(here, kind):
             yield here
-        waiting += reversed(_children(here))
+        waiting += reversed(children(here))
 
 
 def parts(node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
@@ -126,7 +127,7 @@ class ScriptTree:
         self._parents = {
             child: node
             for node in found(self.module, cst.CSTNode)
-            for child in _children(node)
+            for child in children(node)
         }
         self._positions = wrapper.resolve(PositionProvider)
         self._scopes: dict[cst.CSTNode, Scope] = {}
