@@ -10,7 +10,7 @@ import libcst as cst
 from stretto.convert._tree import Scope, dotted, found, targets_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from stretto.convert._batch_loops import BatchLoop
     from stretto.convert._edit import Work
@@ -22,33 +22,112 @@ class Added:
     """``name += value`` in a loop."""
 
     name: str
+    """A variable, an attribute or an element, as ``element_of`` names it."""
     value: cst.BaseExpression
     statement: cst.CSTNode
+    whole: cst.BaseExpression | None = None
+    """The sum that is assigned, where it is written as ``a = a + x``."""
+    text: str = ""
+    """The name as the script writes it."""
+
+    @property
+    def part(self) -> cst.CSTNode:
+        """Return the statement, or what of it is assigned to this name."""
+        alone = self.whole is None or getattr(self.statement, "value", 0) is self.whole
+        return self.statement if alone or self.whole is None else self.whole
 
 
 def added_in(body: cst.CSTNode) -> list[Added]:
     """Return what is added to a name in some code, in each form of a sum.
 
     These are ``a += x``, ``a = a + x``, ``a = x + a``, ``a: float = a + x``,
-    ``a = torch.add(a, x)`` and ``a = a.add(x)``. Of several terms, each is returned.
+    ``a = torch.add(a, x)``, ``a = a.add(x)`` and ``a, b = a + x, b + y``. Of several
+    terms, each is returned.
     """
+    return _added(body, dotted)
+
+
+def elements_added_in(body: cst.CSTNode) -> list[Added]:
+    """Return what is added to the elements of variables: ``a["loss"] += x``."""
+    return _added(body, element_of)
+
+
+def _added(
+    body: cst.CSTNode, named: Callable[[cst.CSTNode], str | None]
+) -> list[Added]:
     out = []
     for line in found(body, cst.AugAssign):
-        name = dotted(line.target)
+        name = named(line.target)
         if name is not None and isinstance(line.operator, cst.AddAssign):
-            out.append(Added(name=name, value=line.value, statement=line))
+            text = _text(line.target)
+            out.append(Added(name=name, value=line.value, statement=line, text=text))
     plain: Iterator[cst.Assign | cst.AnnAssign]
     plain = found(body, (cst.Assign, cst.AnnAssign))
     for assign in plain:
         targets = targets_of(assign)
-        name = dotted(targets[0])
-        if name is None or assign.value is None or len(targets) != 1:
+        if assign.value is None or len(targets) != 1:
             continue
-        terms = _terms(assign.value)
-        rest = [term for term in terms if dotted(term) != name]
-        if rest and len(rest) == len(terms) - 1:
-            out += [Added(name=name, value=x, statement=assign) for x in rest]
+        for target, value in _pairs(targets[0], assign.value):
+            name = named(target)
+            terms = _terms(value)
+            rest = [term for term in terms if named(term) != name]
+            if name is None or not rest or len(rest) != len(terms) - 1:
+                continue
+            out += [
+                Added(
+                    name=name,
+                    value=term,
+                    statement=assign,
+                    whole=value,
+                    text=_text(target),
+                )
+                for term in rest
+            ]
     return out
+
+
+def _text(node: cst.BaseExpression) -> str:
+    return cst.Module([]).code_for_node(node)
+
+
+def element_of(node: cst.CSTNode) -> str | None:
+    """Return the text of a variable's element whose key is written, else ``None``."""
+    if not isinstance(node, cst.Subscript) or len(node.slice) != 1:
+        return None
+    index, base = node.slice[0].slice, node.value
+    if not isinstance(index, cst.Index) or not isinstance(base, cst.Name):
+        return None
+    key = index.value
+    if isinstance(key, cst.SimpleString | cst.Integer):
+        return f"{base.value}[{key.evaluated_value!r}]"
+    return None
+
+
+def base_of(name: str) -> str:
+    """Return the variable of an element, or the name itself."""
+    return name.partition("[")[0]
+
+
+def _is_collection(node: cst.CSTNode) -> bool:
+    """Return whether an expression is written as a list, a text or the like."""
+    return isinstance(
+        node, cst.List | cst.Tuple | cst.Set | cst.Dict | cst.BaseComp | cst.BaseString
+    )
+
+
+def _pairs(
+    target: cst.BaseExpression, value: cst.BaseExpression
+) -> list[tuple[cst.BaseExpression, cst.BaseExpression]]:
+    """Return the targets of an assignment, each with its value."""
+    both = cst.Tuple | cst.List
+    if not isinstance(target, both) or not isinstance(value, both):
+        return [(target, value)]
+    if len(target.elements) != len(value.elements):
+        return []
+    return [
+        (part.value, made.value)
+        for part, made in zip(target.elements, value.elements, strict=True)
+    ]
 
 
 def _terms(node: cst.BaseExpression) -> list[cst.BaseExpression]:
@@ -84,19 +163,58 @@ class LoopSums:
     def __init__(self, work: Work, models: Models) -> None:
         self._work, self._tree, self._models = work, work.tree, models
 
+    def is_sum(self, added: Added, scope: Scope) -> bool:
+        """Return whether what is added is a sum; to a list or a text, ``+=`` appends.
+
+        To an array of zeros, a list is added element by element.
+        """
+        base = base_of(added.name)
+        begun = [o.value for o in self._work.flow.assigned(base, scope)]
+        begun = [value for value in begun if value is not added.whole]
+        if _is_collection(added.value):
+            return bool(begun) and all(self._is_array(value) for value in begun)
+        if base != added.name:
+            return True
+        return not any(
+            _is_collection(value)
+            or (
+                isinstance(value, cst.Call)
+                and self._tree.called(value) in ("list", "str", "collections.deque")
+            )
+            for value in begun
+        )
+
+    def _is_array(self, value: cst.BaseExpression) -> bool:
+        called = self._tree.called(value) if isinstance(value, cst.Call) else ""
+        return called.startswith(("numpy.", "torch.")) and called.rpartition(".")[
+            2
+        ] in ("zeros", "zeros_like")
+
     def only_added(self, added: Added, loop: BatchLoop) -> bool:
         """Return whether a name is set before a loop and only added to in it."""
-        if not added.name.isidentifier():
+        base = base_of(added.name)
+        if not base.isidentifier():
             return False
+        of_element = base != added.name
         reads = 0
         for name in found(loop.node, cst.Name):
-            if name.value != added.name:
+            if name.value != base:
                 continue
-            parent = self._tree.parent(name)
-            reads += not (isinstance(parent, cst.AugAssign) and parent.target is name)
+            target: cst.CSTNode | None = name
+            if of_element:
+                target = self._tree.parent(name)
+                if target is None or element_of(target) is None:
+                    return False
+                if element_of(target) != added.name:
+                    continue
+            parent = self._tree.parent(target) if target is not None else None
+            reads += not (isinstance(parent, cst.AugAssign) and parent.target is target)
         plain = {
             id(other.statement)
-            for other in added_in(loop.node.body)
+            for other in (
+                *added_in(loop.node.body),
+                *elements_added_in(loop.node.body),
+            )
             if other.name == added.name
             and not isinstance(other.statement, cst.AugAssign)
         }
@@ -105,7 +223,7 @@ class LoopSums:
         block = self._tree.block(loop.node)
         begun = [
             o
-            for o in self._work.flow.assigned(added.name, loop.scope)
+            for o in self._work.flow.assigned(base, loop.scope)
             if self._tree.line(o.statement) < self._tree.line(loop.node)
         ]
         return any(self._tree.parent(o.statement) is block for o in begun) or any(
@@ -120,18 +238,58 @@ class LoopSums:
         Otherwise the sum over ranks of its end would count its beginning on each.
         """
         line = self._tree.line
+        base = base_of(added.name)
         before = [
             o
-            for o in self._work.flow.assigned(added.name, loop.scope)
+            for o in self._work.flow.assigned(base, loop.scope)
             if line(o.statement) < line(loop.node)
         ]
+        block = self._tree.block(loop.node)
         more = any(
             line(other.statement) < line(loop.node)
             and (not before or line(other.statement) > line(before[-1].statement))
-            for other in added_in(self._tree.block(loop.node))
+            for other in (*added_in(block), *elements_added_in(block))
             if other.name == added.name
         )
-        return bool(before) and not more and self._is_zero(before[-1].value)
+        if not before or more:
+            return False
+        begin = before[-1].value
+        if base == added.name:
+            return self._is_zero(begin)
+        return self._element_is_zero(begin, added.name.removeprefix(base)[1:-1])
+
+    def _element_is_zero(self, begin: cst.BaseExpression, key: str) -> bool:
+        """Return whether an element of what a variable is set to is 0."""
+        values: list[cst.BaseExpression] = []
+        if isinstance(begin, cst.Dict):
+            values = [
+                element.value
+                for element in begin.elements
+                if isinstance(element, cst.DictElement)
+                and isinstance(element.key, cst.SimpleString | cst.Integer)
+                and repr(element.key.evaluated_value) == key
+            ]
+        elif isinstance(begin, cst.List) and key.isdigit():
+            values = [e.value for e in begin.elements][int(key) : int(key) + 1]
+        elif isinstance(begin, cst.BinaryOperation):
+            values = [e.value for e in getattr(begin.left, "elements", ())]
+            times = isinstance(begin.operator, cst.Multiply)
+            return times and bool(values) and all(self._is_zero(v) for v in values)
+        elif isinstance(begin, cst.Call):
+            called = self._tree.called(begin)
+            if called == "dict":
+                values = [
+                    a.value
+                    for a in begin.args
+                    if a.keyword is not None and repr(a.keyword.value) == key
+                ]
+            elif called in ("collections.defaultdict", "defaultdict"):
+                made = [self._tree.text(a.value) for a in begin.args]
+                return made in (["float"], ["int"], ["lambda: 0"], ["lambda: 0.0"])
+            else:
+                counts = called in ("collections.Counter", "Counter")
+                return (counts and not begin.args) or self._is_array(begin)
+        return len(values) == 1 and self._is_zero(values[0])
 
     def _is_zero(self, value: cst.BaseExpression) -> bool:
         if isinstance(value, cst.Call):
