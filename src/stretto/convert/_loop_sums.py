@@ -29,6 +29,8 @@ class Added:
     """The sum that is assigned, where it is written as ``a = a + x``."""
     text: str = ""
     """The name as the script writes it."""
+    index: cst.Subscript | None = None
+    """The element of an array that is added to, where the name is the array's."""
 
     @property
     def part(self) -> cst.CSTNode:
@@ -70,7 +72,7 @@ def _added(
         for target, value in _pairs(targets[0], assign.value):
             name = named(target)
             terms = _terms(value)
-            rest = [term for term in terms if named(term) != name]
+            rest = [term for term in terms if name not in (named(term), _got(term))]
             if name is None or not rest or len(rest) != len(terms) - 1:
                 continue
             out += [
@@ -100,6 +102,23 @@ def element_of(node: cst.CSTNode) -> str | None:
     key = index.value
     if isinstance(key, cst.SimpleString | cst.Integer):
         return f"{base.value}[{key.evaluated_value!r}]"
+    return None
+
+
+def _got(node: cst.CSTNode) -> str | None:
+    """Return the text of the element that ``a.get("loss", 0)`` reads."""
+    if (
+        not isinstance(node, cst.Call)
+        or not isinstance(node.func, cst.Attribute)
+        or node.func.attr.value != "get"
+        or not isinstance(node.func.value, cst.Name)
+        or len(node.args) != 2
+        or not is_zero(node.args[1].value)
+    ):
+        return None
+    key = node.args[0].value
+    if isinstance(key, cst.SimpleString | cst.Integer):
+        return f"{node.func.value.value}[{key.evaluated_value!r}]"
     return None
 
 
@@ -190,6 +209,41 @@ class LoopSums:
             2
         ] in ("zeros", "zeros_like")
 
+    def parts_added_in(self, loop: BatchLoop) -> list[Added]:
+        """Return what a loop adds to elements: ``a["loss"] += x``, ``a[i, j] += 1``.
+
+        An array that begins with zeros is one sum, whatever its index.
+        """
+        out = [
+            added
+            for added in elements_added_in(loop.node.body)
+            if not self._begins_as_array(base_of(added.name), loop.scope)
+        ]
+        for line in found(loop.node.body, cst.AugAssign):
+            target = line.target
+            if not isinstance(target, cst.Subscript) or not isinstance(
+                target.value, cst.Name
+            ):
+                continue
+            base = target.value.value
+            if isinstance(line.operator, cst.AddAssign) and self._begins_as_array(
+                base, loop.scope
+            ):
+                out.append(
+                    Added(
+                        name=base,
+                        value=line.value,
+                        statement=line,
+                        text=base,
+                        index=target,
+                    )
+                )
+        return out
+
+    def _begins_as_array(self, name: str, scope: Scope) -> bool:
+        begun = self._work.flow.assigned(name, scope)
+        return bool(begun) and all(self._is_array(o.value) for o in begun)
+
     def only_added(self, added: Added, loop: BatchLoop) -> bool:
         """Return whether a name is set before a loop and only added to in it."""
         base = base_of(added.name)
@@ -207,6 +261,9 @@ class LoopSums:
                     return False
                 if element_of(target) != added.name:
                     continue
+            above = self._tree.parent(name)
+            if added.index is not None and isinstance(above, cst.Subscript):
+                target = above
             parent = self._tree.parent(target) if target is not None else None
             reads += not (isinstance(parent, cst.AugAssign) and parent.target is target)
         plain = {
@@ -283,12 +340,11 @@ class LoopSums:
                     for a in begin.args
                     if a.keyword is not None and repr(a.keyword.value) == key
                 ]
-            elif called in ("collections.defaultdict", "defaultdict"):
+            elif called == "collections.defaultdict":
                 made = [self._tree.text(a.value) for a in begin.args]
                 return made in (["float"], ["int"], ["lambda: 0"], ["lambda: 0.0"])
             else:
-                counts = called in ("collections.Counter", "Counter")
-                return (counts and not begin.args) or self._is_array(begin)
+                return called == "collections.Counter" and not begin.args
         return len(values) == 1 and self._is_zero(values[0])
 
     def _is_zero(self, value: cst.BaseExpression) -> bool:
@@ -314,7 +370,7 @@ class LoopSums:
         ):
             return "its loader is named outside the loop"
         for a in added:
-            if not self._is_number(a.value, node):
+            if not self.is_number(a.value, node):
                 return f"`{a.name}` may be a tensor or a list"
             made = Added(name=a.name, value=a.value, statement=a.statement)
             if not self.only_added(made, loop):
@@ -396,12 +452,12 @@ class LoopSums:
             return f"`{self._tree.text(call)[:40]}` stores something"
         return None
 
-    def _is_number(self, value: cst.BaseExpression, node: cst.For) -> bool:
+    def is_number(self, value: cst.BaseExpression, node: cst.For | cst.While) -> bool:
         """Return whether an expression certainly is a plain number."""
         if isinstance(value, cst.Integer | cst.Float):
             return True
         if isinstance(value, cst.BinaryOperation):
-            return self._is_number(value.left, node) and self._is_number(
+            return self.is_number(value.left, node) and self.is_number(
                 value.right, node
             )
         if isinstance(value, cst.Call):
@@ -422,7 +478,7 @@ class LoopSums:
                 for o in self._work.flow.assigned(path, self._tree.function(node))
                 if self._tree.within(o.statement, node.body) and o.place is None
             ]
-            return len(made) == 1 and self._is_number(made[0].value, node)
+            return len(made) == 1 and self.is_number(made[0].value, node)
         return False
 
     def _read_after(self, node: cst.For, scope: Scope) -> set[str]:

@@ -19,14 +19,13 @@ from stretto.convert._loop_sums import (
     LoopSums,
     added_in,
     base_of,
-    elements_added_in,
     is_zero,
 )
 from stretto.convert._losses import Loss
 from stretto.convert._passes import trains_in
 from stretto.convert._result import Evaluation
 from stretto.convert._shown import SHOWING, Shown
-from stretto.convert._tree import Scope, dotted, found, targets_of
+from stretto.convert._tree import Scope, dotted, found, parts, targets_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -265,13 +264,16 @@ class Numbers:
         after: dict[Amount, list[str]] = {Amount.MEAN: [], Amount.SUM: []}
         sums = [
             added
-            for added in (*added_in(body), *elements_added_in(body))
+            for added in (*added_in(body), *self._sums.parts_added_in(loop))
             if self._sums.is_sum(added, scope)
         ]
-        amounts = [self._classify.of(added.value, body) for added in sums]
+        amounts = [self._amount(added, body) for added in sums]
         left = self._left_as_they_are(sums, amounts, body)
         for added, amount in zip(sums, amounts, strict=True):
-            if added.name in self._graph:
+            if added.name in self._graph and not (
+                self._sums.is_number(added.value, loop.node)
+                and self._sums.only_added(added, loop)
+            ):
                 continue  # gradients flow through it
             if base_of(added.name) in left:
                 self._left.add(id(added.value))
@@ -300,6 +302,8 @@ class Numbers:
                     after[amount].append(added.name)
                 self._texts[added.name] = added.text
                 self._handled.add(id(added.part))
+            elif self._is_indexed_by_share(added):
+                self._left.add(id(added.value))
             else:
                 self._reduce(added.value, amount)
                 self._each_step.add(base_of(added.name))
@@ -308,6 +312,20 @@ class Numbers:
             self._reduce_after(loop, names, amount)
         self._at_source(body, scope)
         self._after.append(loop)
+
+    def _amount(self, added: Added, body: cst.CSTNode) -> Amount:
+        """Return how ranks' values of what a loop adds to a name combine."""
+        amount = self._classify.of(added.value, body)
+        counted = amount is Amount.SAME and self._is_indexed_by_share(added)
+        return Amount.SUM if counted else amount
+
+    def _is_indexed_by_share(self, added: Added) -> bool:
+        """Return whether this rank's samples choose which element is added to."""
+        return added.index is not None and any(
+            self._shares.is_share(node)
+            for part in added.index.slice
+            for node in parts(part)
+        )
 
     def _left_as_they_are(
         self, sums: list[Added], amounts: list[Amount], body: cst.CSTNode
@@ -320,7 +338,8 @@ class Numbers:
         unknown = {
             base_of(added.name)
             for added, amount in zip(sums, amounts, strict=True)
-            if amount is Amount.UNKNOWN and base_of(added.name) != added.name
+            if amount is Amount.UNKNOWN
+            and (base_of(added.name) != added.name or added.index is not None)
         }
         known = {id(added.statement) for added in sums}
         names = unknown | {base_of(added.name) for added in sums}

@@ -517,7 +517,8 @@ class _RankValues:
             if differs:
                 self._set_attribute(target, at, frame)
         elif isinstance(target, cst.Subscript):
-            if self._is_reduced_later(element_of(target), at):
+            names = (element_of(target), dotted(target.value))
+            if any(self._is_reduced_later(name, at) for name in names):
                 return
             index = any(
                 self._differs(e, frame)
