@@ -287,6 +287,8 @@ class Classifier:
             return self._of_sum(node.func.value, within)
         if full == "torch.sum" and node.args:
             return self._of_sum(node.args[0].value, within)
+        if full == "len" and node.args and self._counts_steps(node.args[0].value):
+            return Amount.SAME
         if full == "len" or method in ("size", "numel"):
             return Amount.SUM
         if full in _COUNTING or method in ("bincount", "histc"):
@@ -314,6 +316,42 @@ class Classifier:
         if returned in ({Amount.MEAN}, {Amount.SUM}):
             return returned.pop()
         return Amount.UNKNOWN
+
+    def _counts_steps(self, node: cst.BaseExpression) -> bool:
+        """Return whether a list gets one element in each step, so as many on each rank.
+
+        As in ``losses = []``, then ``losses.append(loss.item())`` in a loop.
+        """
+        if not isinstance(node, cst.Name):
+            return False
+        scope = self._tree.function(node)
+        begun = [o.value for o in self._flow.assigned(node.value, scope)]
+        if not begun or not all(
+            isinstance(value, cst.List) and not value.elements for value in begun
+        ):
+            return False
+        where: cst.CSTNode = self._tree.module if scope is None else scope.body
+        for name in found(where, cst.Name):
+            above = self._tree.parent(name)
+            if name.value != node.value or not isinstance(
+                above, cst.Attribute | cst.AugAssign
+            ):
+                continue
+            if isinstance(above, cst.AugAssign):
+                adds = isinstance(above.value, cst.List) and not any(
+                    isinstance(e, cst.StarredElement) for e in above.value.elements
+                )
+            else:
+                adds = above.value is not name or above.attr.value in (
+                    "append",
+                    "clear",
+                    "copy",
+                )
+            around = self._tree.loops(name)[:1]
+            of_steps = not around or self._work.job.batches.loop(around[0]) is not None
+            if not adds or not of_steps:
+                return False
+        return True
 
     def _averages_twice(self, node: cst.Call) -> bool:
         """Return whether a mean is one of values computed from all samples.

@@ -189,6 +189,12 @@ class Loaders:
         for call in made:
             _collate.point_out(self._work, call)
         sizes = [argument(call, 1, "batch_size") for call in made]
+        maker = self._work.job.batches.maker(origin.value)
+        if maker is not None:
+            # Of ``partial``, the first argument is the class.
+            of = self._tree.called(maker) == "functools.partial"
+            sizes += [argument(maker, 2 if of else 1, "batch_size")]
+            sizes += [argument(origin.value, -1, "batch_size")]
         return [size for size in sizes if size is not None]
 
     def _batch_note(self) -> str:
