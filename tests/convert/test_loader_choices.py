@@ -93,15 +93,23 @@ PARTS = HEAD.replace("for epoch in range(2):\n", "")
 @pytest.mark.parametrize(
     "before",
     [
-        "loaders = {'a': DataLoader(data, batch_size=4), 'b': small}\n"
-        "loader = loaders['a']\n",
-        "loaders = {'a': DataLoader(data, batch_size=4), 'b': small}\n"
-        "loader, test = loaders['a'], loaders['b']\n",
-        "loaders = {k: DataLoader(data, batch_size=4) for k in 'ab'}\n"
-        "loader = loaders['a']\n",
+        (
+            "loaders = {'a': DataLoader(data, batch_size=4), 'b': small}\n"
+            "loader = loaders['a']\n"
+        ),
+        (
+            "loaders = {'a': DataLoader(data, batch_size=4), 'b': small}\n"
+            "loader, test = loaders['a'], loaders['b']\n"
+        ),
+        (
+            "loaders = {k: DataLoader(data, batch_size=4) for k in 'ab'}\n"
+            "loader = loaders['a']\n"
+        ),
         "loaders = [DataLoader(data, batch_size=4), small]\nloader = loaders[0]\n",
-        "loaders = [DataLoader(d, batch_size=4) for d in (data, 2)]\n"
-        "loader = loaders[0]\n",
+        (
+            "loaders = [DataLoader(d, batch_size=4) for d in (data, 2)]\n"
+            "loader = loaders[0]\n"
+        ),
     ],
 )
 def test_a_loader_that_is_taken_out_of_a_container_is_divided(before):

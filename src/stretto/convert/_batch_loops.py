@@ -423,8 +423,8 @@ class BatchLoops:
                     ):
                         out += self._flow.origins(element.value, origin.scope)
             elif isinstance(made, cst.List | cst.Tuple) and place is not None:
-                for element in made.elements[place : place + 1]:
-                    out += self._flow.origins(element.value, origin.scope)
+                for part in made.elements[place : place + 1]:
+                    out += self._flow.origins(part.value, origin.scope)
             elif isinstance(made, cst.DictComp) or (
                 isinstance(made, cst.ListComp) and place is not None
             ):

@@ -626,7 +626,7 @@ class Numbers:
         for loop in self._after:
             lines: Iterator[cst.AugAssign] = found(loop.node.body, cst.AugAssign)
             for line in lines:
-                target = line.target
+                target: cst.BaseExpression = line.target
                 while isinstance(target, cst.Subscript):
                     target = target.value
                 name = dotted(target)
