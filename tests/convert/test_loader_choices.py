@@ -84,3 +84,65 @@ def test_what_is_not_understood_is_named_with_a_way_out(over, before):
     assert said.startswith(f"train.py:{line}: training loops over `{over}`")
     assert "`large` is not understood" in said
     assert "Loop over the DataLoader itself" in said
+
+
+LOOP = f"for epoch in range(2):\n    for (x,) in loader:\n{STEP}"
+PARTS = HEAD.replace("for epoch in range(2):\n", "")
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        (
+            "loaders = {'a': DataLoader(data, batch_size=4), 'b': small}\n"
+            "loader = loaders['a']\n"
+        ),
+        (
+            "loaders = {'a': DataLoader(data, batch_size=4), 'b': small}\n"
+            "loader, test = loaders['a'], loaders['b']\n"
+        ),
+        (
+            "loaders = {k: DataLoader(data, batch_size=4) for k in 'ab'}\n"
+            "loader = loaders['a']\n"
+        ),
+        "loaders = [DataLoader(data, batch_size=4), small]\nloader = loaders[0]\n",
+        (
+            "loaders = [DataLoader(d, batch_size=4) for d in (data, 2)]\n"
+            "loader = loaders[0]\n"
+        ),
+    ],
+)
+def test_a_loader_that_is_taken_out_of_a_container_is_divided(before):
+    conversion = convert(PARTS + before + LOOP)
+    assert "DataLoader(data, batch_size=per_rank(4)" in conversion.after.replace(
+        "(d,", "(data,"
+    )
+    assert "small = DataLoader(data, batch_size=2)" in conversion.after
+    assert "    loader.sampler.set_epoch(epoch)\n" in conversion.after
+    assert open_notes(conversion) == []
+
+
+@pytest.mark.parametrize(
+    "maker",
+    [
+        "functools.partial(DataLoader, batch_size=4)",
+        "lambda d: DataLoader(d, batch_size=4)",
+    ],
+)
+def test_a_loader_of_a_partial_call_is_divided_whatever_its_name(maker):
+    source = PARTS + f"make = {maker}\ntrain = make(data)\n" + LOOP
+    source = "import functools\n" + source.replace("in loader", "in train")
+    conversion = convert(source)
+    assert "train = make(data)\ntrain = divided(train)\n" in conversion.after
+    assert open_notes(conversion) == []
+
+
+def test_a_loop_over_what_is_no_known_loader_is_named():
+    source = PARTS + (
+        "def run(items, opt=None):\n    for (x,) in items:\n"
+        "        loss = model(x).mean()\n        if opt:\n            loss.backward()\n"
+        "run(fetch(data), opt)\nwith torch.no_grad():\n    run(fetch(data))\n"
+    )
+    said = refused(source)
+    assert "no loop around it is known to take batches from a DataLoader" in said
+    assert "iterates over `items`" in said

@@ -77,6 +77,7 @@ SCRIPTS = [
     Script(name="downloads.py"),
     Script(name="downloads_in_main.py"),
     Script(name="compact.py", saves="compact.pt"),
+    Script(name="metrics.py"),
     Script(name="sentences.py", saves="bert-out/model.safetensors"),
 ]
 if importlib.util.find_spec("transformers") is None:

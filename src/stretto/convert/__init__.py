@@ -89,9 +89,10 @@ Stages for numbers of one rank:
 - `_numbers`: replace them by those of all ranks (for `_script`).
 - `_sample_loops`: loops over samples that add up losses (for `_script`).
 - `_rank_values`: follow values of a rank's own samples (for `_script`).
-- `_rank_value_notes`: list where they are shown or combined (for `_rank_values`).
-- `_loop_sums`: what a loop adds up (for `_numbers`, `_sample_loops` and
-  `_whole_passes`).
+- `_rank_value_notes`: list where they are shown or combined (for `_classify` and
+  `_rank_values`).
+- `_loop_sums`: what a loop adds up (shared, for instance by `_numbers` and
+  `_rank_values`).
 - `_classify`: whether a rank's number is a mean over its samples, or a sum (for
   `_numbers` and `_rank_values`).
 - `_losses`: whether a loss is a mean over samples, or a sum (for `_numbers` and
@@ -107,8 +108,8 @@ Stages for what makes models of ranks differ:
 - `_rank_settings`: settings, seeds and data (for `_replicas`).
 - `_rank_decisions`: decisions by which ranks would take unequal steps (for
   `_replicas`).
-- `_rank_sources`: random numbers, clocks and new modules (for `_changed_parameters`,
-  `_replica_notes` and `_replicas`).
+- `_rank_sources`: random numbers, clocks and new modules (shared, for instance by
+  `_replicas` and `_setup`).
 - `_trained_parts`: expressions that are parts of trained models (for `_replica_notes`
   and `_replicas`).
 - `_replica_notes`: facts about the ranks' models (for `_changed_parameters`,
@@ -121,7 +122,7 @@ Stages for output, files and ranks:
 - `_folders`: make folders on all ranks (for `_display`).
 - `_file_names`: equal names of files on all ranks (for `_script`).
 - `_file_reads`: reads of a file after rank 0 has written it (for `_script`).
-- `_device`: a device for each rank (for `_loaders` and `_script`).
+- `_device`: a device for each rank (for `_loaders`, `_script` and `_setup`).
 - `_setup`: insert the ranks and the end of the group (for `_file_names`, `_folders`
   and `_script`).
 - `_support`: the functions that a script is given (for `_edit`, `_script` and

@@ -83,6 +83,8 @@ class BatchLoops:
         self.idle: set[cst.Call] = set()
         """Calls of functions that contain a ``backward`` and do not run it."""
         self._active: set[cst.Call] = set()
+        self._ends: list[cst.CSTNode] = []
+        """Calls of the module, in no loop over batches, that reach a ``backward``."""
         self._ways: list[cst.FunctionDef] = []
         """Functions in the order in which they were followed, again for each way."""
 
@@ -94,11 +96,19 @@ class BatchLoops:
         """
         loops: dict[int, BatchLoop] = {}
         for call in self._backwards:
+            self._ends.clear()
             around = self._batch_loops(call, [call], {})
-            if not around and not self.idle:
+            if not around and (not self.idle or self._ends):
                 self._check_called(call)
                 self._check_loops(call)
-                inner = next((x for x in self._tree.loops(call)), None)
+                inner = next(
+                    (
+                        loop
+                        for node in (call, *self._ends)
+                        for loop in self._tree.loops(node)
+                    ),
+                    None,
+                )
                 over = (
                     f" (line {self._tree.shown_line(inner)} iterates over "
                     f"`{self._tree.text(inner.iter)[:50]}`)"
@@ -107,9 +117,9 @@ class BatchLoops:
                 )
                 raise self._refuse(
                     call,
-                    "backward() is called, but no loop around it takes batches from a "
-                    f"DataLoader made in this file{over}, so the data cannot be "
-                    "divided among ranks. Take the batches from a "
+                    "backward() is called, but no loop around it is known to take "
+                    f"batches from a DataLoader made in this file{over}, so the data "
+                    "cannot be divided among ranks. Take the batches from a "
                     "torch.utils.data.DataLoader",
                 )
             for loop in around:
@@ -193,6 +203,8 @@ class BatchLoops:
             elif isinstance(above, cst.BaseComp):
                 self._check_comprehension(above, node)
         out: list[BatchLoop] = []
+        if self._tree.function(node) is None and node not in self._backwards:
+            self._ends.append(node)
         for function in (
             a for a in self._tree.ancestors(node) if isinstance(a, cst.FunctionDef)
         ):
@@ -387,15 +399,19 @@ class BatchLoops:
         name = dotted(call.func)
         return next((f for f in self._tree.functions if f.name.value == name), None)
 
-    def _loaders(self, node: cst.BaseExpression, scope: Scope) -> list[Origin]:
+    def _loaders(
+        self, node: cst.BaseExpression, scope: Scope, depth: int = 4
+    ) -> list[Origin]:
         """Return where the loader was created; empty if it cannot be a loader."""
         key: str | None = None
+        place: int | None = None
         if isinstance(node, cst.Subscript):
             index = node.slice[0].slice
-            if isinstance(index, cst.Index) and isinstance(
-                index.value, cst.SimpleString
-            ):
-                key = index.value.value.strip("\"'")
+            if isinstance(index, cst.Index):
+                if isinstance(index.value, cst.SimpleString):
+                    key = index.value.value.strip("\"'")
+                elif isinstance(index.value, cst.Integer):
+                    key, place = index.value.value, index.value.evaluated_value
             node = node.value
         out: list[Origin] = []
         for origin in self._flow.origins(node, scope):
@@ -406,8 +422,16 @@ class BatchLoops:
                         key is None or self._tree.text(element.key).strip("\"'") == key
                     ):
                         out += self._flow.origins(element.value, origin.scope)
-            elif isinstance(made, cst.DictComp):
-                out += self._flow.origins(made.value, origin.scope)
+            elif isinstance(made, cst.List | cst.Tuple) and place is not None:
+                for part in made.elements[place : place + 1]:
+                    out += self._flow.origins(part.value, origin.scope)
+            elif isinstance(made, cst.DictComp) or (
+                isinstance(made, cst.ListComp) and place is not None
+            ):
+                value = made.value if isinstance(made, cst.DictComp) else made.elt
+                out += self._flow.origins(value, origin.scope)
+            elif isinstance(made, cst.Subscript) and depth > 0:
+                out += self._loaders(made, origin.scope, depth - 1)
             elif isinstance(made, cst.IfExp):
                 out += self._of_choice(made, origin.scope, depth=4)
             else:
@@ -473,7 +497,10 @@ class BatchLoops:
         if self._tree.called(node) != "functools.partial":
             return False
         first = node.args[0].value if isinstance(node, cst.Call) and node.args else None
-        return (dotted(first) or "").rpartition(".")[2] == "DataLoader"
+        full = (None if first is None else self._tree.full(first)) or ""
+        return full == "DataLoader" or (
+            full.startswith("torch.") and full.rpartition(".")[2] == "DataLoader"
+        )
 
     def _may_be_loader(self, origin: Origin) -> bool:
         """Return whether a value is a DataLoader or may be returned as one."""

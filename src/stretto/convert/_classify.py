@@ -12,6 +12,7 @@ from stretto.convert._tree import dotted, found
 
 if TYPE_CHECKING:
     from stretto.convert._edit import Work
+    from stretto.convert._rank_value_notes import Reductions
 
 
 class Amount(enum.Enum):
@@ -45,6 +46,17 @@ _THROUGH = frozenset(
     ]
 )
 
+_COUNTING = frozenset(
+    [
+        "torch.bincount",
+        "torch.histc",
+        "numpy.bincount",
+        "sklearn.metrics.confusion_matrix",
+        "sklearn.metrics.multilabel_confusion_matrix",
+    ]
+)
+"""Functions that count samples by their values."""
+
 _REDUCING = ("mean", "sum", "std", "var", "max", "min", "amax", "amin", "norm", "prod")
 """Methods, and functions of torch, that reduce all of a tensor without a dimension."""
 
@@ -54,6 +66,9 @@ class AbstractShares(Protocol):
 
     def is_share(self, node: cst.BaseExpression) -> bool:
         """Return whether a value may come from this rank's part of a batch."""
+
+    def reduced_by(self, numbers: Reductions) -> AbstractShares:
+        """Return the values that still do once some numbers are reduced."""
 
 
 _NORMS = frozenset(
@@ -173,6 +188,11 @@ class Classifier:
             return Amount.SAME
         if isinstance(node, cst.UnaryOperation):
             return self.of(node.expression, within, depth)
+        if isinstance(node, cst.NamedExpr):
+            return self.of(node.value, within, depth)
+        if isinstance(node, cst.List | cst.Tuple):
+            kinds = {self.of(e.value, within, depth) for e in node.elements}
+            return kinds.pop() if len(kinds) == 1 else Amount.UNKNOWN
         if isinstance(node, cst.BinaryOperation):
             return self._of_operation(node, within, depth)
         if isinstance(node, cst.Call):
@@ -267,8 +287,14 @@ class Classifier:
             return self._of_sum(node.func.value, within)
         if full == "torch.sum" and node.args:
             return self._of_sum(node.args[0].value, within)
+        if full == "len" and node.args and self._counts_steps(node.args[0].value):
+            return Amount.SAME
         if full == "len" or method in ("size", "numel"):
             return Amount.SUM
+        if full in _COUNTING or method in ("bincount", "histc"):
+            kept = ("weights", "normalize", "density")
+            named = {a.keyword.value for a in node.args if a.keyword is not None}
+            return Amount.UNKNOWN if named.intersection(kept) else Amount.SUM
         if method == "mean" or full == "torch.mean":
             return Amount.UNKNOWN if self._averages_twice(node) else Amount.MEAN
         if method == "abs" and isinstance(node.func, cst.Attribute):
@@ -290,6 +316,42 @@ class Classifier:
         if returned in ({Amount.MEAN}, {Amount.SUM}):
             return returned.pop()
         return Amount.UNKNOWN
+
+    def _counts_steps(self, node: cst.BaseExpression) -> bool:
+        """Return whether a list gets one element in each step, so as many on each rank.
+
+        As in ``losses = []``, then ``losses.append(loss.item())`` in a loop.
+        """
+        if not isinstance(node, cst.Name):
+            return False
+        scope = self._tree.function(node)
+        begun = [o.value for o in self._flow.assigned(node.value, scope)]
+        if not begun or not all(
+            isinstance(value, cst.List) and not value.elements for value in begun
+        ):
+            return False
+        where: cst.CSTNode = self._tree.module if scope is None else scope.body
+        for name in found(where, cst.Name):
+            above = self._tree.parent(name)
+            if name.value != node.value or not isinstance(
+                above, cst.Attribute | cst.AugAssign
+            ):
+                continue
+            if isinstance(above, cst.AugAssign):
+                adds = isinstance(above.value, cst.List) and not any(
+                    isinstance(e, cst.StarredElement) for e in above.value.elements
+                )
+            else:
+                adds = above.value is not name or above.attr.value in (
+                    "append",
+                    "clear",
+                    "copy",
+                )
+            around = self._tree.loops(name)[:1]
+            of_steps = not around or self._work.job.batches.loop(around[0]) is not None
+            if not adds or not of_steps:
+                return False
+        return True
 
     def _averages_twice(self, node: cst.Call) -> bool:
         """Return whether a mean is one of values computed from all samples.

@@ -14,14 +14,22 @@ import libcst as cst
 
 from stretto.convert._classify import Amount, Classifier
 from stretto.convert._edit import theirs
-from stretto.convert._loop_sums import Added, LoopSums, added_in, is_zero
+from stretto.convert._loop_sums import (
+    Added,
+    LoopSums,
+    added_in,
+    base_of,
+    is_zero,
+)
 from stretto.convert._losses import Loss
 from stretto.convert._passes import trains_in
 from stretto.convert._result import Evaluation
 from stretto.convert._shown import SHOWING, Shown
-from stretto.convert._tree import Scope, dotted, found
+from stretto.convert._tree import Scope, dotted, found, parts, targets_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from stretto.convert._batch_loops import BatchLoop
     from stretto.convert._classify import AbstractShares
     from stretto.convert._edit import Work
@@ -44,11 +52,21 @@ class Numbers:
         self._sums = LoopSums(work, models)
         self._shown_names = Shown(work.tree)
         self._handled: set[int] = set()
+        self._texts: dict[str, str] = {}
+        """The script's text of the names of elements."""
+        self._left: set[int] = set()
+        """Values that are listed and not reduced."""
         self._given: set[int] = set()
         """Loaders that give each rank its share, or all ranks what rank 0 has."""
         self.reduced_after: list[tuple[cst.CSTNode, list[str]]] = []
         """Loops, and the variables that are reduced after each."""
         self._summed: list[cst.BaseExpression] = []
+        self._after: list[BatchLoop] = []
+        """Loops over divided loaders, of which numbers may be read after them."""
+        self._each_step: set[str] = set()
+        """Sums to which loops add what is reduced in each step."""
+        self._now: AbstractShares | None = None
+        """Values of a rank's own samples, once sums of loops are reduced."""
 
     @property
     def graph(self) -> frozenset[str]:
@@ -85,6 +103,9 @@ class Numbers:
                 self._evaluation(loop)
             elif self._calls_model(loop):
                 self._whole_on_all(loop)
+        self._now = self._shares.reduced_by(self)
+        for loop in self._after:
+            self._at_source(loop.node.body, loop.scope, after=loop.node)
         self._comprehensions()
         for call in self._work.measured:
             for given in call.args:
@@ -241,11 +262,22 @@ class Numbers:
                         "whole",
                     )
         after: dict[Amount, list[str]] = {Amount.MEAN: [], Amount.SUM: []}
-        sums = added_in(body)
-        amounts = [self._classify.of(added.value, body) for added in sums]
+        sums = [
+            added
+            for added in (*added_in(body), *self._sums.parts_added_in(loop))
+            if self._sums.is_sum(added, scope)
+        ]
+        amounts = [self._amount(added, body) for added in sums]
+        left = self._left_as_they_are(sums, amounts, body)
         for added, amount in zip(sums, amounts, strict=True):
-            if added.name in self._graph:
+            if added.name in self._graph and not (
+                self._sums.is_number(added.value, loop.node)
+                and self._sums.only_added(added, loop)
+            ):
                 continue  # gradients flow through it
+            if base_of(added.name) in left:
+                self._left.add(id(added.value))
+                continue
             if amount is Amount.SAME:
                 self._carry(added, loop)
                 continue
@@ -268,36 +300,83 @@ class Numbers:
             ):
                 if added.name not in after[amount]:
                     after[amount].append(added.name)
-                self._handled.add(id(added.statement))
+                self._texts[added.name] = added.text
+                self._handled.add(id(added.part))
+            elif self._is_indexed_by_share(added):
+                self._left.add(id(added.value))
             else:
                 self._reduce(added.value, amount)
+                self._each_step.add(base_of(added.name))
             self._carry(added, loop)
         for amount, names in after.items():
             self._reduce_after(loop, names, amount)
         self._at_source(body, scope)
-        self._at_source(body, scope, after=loop.node)
+        self._after.append(loop)
+
+    def _amount(self, added: Added, body: cst.CSTNode) -> Amount:
+        """Return how ranks' values of what a loop adds to a name combine."""
+        amount = self._classify.of(added.value, body)
+        counted = amount is Amount.SAME and self._is_indexed_by_share(added)
+        return Amount.SUM if counted else amount
+
+    def _is_indexed_by_share(self, added: Added) -> bool:
+        """Return whether this rank's samples choose which element is added to."""
+        return added.index is not None and any(
+            self._shares.is_share(node)
+            for part in added.index.slice
+            for node in parts(part)
+        )
+
+    def _left_as_they_are(
+        self, sums: list[Added], amounts: list[Amount], body: cst.CSTNode
+    ) -> set[str]:
+        """Return variables of which a loop adds to elements in a way not understood.
+
+        None of their elements is reduced: a ratio of one that is and one that is not
+        would be wrong by a factor. `_rank_values` lists the variable.
+        """
+        unknown = {
+            base_of(added.name)
+            for added, amount in zip(sums, amounts, strict=True)
+            if amount is Amount.UNKNOWN
+            and (base_of(added.name) != added.name or added.index is not None)
+        }
+        known = {id(added.statement) for added in sums}
+        names = unknown | {base_of(added.name) for added in sums}
+        changed: set[str] = set()
+        lines: Iterator[cst.Assign | cst.AugAssign]
+        lines = found(body, (cst.Assign, cst.AugAssign))
+        stored = [
+            (target.value.value, line)
+            for line in lines
+            for target in targets_of(line)
+            if isinstance(target, cst.Subscript)
+            and isinstance(target.value, cst.Name)
+            and target.value.value in names
+            and id(line) not in known
+        ]
+        for base, line in stored:
+            reads = any(name.value == base for name in found(line.value, cst.Name))
+            if isinstance(line, cst.AugAssign) or reads:
+                changed.add(base)
+                self._left.add(id(line.value))
+        return unknown | changed
 
     def _carry(self, added: Added, loop: BatchLoop) -> None:
         """Note that a loop's sum has in it only what is equal on all ranks, or reduced.
 
         ``a = a + x`` is then read as ``a += x`` is.
         """
-        statement = added.statement
-        if not isinstance(statement, cst.Assign | cst.AnnAssign):
+        if added.whole is None:
             return
         made = [
             o.value
             for o in self._work.flow.assigned(added.name, loop.scope)
             if self._tree.within(o.statement, loop.node.body)
         ]
-        sums = {
-            id(a.statement.value)
-            for a in added_in(loop.node.body)
-            if a.name == added.name
-            and isinstance(a.statement, cst.Assign | cst.AnnAssign)
-        }
-        if statement.value is not None and all(id(value) in sums for value in made):
-            self._classify.carried.add(statement.value)
+        sums = {id(a.whole) for a in added_in(loop.node.body) if a.name == added.name}
+        if all(id(value) in sums for value in made):
+            self._classify.carried.add(added.whole)
 
     def _is_one_kind(self, name: str, sums: list[Added], amounts: list[Amount]) -> bool:
         """Return whether all that a loop adds to a name combines in one way.
@@ -316,7 +395,7 @@ class Numbers:
         if not names:
             return
         self.reduced_after.append((loop.node, names))
-        listed = ", ".join(names)
+        listed = ", ".join(self._texts.get(name, name) for name in names)
         own = theirs(listed)
         line = f"{own} = {amount.value}_over_ranks({own})"
         trains = self._work.passes.get(loop.node)
@@ -461,6 +540,10 @@ class Numbers:
                 on = call.args[0].value
             if on is None or self._is_handled(call) or self._is_in_reduced(call):
                 continue
+            if any(id(a) in self._left for a in (call, *self._tree.ancestors(call))):
+                continue
+            if self._is_of_reduced_sums(call):
+                continue
             if after is not None and (
                 self._tree.function(call) is not scope
                 or self._tree.within(call, after)
@@ -489,7 +572,17 @@ class Numbers:
                 if (made := self._work.job.batches.loop(around)) is not None
             ):
                 continue
-            if amount not in (Amount.MEAN, Amount.SUM):
+            if amount is not Amount.SAME and (kept := self._sum_in(on)) is not None:
+                self._work.undecided(
+                    call,
+                    f"`{self._tree.text(call)[:60]}` is computed from `{kept}`, in "
+                    "which each rank adds up its own samples: it is averaged over "
+                    "ranks, which is not that of one process. Sum "
+                    f"`{kept}` over ranks after its loop (torch.distributed."
+                    "all_reduce), before it is read",
+                )
+                node, amount = call, Amount.MEAN
+            elif amount not in (Amount.MEAN, Amount.SUM):
                 if amount is Amount.UNKNOWN:
                     self._work.undecided(
                         call,
@@ -503,6 +596,72 @@ class Numbers:
             for call in found(body, cst.Call):
                 self._beside(call, body)
             self._decided(body)
+
+    def _is_of_reduced_sums(self, node: cst.BaseExpression) -> bool:
+        """Return whether a number reads loops' sums and is equal on all ranks by now.
+
+        Reducing it again would count the sums once for each rank.
+        """
+        if self._now is None:
+            return False
+        sums = {base_of(n) for _, names in self.reduced_after for n in names}
+        sums |= self._each_step
+        return bool(sums & self._reads(node)) and not self._now.is_share(node)
+
+    def _sum_in(self, node: cst.BaseExpression) -> str | None:
+        """Return a sum of a loop that differs by rank and of which a number is read.
+
+        The sum of its elements is the sum over ranks, but other functions of it are no
+        sums or means over samples.
+        """
+        if self._now is None or not self._now.is_share(node):
+            return None
+        inner = node
+        while isinstance(inner, cst.Call) and isinstance(inner.func, cst.Attribute):
+            if inner.func.attr.value not in ("sum", "detach", "cpu"):
+                break
+            inner = inner.func.value
+        plain = dotted(inner)
+        reads = self._reads(node)
+        for loop in self._after:
+            lines: Iterator[cst.AugAssign] = found(loop.node.body, cst.AugAssign)
+            for line in lines:
+                target: cst.BaseExpression = line.target
+                while isinstance(target, cst.Subscript):
+                    target = target.value
+                name = dotted(target)
+                if (
+                    name is not None
+                    and name in reads
+                    and name != plain
+                    and name not in self._graph
+                    and isinstance(line.operator, cst.AddAssign)
+                    and self._tree.line(node) > self._tree.line(loop.node)
+                    and not self._tree.within(node, loop.node)
+                    and not self._sets(name, loop)
+                    and self._now.is_share(line.value)
+                ):
+                    return name
+        return None
+
+    def _sets(self, name: str, loop: BatchLoop) -> bool:
+        """Return whether a loop's body sets a name, so that it keeps nothing."""
+        return any(
+            self._tree.within(o.statement, loop.node.body)
+            for o in self._work.flow.assigned(name, loop.scope)
+        )
+
+    def _reads(self, node: cst.BaseExpression) -> set[str]:
+        """Return the names that a value is computed from in its function."""
+        scope, out = self._tree.function(node), set[str]()
+        waiting: list[cst.CSTNode] = [node]
+        while waiting:
+            for part in found(waiting.pop(), (cst.Name, cst.Attribute)):
+                name = dotted(part)
+                if name is not None and name not in out:
+                    out.add(name)
+                    waiting += [o.value for o in self._work.flow.assigned(name, scope)]
+        return out
 
     def _widest(
         self, call: cst.BaseExpression, body: cst.CSTNode

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Source = Callable[[cst.Call], bool]
     """Returns whether a call is what is looked for."""
 
-_DRAWS = frozenset(
+DRAWS = frozenset(
     [
         *(
             f"torch.{name}"
@@ -40,6 +40,7 @@ _DRAWS = frozenset(
         "torch.utils.data.dataset.random_split",
     ]
 )
+"""Functions that draw random numbers of torch."""
 
 DRAWING_METHODS = (
     "uniform_",
@@ -132,7 +133,7 @@ class RankSources:
         if generator is not None and self._tree.text(generator) != "None":
             return False
         full = self._tree.called(call)
-        if full in _DRAWS:
+        if full in DRAWS:
             return True
         if self._tree.method_called(call, *DRAWING_METHODS) is not None:
             return True

@@ -18,6 +18,7 @@ from stretto.convert._classify import AbstractShares
 from stretto.convert._display import BARS, SAVES, SAVING_METHODS
 from stretto.convert._divided import DividedIterables
 from stretto.convert._flow import parameters
+from stretto.convert._loop_sums import element_of
 from stretto.convert._models import reaching_training
 from stretto.convert._rank_value_notes import RankValueNotes
 from stretto.convert._tree import (
@@ -142,19 +143,27 @@ def point_out(work: Work, loaders: Loaders, numbers: Reductions) -> RankValues:
 
 @final
 class Shares(AbstractShares):
-    """Values computed from a rank's own samples, before any is reduced."""
+    """Values computed from a rank's own samples, before any is reduced, or after."""
 
-    def __init__(self, work: Work, loaders: Loaders) -> None:
+    def __init__(
+        self, work: Work, loaders: Loaders, numbers: Reductions | None = None
+    ) -> None:
         self._work, self._loaders = work, loaders
+        self._numbers = numbers or _Unreduced()
         self._values: _RankValues | None = None
 
     def is_share(self, node: cst.BaseExpression) -> bool:
         """Return whether a value may come from this rank's part of a batch."""
         if self._values is None:
-            nothing = _Unreduced()
-            self._values = _RankValues(self._work, self._loaders, nothing, unknown=True)
+            self._values = _RankValues(
+                self._work, self._loaders, self._numbers, unknown=True
+            )
             self._values.follow()
         return self._values.may_differ(node)
+
+    def reduced_by(self, numbers: Reductions) -> Shares:
+        """Return the values that still differ once some numbers are reduced."""
+        return Shares(self._work, self._loaders, numbers)
 
 
 @final
@@ -508,6 +517,9 @@ class _RankValues:
             if differs:
                 self._set_attribute(target, at, frame)
         elif isinstance(target, cst.Subscript):
+            names = (element_of(target), dotted(target.value))
+            if any(self._is_reduced_later(name, at) for name in names):
+                return
             index = any(
                 self._differs(e, frame)
                 for i in target.slice
@@ -529,10 +541,7 @@ class _RankValues:
                 self._wild.add((home, name))
                 self._changed = True
             return
-        if any(
-            name in names and self._tree.within(at, loop)
-            for loop, names in self._numbers.reduced_after
-        ):
+        if self._is_reduced_later(name, at):
             differs = False  # only added up there, and reduced after the loop
         block: cst.CSTNode | None
         if isinstance(at, cst.For):
@@ -547,6 +556,13 @@ class _RankValues:
         if differs and not made.differs:
             made.differs = True
             self._changed = True
+
+    def _is_reduced_later(self, name: str | None, at: cst.CSTNode) -> bool:
+        """Return whether a name, or an element, is reduced after the loop around."""
+        return any(
+            name in names and self._tree.within(at, loop)
+            for loop, names in self._numbers.reduced_after
+        )
 
     def _surely_run_with(self, statement: cst.CSTNode) -> cst.CSTNode | None:
         """Return the outermost block that runs a statement whenever it runs to its end.

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 import libcst as cst
 
 from stretto.convert import _support
+from stretto.convert._device import may_download
 from stretto.convert._models import reaching_training
+from stretto.convert._rank_sources import DRAWS
 from stretto.convert._result import Target
-from stretto.convert._tree import dotted, found, is_main_guard
+from stretto.convert._tree import argument, dotted, found, is_main_guard
 
 if TYPE_CHECKING:
     from stretto.convert._edit import Work
@@ -126,7 +128,6 @@ def _seed_ranks(work: Work, *, before: cst.CSTNode) -> None:
 
 def _unseeded(work: Work) -> tuple[str, ...]:
     """Return the statements that seed what the script leaves unseeded."""
-    tree = work.tree
     bound = _bound_by(work, _last_import(work))
     names = {"torch": "torch.manual_seed(int(seed))"}
     if bound.get("random") == "random":
@@ -134,11 +135,20 @@ def _unseeded(work: Work) -> tuple[str, ...]:
     short = next((k for k, v in bound.items() if v == "numpy"), None)
     if short is not None:
         names["numpy"] = f"{short}.random.seed(int(seed))"
-    for library, calls in _SEEDING.items():
-        for call in tree.calls:
-            if tree.called(call) in calls and call.args and _is_fixed(work, call):
-                names.pop(library, None)
-    return tuple(names.values())
+    unseeded = _unseeded_libraries(work)
+    return tuple(text for library, text in names.items() if library in unseeded)
+
+
+def _unseeded_libraries(work: Work) -> set[str]:
+    """Return the libraries of whose random numbers the script sets no fixed seed."""
+    return {
+        library
+        for library, calls in _SEEDING.items()
+        if not any(
+            work.tree.called(call) in calls and call.args and _is_fixed(work, call)
+            for call in work.tree.calls
+        )
+    }
 
 
 def _is_fixed(work: Work, call: cst.Call) -> bool:
@@ -162,7 +172,10 @@ def _is_fixed(work: Work, call: cst.Call) -> bool:
 def _last_import(work: Work) -> cst.CSTNode | None:
     """Return the last import before the script defines or executes something."""
     last: cst.CSTNode | None = None
+    first = _first_to_build(work)
     for line in work.tree.module.body:
+        if line is first:
+            break
         if isinstance(line, cst.SimpleStatementLine):
             if any(isinstance(part, cst.Import | cst.ImportFrom) for part in line.body):
                 last = line
@@ -177,6 +190,57 @@ def _last_import(work: Work) -> cst.CSTNode | None:
         elif not isinstance(line, cst.If | cst.Try) or is_main_guard(line):
             break
     return last
+
+
+def _first_to_build(work: Work) -> cst.CSTNode | None:
+    """Return the first statement of the module that needs the ranks to be joined.
+
+    Itself, or through functions and methods of the script, it creates a trained model,
+    which is wrapped there, or a loader, or it trains, downloads, or draws random
+    numbers that have to be equal on all ranks.
+    """
+    tree = work.tree
+    waiting: list[cst.CSTNode] = [m.statement for m in work.job.models]
+    waiting += [o.statement for loop in work.job.training for o in loop.origins]
+    waiting += [loop.node for loop in work.job.training]
+    waiting += work.job.backwards
+    unseeded = _unseeded_libraries(work)
+    waiting += [
+        call
+        for call in tree.calls
+        if may_download(work, call) or _library_of_draw(work, call) in unseeded
+    ]
+    seen: set[cst.FunctionDef] = set()
+    lines: list[cst.CSTNode] = []
+    while waiting:
+        node = waiting.pop()
+        function = tree.function(node)
+        if function is None:
+            line = _line_of_module(work, node)
+            if not isinstance(line, cst.ClassDef | cst.FunctionDef):
+                lines.append(line)
+        elif function not in seen:
+            seen.add(function)
+            waiting += work.flow.calls_of(function)
+    return min(lines, key=tree.line, default=None)
+
+
+def _library_of_draw(work: Work, call: cst.Call) -> str | None:
+    """Return the library whose random numbers a call draws, as in a data set."""
+    full = work.tree.called(call)
+    if argument(call, -1, "generator") is not None:
+        return None
+    if full in DRAWS:
+        return "torch"
+    if full.startswith("numpy.random.") and full.rpartition(".")[2][:1].islower():
+        return "numpy"
+    return "random" if full.startswith("random.") else None
+
+
+def _line_of_module(work: Work, node: cst.CSTNode) -> cst.CSTNode:
+    """Return the statement of the module that contains a node."""
+    above = [node, *work.tree.ancestors(node)]
+    return above[-2] if isinstance(above[-1], cst.Module) else above[-1]
 
 
 def _bound_by(work: Work, head: cst.CSTNode | None) -> dict[str, str]:
@@ -290,13 +354,16 @@ class _Entry:
         self.flat = bool(at_top) and not inside
         self._guard = guard if inside or (guard is not None and not at_top) else None
         self.begin: cst.CSTNode
+        first = _first_to_build(work)
         if self._guard is not None:
             self.begin = self._guard.body.body[0]
             self._end: cst.CSTNode = self._guard.body.body[-1]
+            if first is not None and tree.line(first) < tree.line(self._guard):
+                self.begin = first
         elif self.flat:
             self.begin, self._end = body[0], body[-1]
         else:
-            self.begin = self._main_call()
+            self.begin = first or self._main_call()
             self._end = body[-1]
         self.may_exit = any(
             tree.called(call) in ("sys.exit", "exit", "quit", "SystemExit")

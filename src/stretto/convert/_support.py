@@ -158,14 +158,19 @@ class OnRank0:
 ''',
     "_reduced": """
 def _reduced(values, divisor):
-    numbers = [float(value) for value in values]
-    total = torch.tensor(numbers, dtype=torch.float64)
+    shaped = [value if hasattr(value, "shape") else float(value) for value in values]
+    parts = [torch.as_tensor(value).detach().cpu().double() for value in shaped]
+    total = torch.cat([part.flatten() for part in parts])
     ALL_REDUCE
     out = []
-    for value, number in zip(values, (total / divisor).tolist()):
+    sizes = [part.numel() for part in parts]
+    for value, part, new in zip(values, parts, (total / divisor).split(sizes)):
         if isinstance(value, torch.Tensor):
-            out.append(value.detach().new_tensor(number))
+            out.append(new.view(part.shape).to(value))
+        elif part.dim() > 0:
+            out.append(new.view(part.shape).numpy().astype(value.dtype))
         else:
+            number = new.item()
             whole = isinstance(value, int) and number.is_integer()
             out.append(int(number) if whole else number)
     return out[0] if len(out) == 1 else out
