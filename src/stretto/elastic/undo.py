@@ -282,12 +282,15 @@ class OtherState:
         self._value = value
         self._kept = KeptCopies()
         self._copy: Any = None
+        self._stages: Any = None
         self._uncopied: list[Any] = []
 
     def begin_block(self) -> None:
         """Copy the state."""
         tensors: list[torch.Tensor] = []
         self._uncopied = []
+        if isinstance(self._value, torch.amp.GradScaler):
+            self._stages = _copied(self._value._per_optimizer_states)  # noqa: SLF001
         state = self._value.state_dict()
         _each_tensor(state, tensors.append)
         copies = iter(self._kept.of(tensors))
@@ -298,11 +301,16 @@ class OtherState:
         if not _is_same(self._copy, self._value.state_dict()):
             self._kept.forget()  # the object may keep what it is given
             self._value.load_state_dict(self._copy)
+        if self._stages is not None:
+            # Which optimizers have stepped since the last update is in no state_dict.
+            stages = self._value._per_optimizer_states  # noqa: SLF001
+            stages.clear()
+            stages.update(self._stages)
         return not self._uncopied
 
     def release(self) -> None:
         """Forget the block."""
-        self._copy, self._uncopied = None, []
+        self._copy, self._stages, self._uncopied = None, None, []
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:

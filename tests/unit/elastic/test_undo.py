@@ -571,3 +571,29 @@ def test_a_rank_that_joins_at_the_end_of_an_epoch_does_the_rest_of_it() -> None:
         newcomer, schedule = made()
         newcomer._receive(state)
         assert train(newcomer, schedule) == expected[epoch:]
+
+
+def test_one_scaler_of_two_optimizers() -> None:
+    nets = [torch.nn.Linear(3, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    other = OtherState(scaler)
+
+    def step(place: int) -> None:
+        loss = nets[place](DATA[1]).square().sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizers[place])
+        scaler.step(optimizers[place])
+
+    step(0)
+    step(1)
+    scaler.update()
+    other.begin_block()
+    step(0)
+    assert other.undo()
+    other.release()
+    other.begin_block()
+    step(0)
+    step(1)
+    scaler.update()
+    other.release()
