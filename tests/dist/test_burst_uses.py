@@ -52,6 +52,22 @@ class Shorts(nn.Module):
         return x * self.scale.to(x.dtype)
 
 
+class Folded(nn.Module):
+    """Computes two parts of each sample as rows of their own, with dropouts between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.parts = nn.Sequential(
+            nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.1), nn.Linear(5, 5), nn.Dropout()
+        )
+        self.last = nn.Linear(5, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.parts(self.first(x).reshape(2 * len(x), 3))
+        return self.last(parts.view(len(x), 2, 5).mean(1))
+
+
 class Labeled(torch.Tensor):
     """Results keep the class, as those of images with metadata."""
 
@@ -974,7 +990,21 @@ def cached_parametrization(side: Side) -> Any:
     return side.state(model)
 
 
+def layers_that_join_in_evaluation(side: Side) -> Any:
+    """Dropouts in rows of parts separate layers in training only."""
+    module: Any = Folded()
+    if side.size:
+        widths = [(0, side.size), (second(side), 1), (second(side), 1), (0, 1)]
+        plan = side.plan(module, widths)
+        module = BurstParallel(module, plan, example_inputs=(example_of(module),))
+    module.eval()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    train(side, module, optimizer, 2)
+    return side.state(module)
+
+
 RIGHT = [
+    layers_that_join_in_evaluation,
     cached_parametrization,
     inputs_with_a_class,
     clip_held_gradients_in_groups,

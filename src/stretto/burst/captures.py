@@ -342,7 +342,7 @@ class Captures:
         # There may be fewer layers: some run in training only.
         same = set(self._layers) == {node.name for node in graph.nodes}
         if not (self._module.training or same):
-            return graph
+            return graph.apart_from(self.planned)
         if not same:
             graph = graph.named_like(self.planned)
         try:
@@ -401,6 +401,15 @@ class Captures:
             return (
                 f"layer {name!r} runs in evaluation only, so it is missing from the "
                 "plan: let the module run the same layers in both modes"
+            )
+        held = self.planned.layers_with(graph.by_name[name])
+        if len({self._ownership.widths[each] for each in held}) > 1:
+            return (
+                f"{' and '.join(map(repr, held))} are one layer in evaluation, where "
+                "nothing separates them (such as a dropout), but the plan runs them on "
+                "different ranks: give these layers the same ranks in the plan, or "
+                "build a second module for evaluation and load full_state_dict() into "
+                "it"
             )
         return (
             f"layer {name!r} is part of layer {layer!r} in training, but not in "

@@ -32,9 +32,10 @@ disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # noq
 def in_eager(hook: Callable[..., None]) -> Callable[..., None]:
     """Return a module's hook that is not called in compiled code."""
 
-    @disable_dynamo
-    def eager(*args: Any, **kwargs: Any) -> None:
+    def run(*args: Any, **kwargs: Any) -> None:
         hook(*args, **kwargs)
+
+    eager = disable_dynamo(run)
 
     def called(*args: Any, **kwargs: Any) -> None:
         if not torch.compiler.is_compiling():

@@ -133,7 +133,8 @@ def _differ(
         f"ranks called {text(one)} and {text(other)} at the same time, which "
         "would join those of different gradients: make the same calls on every rank, "
         "and pass the same parameters, such as model.parameters(), also those whose "
-        ".grad is None on this rank"
+        ".grad is None on this rank; or call the burst model's clip_grad_norm_() or "
+        "grad_norm()"
     )
 
 

@@ -428,6 +428,34 @@ class LayerGraph:
         found = layers_of(self._traced, list(self._groups), self.name, given)
         return found if [node.name for node in found.nodes] == names else self
 
+    def apart_from(self, other: LayerGraph) -> LayerGraph:
+        """Return the same layers, with new names for those that join another's layers.
+
+        Such a layer has the parameters of several layers of the other capture and the
+        name of one of them: a dropout separates layers in training only, for instance.
+        """
+        names = {}
+        for node in self.nodes:
+            held = other.layers_with(node)
+            if len(held) > 1 and node.name in held:
+                names[node.name] = JOINED.join(held)
+        if not names:
+            return self
+        given = {
+            group: names.get(node.name, node.name)
+            for node, group in zip(self.nodes, self._groups, strict=True)
+        }
+        return layers_of(self._traced, list(self._groups), self.name, given)
+
+    def layers_with(self, node: LayerNode) -> list[str]:
+        """Return the layers that have parameters of another capture's layer."""
+        held = {id(p) for p in node.module.parameters()}
+        return [
+            own.name
+            for own in self.nodes
+            if any(id(p) in held for p in own.module.parameters())
+        ]
+
     def _mismatch(self, name: str) -> PlanMismatch:
         what = "is missing or duplicate" if name in self.by_name else "is not in it"
         return PlanMismatch(
