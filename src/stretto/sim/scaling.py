@@ -2,7 +2,7 @@
 
 The number of ranks affects a step only through a collective's start-up and the bytes it
 puts on the wire, so a point of the table costs one simulated step whatever its ranks.
-It is for programs; no command calls it.
+`benchmarks/sim_speed.py` and its tests use it; no command does.
 """
 
 from __future__ import annotations
