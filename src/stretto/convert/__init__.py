@@ -89,8 +89,7 @@ Stages for numbers of one rank:
 - `_numbers`: replace them by those of all ranks (for `_script`).
 - `_sample_loops`: loops over samples that add up losses (for `_script`).
 - `_rank_values`: follow values of a rank's own samples (for `_script`).
-- `_rank_value_notes`: list where they are shown or combined (for `_classify` and
-  `_rank_values`).
+- `_rank_value_notes`: list where they are shown or combined (for `_rank_values`).
 - `_loop_sums`: what a loop adds up (shared, for instance by `_numbers` and
   `_rank_values`).
 - `_classify`: whether a rank's number is a mean over its samples, or a sum (for

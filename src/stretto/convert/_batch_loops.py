@@ -482,10 +482,7 @@ class BatchLoops:
 
     def is_loader(self, node: cst.CSTNode) -> bool:
         """Return whether an expression is a call of DataLoader."""
-        full = self._tree.called(node)
-        return full.rpartition(".")[2] == "DataLoader" and (
-            full == "DataLoader" or full.startswith("torch.")
-        )
+        return _is_data_loader(self._tree.called(node))
 
     def makes_loaders(self, node: cst.BaseExpression) -> bool:
         """Return whether something is a function of DataLoaders within an expression.
@@ -497,10 +494,7 @@ class BatchLoops:
         if self._tree.called(node) != "functools.partial":
             return False
         first = node.args[0].value if isinstance(node, cst.Call) and node.args else None
-        full = (None if first is None else self._tree.full(first)) or ""
-        return full == "DataLoader" or (
-            full.startswith("torch.") and full.rpartition(".")[2] == "DataLoader"
-        )
+        return first is not None and _is_data_loader(self._tree.full(first) or "")
 
     def _may_be_loader(self, origin: Origin) -> bool:
         """Return whether a value is a DataLoader or may be returned as one."""
@@ -520,3 +514,10 @@ class BatchLoops:
         return not full.startswith("torch.") and (
             "loader" in full.lower() or "loader" in name
         )
+
+
+def _is_data_loader(full: str) -> bool:
+    """Return whether a full name is that of torch's DataLoader."""
+    return full == "DataLoader" or (
+        full.startswith("torch.") and full.rpartition(".")[2] == "DataLoader"
+    )

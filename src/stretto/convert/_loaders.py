@@ -43,7 +43,7 @@ class Loaders:
         self.batch_sizes: list[cst.BaseExpression] = []
         """The batch sizes of the divided loaders, as the script writes them."""
         self.without_size: list[cst.BaseExpression] = []
-        """What makes the divided loaders whose batch size is not written in a call."""
+        """The expressions that make divided loaders whose batch size no call has."""
         self.steps = list(steps(work))
         """Bodies of training loops, and of the functions that they call."""
 

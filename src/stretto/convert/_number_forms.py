@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stretto.convert._edit import Work
 
 Form = tuple[Any, ...]
-"""What one value is: its kind, and what it is computed from."""
+"""The kind of a value, and the values that it is computed from."""
 
 Forms = frozenset[Form]
 
