@@ -17,6 +17,7 @@ from stretto.schema import Bucket
 from stretto.tune import controller, initial_profile
 from support.checks import Lines
 from support.nets import mlp
+from support.steady_network import use_steady_network
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -68,6 +69,7 @@ def train(
 
 
 def settles(rank: int, size: int, micro_steps: int) -> dict[str, Any]:
+    use_steady_network()
     lines = Lines()
     settled: list[Any] = []
     # A busy machine could reopen the search, and then another plan is executed.

@@ -20,6 +20,7 @@ from stretto.tune import TuneOptions, controller
 from stretto.tune import initial_profile as look
 from support.checks import Lines
 from support.nets import mlp
+from support.steady_network import use_steady_network
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -155,6 +156,7 @@ FAULTS = {
 
 
 def faults(rank: int, size: int) -> dict[str, tuple[bool, bool, list[str]]]:
+    use_steady_network()
     found = {}
     lines = Lines(logging.WARNING)
     theirs = train(TorchDDP(net()), rank, most=MAX_STEPS)

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 import stretto
+from stretto import variable_names
 from stretto.errors import PlanMismatch
 from stretto.runtime import DistributedDataParallel
 from stretto.tune import TuneOptions
+from stretto.tune.forced import FORCED
 from stretto.tune.initial_profile import deferred_plan
 from support.checks import Lines, differing_steps
 
@@ -132,7 +134,11 @@ def rank_trains_all_cases(rank: int, size: int) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_tuning_serves_whatever_parameters_ddp_reduces(ranks: Any) -> None:
+@pytest.mark.parametrize("schedule", ["", FORCED])
+def test_tuning_serves_whatever_parameters_ddp_reduces(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    monkeypatch.setenv(variable_names.TUNE_SCHEDULE, schedule)
     all_names = sorted(n for n, p in net().named_parameters() if p.requires_grad)
     # The tied weight is ignored under its first name only, so DDP reduces it.
     reduced = {
@@ -148,7 +154,8 @@ def test_tuning_serves_whatever_parameters_ddp_reduces(ranks: Any) -> None:
             one = found[name]
             assert one["auto"] == [], name
             assert one["explicit"] == [], name
-            assert one["settled"] == 1, name
+            # Without a schedule, a busy machine's tuning may take more steps.
+            assert one["settled"] == 1 or not schedule, name
             assert one["planned"] == names
         for name, words in {
             "skipping": "skip_all_reduce_unused_params=True",

@@ -25,6 +25,7 @@ from stretto.tune.tuning_state import best_so_far
 from support.checks import Lines
 from support.nets import mlp
 from support.ranks import Ranks
+from support.steady_network import use_steady_network
 
 if TYPE_CHECKING:
     from support.ranks import RankServers
@@ -66,6 +67,7 @@ def knows(model: Any) -> bool:
 
 def ends_before_it_has_settled(folder: Path, rank: int) -> dict[str, Any]:
     """Steps until the first plan has its median; then the model is no more."""
+    use_steady_network()
     lines, settled = Lines(), []
     for name in FILES:
         variable = "STRETTO_SAVE_PLAN" if name == "plan" else f"STRETTO_{name.upper()}"

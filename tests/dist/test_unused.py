@@ -17,6 +17,7 @@ from stretto.tune import TuneOptions
 from stretto.tune.initial_profile import deferred_plan
 from support.checks import differing_steps
 from support.plans import plan_of_buckets
+from support.steady_network import use_steady_network
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -136,6 +137,7 @@ MAX_STEPS = 2000
 
 
 def rank_tunes(rank: int, size: int) -> list[dict[str, Any]]:
+    use_steady_network()
     found = []
     for case in CASES:
         settings = {"find_unused_parameters": True}
