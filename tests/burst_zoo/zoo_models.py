@@ -2890,6 +2890,28 @@ def norm_in_a_reentrant_checkpoint() -> nn.Module:
     return Model()
 
 
+def spectral_norm_in_a_checkpoint(spectral: Any, *, use_reentrant: bool) -> nn.Module:
+    class Model(Guarded):
+        def between(self, h: Tensor) -> Tensor:
+            return checkpoint(self.norm, h, use_reentrant=use_reentrant)
+
+    model = Model()
+    model.norm = spectral(nn.Linear(5, 5))
+    return model
+
+
+@refused(vectors(6), "it would update '_u' twice")
+def spectral_norm_in_a_plain_checkpoint() -> nn.Module:
+    return spectral_norm_in_a_checkpoint(
+        nn.utils.parametrizations.spectral_norm, use_reentrant=False
+    )
+
+
+@refused(vectors(6), "it would update 'weight_u' twice")
+def spectral_norm_in_a_reentrant_checkpoint() -> nn.Module:
+    return spectral_norm_in_a_checkpoint(nn.utils.spectral_norm, use_reentrant=True)
+
+
 @refused(vectors(6), "share memory", names_line=False)
 def parameters_that_share_memory() -> nn.Module:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4, bias=False))

@@ -199,3 +199,27 @@ def _batch_norm(rank: int, size: int) -> None:
 def test_state_of_every_optimizer_objects_and_batch_statistics(ranks: Ranks) -> None:
     names = ranks(_state, 2, timeout_s=120)[0]
     assert {"SGD", "Adam", "Rprop", "SparseAdam", "ASGD"} <= set(names)
+
+
+def _hook_calls(rank: int, size: int, how: str) -> int:
+    hvd.init()
+    model = nn.Linear(5, 3)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        named_parameters=model.named_parameters(),
+    )
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    if how == "broadcast":
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    elif how == "loaded":
+        optimizer.load_state_dict(optimizer.state_dict())
+    for _ in range(3):
+        _step(model, optimizer, rank)
+    hvd.shutdown()
+    return len(calls)
+
+
+@pytest.mark.parametrize("how", ["new", "broadcast", "loaded"])
+def test_hooks_of_a_step_run_once_on_each_rank(ranks: Ranks, how: str) -> None:
+    assert ranks(_hook_calls, 2, how) == [3, 3]

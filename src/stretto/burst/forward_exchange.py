@@ -17,6 +17,7 @@ from stretto.burst.checks.recheck import Recheck
 from stretto.burst.checks.replicas import Replicas
 from stretto.burst.schedule import RankSchedule, schedule_of
 from stretto.burst.tracing.behavior import tolerance_between
+from stretto.burst.tracing.packing import advice_on_samples
 from stretto.errors import PlanMismatch, RankDisagreement, SpecError, StrettoError
 from stretto.sim.sample_layout import Layouts
 
@@ -164,11 +165,12 @@ class ForwardExchange:
         if trouble is not None:
             raise self._shared(trouble, [row[0] for row in rows])
         if not fits:
+            kind = tuple(batch.shape[1:]), batch.dtype
+            wanted = graph.input_shape, graph.input_dtype
             raise SpecError(
-                f"a sample must have shape {graph.input_shape} and type "
-                f"{graph.input_dtype}, as in the example inputs, got "
-                f"{tuple(batch.shape[1:])} and {batch.dtype}. Pad samples to the "
-                "example's length, and mask the padding in the loss"
+                f"a sample must have shape {wanted[0]} and type {wanted[1]}, as in the "
+                f"example inputs, got {kind[0]} and {kind[1]}. "
+                f"{advice_on_samples([kind], [wanted])}"
             )
         states = [ForwardState(*row[: len(mine)]) for row in rows]
         self._require_same_state(states)

@@ -41,20 +41,20 @@ def convert(work: Work, *, logs: bool, seeds_before: cst.CSTNode) -> None:
     """Join the ranks at the beginning, and end the group at the end."""
     _seed_ranks(work, before=seeds_before)
     entry = _Entry(work)
+    head = _last_import(work, entry.first)
     beginning = ["join_ranks()"]
-    seeds = _unseeded(work)
+    seeds = _unseeded(work, head)
     if seeds:
         beginning.append("seed_equally()")
     leaving = "hvd.shutdown()" if work.horovod else "dist.destroy_process_group()"
     if entry.may_exit:
         beginning.append(f"atexit.register({leaving.removesuffix('()')})")
-    head = _last_import(work)
     texts = [work.named(t) for t in beginning]
     if logs:
         work.after(_logging(work), "if RANK > 0:\n    logging.disable(logging.WARNING)")
     if not entry.may_exit:
         entry.at_end(leaving)
-    block = _block(work, seeds)
+    block = _block(work, seeds, head)
     if entry.flat:
         block += "\n\n" + "\n".join(texts) + "\n"
     else:
@@ -75,7 +75,7 @@ def convert(work: Work, *, logs: bool, seeds_before: cst.CSTNode) -> None:
 def is_joined(work: Work, node: cst.CSTNode) -> bool:
     """Return whether the ranks are joined before a node runs."""
     entry = _Entry(work)
-    head = _last_import(work)
+    head = _last_import(work, entry.first)
     first = head if entry.flat and head is not None else entry.begin
     return _runs_after(work, node, first, flat=entry.flat, seen=set())
 
@@ -126,9 +126,9 @@ def _seed_ranks(work: Work, *, before: cst.CSTNode) -> None:
     )
 
 
-def _unseeded(work: Work) -> tuple[str, ...]:
+def _unseeded(work: Work, head: cst.CSTNode | None) -> tuple[str, ...]:
     """Return the statements that seed what the script leaves unseeded."""
-    bound = _bound_by(work, _last_import(work))
+    bound = _bound_by(work, head)
     names = {"torch": "torch.manual_seed(int(seed))"}
     if bound.get("random") == "random":
         names["random"] = "random.seed(int(seed))"
@@ -169,10 +169,12 @@ def _is_fixed(work: Work, call: cst.Call) -> bool:
     )
 
 
-def _last_import(work: Work) -> cst.CSTNode | None:
-    """Return the last import before the script defines or executes something."""
+def _last_import(work: Work, first: cst.CSTNode | None) -> cst.CSTNode | None:
+    """Return the last import before the script defines or executes something.
+
+    ``first`` is the statement that needs the ranks to be joined.
+    """
     last: cst.CSTNode | None = None
-    first = _first_to_build(work)
     for line in work.tree.module.body:
         if line is first:
             break
@@ -276,7 +278,7 @@ def _acts(work: Work, line: cst.SimpleStatementLine) -> bool:
     )
 
 
-def _block(work: Work, seeds: tuple[str, ...]) -> str:
+def _block(work: Work, seeds: tuple[str, ...], head: cst.CSTNode | None) -> str:
     """Return the imports, the ranks and the functions, as text."""
     target = work.choices.target
     names = set(_support.order()) & work.used | {"join_ranks"}
@@ -304,7 +306,7 @@ def _block(work: Work, seeds: tuple[str, ...]) -> str:
         for name in _support.order()
         if name in names
     ]
-    imports = _imports(work, wanted | {"os", "torch"})
+    imports = _imports(work, wanted | {"os", "torch"}, head)
     ranks = _support.RANKS.strip("\n")
     mark = f"{_support.MARK} --to {target.value}"
     parts = [f"{mark}\n" + "\n".join(imports), "\n" + ranks]
@@ -312,8 +314,8 @@ def _block(work: Work, seeds: tuple[str, ...]) -> str:
     return work.named(text)
 
 
-def _imports(work: Work, wanted: set[str]) -> list[str]:
-    have = _bound_by(work, _last_import(work))
+def _imports(work: Work, wanted: set[str], head: cst.CSTNode | None) -> list[str]:
+    have = _bound_by(work, head)
     lines = []
     for name, line in _IMPORTS.items():
         module, _, last = line.partition(" import ")
@@ -354,7 +356,7 @@ class _Entry:
         self.flat = bool(at_top) and not inside
         self._guard = guard if inside or (guard is not None and not at_top) else None
         self.begin: cst.CSTNode
-        first = _first_to_build(work)
+        self.first = first = _first_to_build(work)
         if self._guard is not None:
             self.begin = self._guard.body.body[0]
             self._end: cst.CSTNode = self._guard.body.body[-1]

@@ -178,12 +178,17 @@ class StepObserver:
             if next(module.parameters(), None) is not None
         }
         self._prefixes = {**prefixes, id(self.model): ""}
-        called = self._held(StepObserver._any_called)
-        returned = self._held(StepObserver._any_returned)
+        called = self._guarded(StepObserver._any_called)
+        returned = self._guarded(StepObserver._any_returned)
         self._handles = [EagerHooks(called, returned)]
         self._end = weakref.finalize(self, _remove, list(self._handles))
 
     def _held(self, method: Callable[..., None], *first: Any) -> Callable[..., None]:
+        """Return `_guarded`'s hook, which Dynamo does not compile."""
+        hook = disable_dynamo(self._guarded(method, *first))
+        return cast("Callable[..., None]", hook)
+
+    def _guarded(self, method: Callable[..., None], *first: Any) -> Callable[..., None]:
         """Return a hook that keeps nothing alive and, with ``aside``, never raises."""
         mine = weakref.ref(self)
 
@@ -199,7 +204,7 @@ class StepObserver:
                 self.error = exc
                 self.close()
 
-        return cast("Callable[..., None]", disable_dynamo(hook))
+        return hook
 
     def _any_called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         prefix = self._prefixes.get(id(module))

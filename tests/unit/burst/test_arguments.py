@@ -197,6 +197,7 @@ def test_another_text_is_named_with_both_values():
     ("call", "words"),
     [
         ((A[:, :2], B), "Pad samples to the example's length"),
+        ((A.double(), B), "Convert inputs to the example's type"),
         ((A, B[:1]), "one number of samples, got 1, 2"),
     ],
 )

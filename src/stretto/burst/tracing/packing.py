@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from stretto.burst.tracing.graph_reach import GraphReach
     from stretto.burst.tracing.output_memory import RowView
 
+    SampleKind = tuple[tuple[int, ...], torch.dtype]
+    """Shape and type of one sample."""
+
 _EXACT_BITS = {
     torch.float64: 53,
     torch.float32: 24,
@@ -62,9 +65,7 @@ class RowPart:
 class Packing:
     """Places of tensors of given shapes and types in one; a single one is unchanged."""
 
-    def __init__(
-        self, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]], what: str
-    ) -> None:
+    def __init__(self, kinds: Sequence[SampleKind], what: str) -> None:
         types = {dtype for _, dtype in kinds}
         floats = [t for t in types if t.is_floating_point]
         if len(kinds) == 1:
@@ -280,8 +281,7 @@ class Arguments:
         if not self.packing.is_one and kinds != wanted:
             raise SpecError(
                 f"samples must have the example's shapes and types {wanted}, got "
-                f"{kinds}. Pad samples to the example's length, and mask the padding "
-                "in the loss"
+                f"{kinds}. {advice_on_samples(kinds, wanted)}"
             )
         if not self.packing.is_one and len(rows) > 1:
             raise SpecError(
@@ -702,3 +702,10 @@ def _replaced(value: Any, fields: dict[str, Any]) -> Any:
     for name, new in fields.items():
         object.__setattr__(found, name, new)  # it may be frozen
     return found
+
+
+def advice_on_samples(kinds: Sequence[SampleKind], wanted: Sequence[SampleKind]) -> str:
+    """Return what to do with samples of another shape or type than the example's."""
+    if [shape for shape, _ in kinds] == [shape for shape, _ in wanted]:
+        return "Convert inputs to the example's type, as with Tensor.to()"
+    return "Pad samples to the example's length, and mask the padding in the loss"

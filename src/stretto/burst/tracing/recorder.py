@@ -793,6 +793,12 @@ class OperationRecorder(AbstractRecorder, TorchFunctionMode):
                 new = storage_of(buffer) in self._memory_written - before
                 if _version(buffer) != version or new:
                     require_known_state(owner, name, place)
+                    if in_checkpoint() or self._in_reentrant:
+                        raise SpecError(
+                            f"{place}: {type(module).__name__} is in a checkpoint, "
+                            "which runs it again in backward: it would update "
+                            f"{name!r} twice. Move it out of the checkpoint"
+                        )
                     self._keeps_state |= not isinstance(owner, BatchNorm)
             if self._keeps_state or self._draws > draws:
                 _require_uncached(module, place)

@@ -122,6 +122,11 @@ class _Distributed:
         base.load_state_dict(*args, **kwargs)
 
 
+# ``load_state_dict`` and unpickling let PyTorch wrap the class's step, which calls the
+# hooks of a step. The base class's step is wrapped already: they would run twice.
+_Distributed.step.hooked = True  # type: ignore[attr-defined]
+
+
 def DistributedOptimizer(  # noqa: N802
     optimizer: torch.optim.Optimizer,
     named_parameters: Any = None,

@@ -158,7 +158,7 @@ def call_step(
     """
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
-        step = step.__wrapped__
+        step = getattr(step, "__wrapped__", step)
     own, state = optimizer.param_groups, optimizer.state
     before, _executing.active = _executing.active, True
     optimizer.param_groups = groups
