@@ -416,6 +416,21 @@ def functional_call(side: Side) -> None:
     part_of_the_module(side, call)
 
 
+ON_RANK_1: Widths = [(1, 1)]
+
+
+def gradients_of_parameters(side: Side, *, allow_unused: bool = False) -> None:
+    """Rank 0 runs no layer with parameters."""
+    wrapped = built(side, deep(), ON_RANK_1)
+    x, y = side.data(0)
+    parameters = list(wrapped.parameters())
+    torch.autograd.grad(cross(wrapped(x), y), parameters, allow_unused=allow_unused)
+
+
+def gradients_of_used_parameters(side: Side) -> None:
+    gradients_of_parameters(side, allow_unused=True)
+
+
 def temperature_before_the_first_forward(side: Side) -> None:
     model = WithTemperature()
     wrapped = built(side, model, [(0, 2)])
@@ -498,6 +513,7 @@ OF_RANK_0 = (
 SEVERAL = "register_multi_grad_hook was called with parameter '0.weight'"
 NODE = "ignores (line"
 UNKNOWN = "the weights of these gradients"
+NAMED = "can't be named in torch.autograd.grad"
 
 REFUSED = {
     exception_of_a_gradient_hook: OF_RANK_0,
@@ -522,6 +538,8 @@ REFUSED = {
     module_itself: UNKNOWN,
     functional_call: UNKNOWN,
     temperature_before_the_first_forward: UNKNOWN,
+    gradients_of_parameters: NAMED,
+    gradients_of_used_parameters: NAMED,
     converted: "full_state_dict(), or refresh()",
 }
 KINDS = {"StrettoError", "RankDisagreement"}

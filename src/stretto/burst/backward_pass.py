@@ -337,7 +337,8 @@ class BackwardPass:
                     f"the loss uses a parameter of layer {layer!r} directly, but not "
                     "every rank runs this layer: use the optimizer's weight_decay, or "
                     "after backward() add the penalty's gradient to .grad where that "
-                    "is not None, or give the layer all ranks"
+                    "is not None, or give the layer all ranks. If the loss is of the "
+                    "module inside, call the burst model instead"
                 )
             self._begin()
             self.reached.arrived_at(parameter)

@@ -369,11 +369,12 @@ class BurstParallel(nn.Module):
         is_uneven = len(set(counts)) > 1
         if is_uneven:
             torch_calls.look_before_backward()
+        own = [p for p in parts.backward.own_parameters() if p.requires_grad]
         return mark_output(
             output,
             ended.shares[parts.ranks.rank],
             partial(self._output_backward, ended),
-            [p for p in parts.backward.own_parameters() if p.requires_grad],
+            own or [p for p in self.module.parameters() if p.requires_grad],
             is_apart=_is_taken_apart(graph.results, output),
             is_uneven=is_uneven,
         )

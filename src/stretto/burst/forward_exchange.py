@@ -195,7 +195,9 @@ class ForwardExchange:
         def ask() -> None:
             rows.extend(self._rank_groups.exchange(numbers))
 
-        with self._rank_groups.guard("the exchange of the ranks' shares"):
+        with self._rank_groups.guard(
+            "the exchange of the ranks' shares before a forward"
+        ):
             self._clock.wait("counts", ask)
         return rows
 

@@ -207,9 +207,16 @@ class FailureReporter:
         elif silent:
             who = self._unanswered(silent)
         else:
+            elsewhere: dict[str, list[int]] = {}
+            for rank, at in sorted(call.places.items()):
+                elsewhere.setdefault(at, []).append(rank)
+            elsewhere.pop(place, None)
+            rows = [f"{ranks.name_all(r)}: {at}" for at, r in elsewhere.items()]
+            known = f" ({'; '.join(rows)})" if rows else ""
             who = (
-                "every rank still answers: the network between them failed, or ranks "
-                "make different calls, such as a backward or step that one skipped."
+                f"every rank still answers{known}: the network between them failed, or "
+                "ranks make different calls, such as a backward, step or norm that one "
+                "skipped."
             )
         return CommTimeout(
             f"{ranks.name(ranks.rank)}: {place} {what}; {who} "
@@ -276,6 +283,9 @@ class _RollCall:
         self.silent = [r for r in range(ranks.size) if r != ranks.rank]
         """Ranks that have not signed."""
 
+        self.places: dict[int, str] = {}
+        """What failed on the ranks that have signed."""
+
         self.ended: dict[int, str] = {}
         """How processes ended, by the ranks' global numbers."""
 
@@ -312,7 +322,8 @@ class _RollCall:
             # interpreter is finalizing would end the process.
             end_requests(self._ranks.store)
             asking.join(1.0)
-        self.silent = list(self.silent)  # an abandoned thread can't change it
+        self.silent = list(self.silent)  # an abandoned thread can't change them
+        self.places = dict(self.places)
         self.ended = dict(self.ended)
 
     def _ask(self) -> None:
@@ -350,7 +361,11 @@ class _RollCall:
         if self._trouble is not None:
             return
         try:
-            self.silent = [r for r in self.silent if not self._store.check([str(r)])]
+            for rank in self.silent:
+                if self._store.check([str(rank)]):
+                    place = self._store.get(str(rank)).decode()
+                    self.places = self.places | {rank: place}
+                    self.silent = [r for r in self.silent if r != rank]
         except RuntimeError as exc:
             self._trouble = str(exc).splitlines()[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -52,6 +53,28 @@ def test_a_collective_that_fails_just_after_a_look_is_reported_with_its_error() 
     ):
         failures.wait(EndsAfterALook("Connection reset by peer"), "an all-reduce")
     assert failures.error is not None
+
+
+def test_an_error_names_what_failed_on_the_other_ranks() -> None:
+    store = dist.HashStore()
+
+    def reporter_of(rank: int) -> FailureReporter:
+        ranks = Ranks(
+            rank=rank, size=2, names=(0, 1), store=store, timeout_s=2.0, presence=None
+        )
+        return FailureReporter(ranks, lambda: None)
+
+    cause = RuntimeError("Timed out waiting")
+    with ThreadPoolExecutor() as pool:
+        errors = list(
+            pool.map(
+                lambda rank, place: reporter_of(rank).report(place, cause),
+                (0, 1),
+                ("the norm of all gradients", "a forward"),
+            )
+        )
+    assert "every rank still answers (rank 1: a forward)" in str(errors[0])
+    assert "(rank 0: the norm of all gradients)" in str(errors[1])
 
 
 def test_an_error_keeps_its_frames_no_longer_than_it_is_handled() -> None:
