@@ -1,11 +1,14 @@
 """A predicted burst step with a background job beside each rank.
 
 # Note [What a measured pair says about another plan]
-A pair's loss lengthens the step by the same ratio. Its rate in usable time is the same:
-the measured share over the part of the step that was usable then. So with u seconds of
-a plan's step of t seconds usable, the background has share / usable_ratio * u / t of
-its rate alone, and for the plan that was measured this is the measured share. On a rank
-that computes nothing in the step, the background has its rate alone.
+A burst job and a background job are measured together under one plan. Two figures of
+that measurement are assumed to hold for other plans: the ratio by which the background
+lengthens the step, and the background's progress per usable second. The measured share
+is the background's progress, divided by its progress alone in the same time; the
+measured usable ratio is the part of the step that the background could use. Then under
+a plan whose step takes t seconds, u of them usable, the background's share is
+share / usable_ratio * u / t. For the plan that was measured this is the measured share.
+On a rank that computes nothing in the step, the share is 1.
 """
 
 from __future__ import annotations

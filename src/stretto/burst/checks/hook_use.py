@@ -5,9 +5,10 @@ A rank calls the hooks of the layers that it runs. If a hook that changes someth
 on one rank only, another model is trained than in one process. A hook that only looks,
 such as a logger on the first rank, is right. So with each forward ranks compare which
 hooks there are. Where these differ, each rank observes what its hooks do: one that
-returns a value or writes into a tensor must be on every rank. So must one of a layer
-that the rank does not run, unless its function changed nothing where the rank called it
-for another module of that type, or a gradient of as many dimensions.
+returns a value or writes into a tensor must be on every rank. The hook of a layer that
+the rank does not run is not called there, so it can't be observed. It must be on every
+rank too, unless the rank called the same function for another module of that type (or
+for a gradient with as many dimensions) and it changed nothing.
 
 Hooks are compared by the names and lines of their functions, because values that a
 function closes over may differ for good reasons.
