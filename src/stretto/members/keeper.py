@@ -831,7 +831,9 @@ class RankKeeper:
             self._waits = True
             names = ", ".join(map(network.name, lost))
             _log.warning(
-                "no link with %s for %g s: this host's ranks wait",
+                "no link with %s for %g s: this host's ranks wait until it works "
+                "again. If it stays lost, end this command and start it again, on all "
+                "hosts that wait",
                 names,
                 self._policy.silent_s,
             )
