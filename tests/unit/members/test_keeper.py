@@ -291,8 +291,10 @@ def test_a_view_survives_its_line() -> None:
 
 
 HOST = """
-import sys
+import functools, sys
 from stretto.members import keeper, meeting
+# A busy machine may give a keeper no time for some seconds.
+keeper.VotePolicy = functools.partial(keeper.VotePolicy, silent_s=8.0)
 number, port, nodes, job, rank, local = sys.argv[1:]
 point = meeting.MeetingPoint(
     host="127.0.0.1", port=int(port), nodes=int(nodes),
@@ -384,7 +386,7 @@ def test_hosts_form_one_view_and_lose_and_gain_hosts(hosts: Hosts) -> None:
     assert line(first) == line(second) == "view (0, 1, 30000)"
     for keeper in (first, second, later):
         say(keeper, "")
-    assert [k.wait(30) for k in (first, second, later)] == [0, 0, 0]
+    assert [k.wait(100) for k in (first, second, later)] == [0, 0, 0]
 
 
 def test_a_host_of_another_job_is_refused(hosts: Hosts) -> None:
@@ -402,7 +404,7 @@ def test_a_rank_lost_before_training_ends_the_job_on_all_hosts(hosts: Hosts) -> 
         "sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)"
     )
     first, second = hosts.start(0, 2), hosts.start(1, 2)
-    assert (first.wait(30), second.wait(30)) == (7, 7)
+    assert (first.wait(100), second.wait(100)) == (7, 7)
 
 
 LATE_LINKS = """
@@ -421,7 +423,7 @@ def test_hosts_that_are_not_connected_yet_hear_of_a_rank_lost(hosts: Hosts) -> N
         "sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)"
     )
     first, second = hosts.start(0, 2), hosts.start(1, 2)
-    assert (first.wait(30), second.wait(30)) == (7, 7)
+    assert (first.wait(100), second.wait(100)) == (7, 7)
 
 
 DRAINING = """
@@ -457,10 +459,10 @@ def test_a_keeper_that_gets_sigterm_lets_its_ranks_leave_in_order(hosts: Hosts) 
     assert [line(keeper) for keeper in started] == ["view (0, 1, 2)"] * 3
     started[0].terminate()
     assert [line(keeper) for keeper in started] == ["view (1, 2)"] * 3
-    assert started[0].wait(30) == 128 + 15
+    assert started[0].wait(100) == 128 + 15
     for keeper in started[1:]:
         say(keeper, "")
-    assert [keeper.wait(30) for keeper in started[1:]] == [0, 0]
+    assert [keeper.wait(100) for keeper in started[1:]] == [0, 0]
 
 
 HANGING = """
