@@ -30,7 +30,7 @@ RELEASED_AFTER = 6
 """A membership's groups and lanes are released in fewer steps than this."""
 
 SCRIPT = f"""
-import collections, gc, json, os, signal, sys
+import collections, contextlib, gc, json, os, signal, sys, time
 import torch
 import torch.distributed as dist
 import stretto
@@ -73,10 +73,19 @@ while not (
         if run.steps > step:
             losses[step] = loss.item()
         is_trained = True
-tasks = os.listdir("/proc/self/task")
-names = [open("/proc/self/task/" + task + "/comm").read().strip() for task in tasks]
+def threads():
+    found = collections.Counter()
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it may end now
+            found[open("/proc/self/task/" + task + "/comm").read().strip()] += 1
+    return {{name: count for name, count in found.items() if "gloo" in name}}
+last, equal = threads(), 0
+while equal < 20:  # those of past memberships end by themselves
+    time.sleep(0.1)
+    now = threads()
+    last, equal = now, equal + 1 if now == last else 0
 record = {{
-    "threads": collections.Counter(name for name in names if "gloo" in name),
+    "threads": last,
     "history": [[m.generation, m.first_step, m.ids] for m in run.history],
     "losses": losses,
     "steps": run.steps,
