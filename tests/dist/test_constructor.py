@@ -15,6 +15,7 @@ from torch import nn
 
 import stretto
 from stretto.errors import SpecError
+from support.checks import raised
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -154,6 +155,28 @@ def test_a_value_that_a_variable_cannot_have_is_an_error(ranks: Any) -> None:
         )
         assert clipping == "STRETTO_CLIPPING must be exact or parts, got 'perhaps'"
         assert backend.startswith("STRETTO_LANE_BACKEND must be one of 'gloo', ")
+
+
+def rank_poisons(rank: int, size: int) -> str:
+    os.environ["STRETTO_POISON"] = "yes"
+    _, message = raised(stretto.DDP, nn.Linear(2, 2), overlap="auto")
+    return message
+
+
+def test_a_poison_that_is_neither_on_nor_off_is_an_error(ranks: Any) -> None:
+    assert ranks(rank_poisons, 1) == ["STRETTO_POISON must be 1 or 0, got 'yes'"]
+
+
+def rank_passes_a_number(rank: int, size: int) -> str:
+    with pytest.raises(TypeError) as error:
+        stretto.DDP(nn.Linear(2, 2), process_group=3)
+    return str(error.value)
+
+
+def test_a_process_group_that_is_a_number_is_an_error(ranks: Any) -> None:
+    assert ranks(rank_passes_a_number, 1) == [
+        "process_group must be a process group, got 3"
+    ]
 
 
 def options_in_other_types(rank: int, size: int) -> str:

@@ -355,6 +355,9 @@ def require_overlap(plan: Plan | None, overlap: str | None, *, automatic: bool) 
         raise SpecError(
             f"overlap (or {variable_names.OVERLAP}) must be {choices}, got {overlap!r}"
         )
+    poison = os.environ.get(variable_names.POISON, "")
+    if overlap != BACKWARD and poison not in ("", "0", "1"):
+        raise SpecError(f"{variable_names.POISON} must be 1 or 0, got {poison!r}")
     if overlap == "forward" and (plan is None or plan.overlap != "forward"):
         what = "plan='auto'" if automatic else "DDP's own buckets"
         if plan is not None:

@@ -90,7 +90,9 @@ _NOT_COPIED = (
     "_failures",
     "_gradient_counts",
     "_gradients_come_once",
+    "_is_new_reducer",
     "_is_over",
+    "_is_rebuild_due",
     "_iterations",
     "_lane_pool",
     "_marker",
@@ -606,6 +608,8 @@ class DistributedDataParallel(ReplaceableReducerDDP):
             if self._planned.overlap is not None:
                 self._begin_overlap(self._planned.overlap, compiled=compiled)
         if torch.is_grad_enabled():
+            if self._is_rebuild_due:
+                self._rebuild_outside_modes()
             self._marker.begin_step()
             self._micro_steps = not self.require_backward_grad_sync
             if self._gradient_counts is not None and not self._micro_steps:

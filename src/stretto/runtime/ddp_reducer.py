@@ -17,6 +17,7 @@ from stretto.runtime import backends
 from stretto.runtime.after_backward import at_the_end
 from stretto.runtime.ddp_group import WatchedGroup
 from stretto.runtime.ddp_ranks import RankedDDP
+from stretto.runtime.forward.undisturbed import has_modes, undisturbed
 from stretto.runtime.planned_group import PlannedGroup
 from stretto.runtime.read_only import shown_value
 from stretto.runtime.recording.step import StepWatch, require_observer
@@ -65,6 +66,12 @@ class ReplaceableReducerDDP(RankedDDP):
     _watched: WatchedGroup | None = None
     _rule_buckets: list[list[int]] | None = None
     _iterations = 0
+    _is_new_reducer = False
+    """Whether the Reducer followed another one and has reduced no backward yet."""
+
+    _is_rebuild_due = False
+    """Whether such a Reducer rebuilds its buckets in the next forward."""
+
     _builtin_hook: Any = None
     _gradient_counts: GradientCounts | None = None
     _gradients_come_once = False
@@ -424,6 +431,7 @@ class ReplaceableReducerDDP(RankedDDP):
         self._retire(old, old_logger)
         self._restore_reducer_state()
         self._keep_used_map(old)
+        self._is_new_reducer, self._is_rebuild_due = True, False
         if self._observer is not None:
             self._observe(self._observer)
 
@@ -515,6 +523,18 @@ class ReplaceableReducerDDP(RankedDDP):
         if self._planned is None and self.reducer._rebuild_buckets():  # noqa: SLF001
             self._has_rebuilt_buckets = True
 
+    def _rebuild_outside_modes(self) -> None:
+        """Rebuild a new Reducer's buckets outside the modes of the program's forward.
+
+        DDP rebuilds once, in the second forward. A plan's Reducer does it in another
+        one, which may run in a transform of ``torch.func`` or within fake tensors.
+        """
+        self._is_rebuild_due = False
+        if has_modes():
+            with undisturbed():
+                if self.reducer._rebuild_buckets():  # noqa: SLF001
+                    self._has_rebuilt_buckets = True
+
     def release_unused_lanes(self) -> None:
         """Close the lanes that the plan in use does not need.
 
@@ -569,6 +589,8 @@ class ReplaceableReducerDDP(RankedDDP):
         known = self._planned is not None or self._rule_buckets is not None
         if in_forward and known and self.reducer._rebuild_buckets():  # noqa: SLF001
             self._has_rebuilt_buckets = True
+        if self._is_new_reducer:
+            self._is_new_reducer, self._is_rebuild_due = False, True
         if self._counts_steps:
             key = (str(self.process_group.group_name), self._agreement.serial)
             at_the_end(key, self._step_reduced)

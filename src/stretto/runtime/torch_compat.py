@@ -128,6 +128,8 @@ def process_group_of(
     given = arguments.get("process_group")
     mesh = arguments.get("device_mesh")
     if isinstance(given, int):
+        if given != dist.GroupMember.NON_GROUP_MEMBER:
+            raise TypeError(f"process_group must be a process group, got {given!r}")
         raise TypeError(
             "process_group is not a group: this rank is not among the ranks that "
             "torch.distributed.new_group was given"

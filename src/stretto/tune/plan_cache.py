@@ -259,8 +259,10 @@ class PlanCache:
         try:
             yield
         except (sqlite3.Error, OSError, SpecError) as exc:
+            has_file = self._path is not None and self._path.is_file()
+            remedy = "Remove the file, or set" if has_file else "Set"
             what = (
-                f"{self._path}: can't {purpose}: {exc}. Remove the file, or set "
+                f"{self._path}: can't {purpose}: {exc}. {remedy} "
                 f"{variable_names.PLAN_CACHE} to another path or to off"
             )
             if self._strict:
