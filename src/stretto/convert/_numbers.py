@@ -22,6 +22,7 @@ from stretto.convert._loop_sums import (
     is_zero,
 )
 from stretto.convert._losses import Loss
+from stretto.convert._parentheses import grouped
 from stretto.convert._passes import trains_in
 from stretto.convert._result import Evaluation
 from stretto.convert._shown import SHOWING, Shown
@@ -905,9 +906,9 @@ def _if_trains(
 ) -> cst.BaseExpression:
     """Return ``(function(node) if test else node)``."""
     return cst.IfExp(
-        test=test,
+        test=grouped(test),
         body=cst.Call(func=func, args=[cst.Arg(value=node)]),
-        orelse=node.deep_clone(),
+        orelse=grouped(node.deep_clone()),
         lpar=[cst.LeftParen()],
         rpar=[cst.RightParen()],
     )
@@ -916,7 +917,7 @@ def _if_trains(
 def _times(node: cst.BaseExpression, factor: cst.BaseExpression) -> cst.BaseExpression:
     """Return the product in parentheses."""
     return cst.BinaryOperation(
-        left=node,
+        left=grouped(node),
         operator=cst.Multiply(),
         right=factor,
         lpar=[cst.LeftParen()],

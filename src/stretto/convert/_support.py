@@ -147,6 +147,15 @@ class OnRank0:
     def __call__(self, *values, **options):
         return self
 
+    def __getitem__(self, key):
+        return self
+
+    def __setitem__(self, key, value):
+        pass
+
+    def __iter__(self):
+        return iter(())
+
     def __enter__(self):
         return self
 
