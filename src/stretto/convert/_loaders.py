@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from stretto.convert._batch_loops import BatchLoop
     from stretto.convert._edit import Work
 
+_KNOWN_SAMPLERS = tuple(
+    f"{module}{kind}"
+    for module in ("", "torch.utils.data.", "torch.utils.data.sampler.")
+    for kind in ("RandomSampler", "SequentialSampler")
+)
+"""The samplers that `shuffle` stands for."""
+
 _PROGRESS = ("range", "trange", "tqdm.trange", "tqdm", "tqdm.tqdm", "tqdm.auto.tqdm")
 
 
@@ -155,8 +162,8 @@ class Loaders:
 
     def _chooses(self, made: cst.BaseExpression) -> bool:
         """Return whether a sampler is another one than `shuffle` gives."""
-        kind = self._tree.called(made).rpartition(".")[2]
-        return bool(kind) and kind not in ("RandomSampler", "SequentialSampler")
+        kind = self._tree.called(made)
+        return bool(kind) and kind not in _KNOWN_SAMPLERS
 
     def _refuse_sampler(
         self, call: cst.Call, name: str, given: cst.BaseExpression

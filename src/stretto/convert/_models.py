@@ -292,7 +292,7 @@ class Models:
         for line in found(self._tree.module, cst.Assign):
             new = isinstance(line.value, cst.Call) and (
                 self._tree.called(line.value).startswith("torch.nn.")
-                or self._tree.called(line.value) in self._tree.classes
+                or self._tree.own_class(line.value) is not None
             )
             if new and self._tree.function(line) is scope:
                 targets = [dotted(t.target) or "" for t in line.targets]

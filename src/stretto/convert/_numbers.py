@@ -22,7 +22,7 @@ from stretto.convert._loop_sums import (
     is_zero,
 )
 from stretto.convert._losses import Loss
-from stretto.convert._parentheses import grouped
+from stretto.convert._parentheses import as_one, grouped
 from stretto.convert._passes import trains_in
 from stretto.convert._result import Evaluation
 from stretto.convert._shown import SHOWING, Shown
@@ -906,9 +906,9 @@ def _if_trains(
 ) -> cst.BaseExpression:
     """Return ``(function(node) if test else node)``."""
     return cst.IfExp(
-        test=grouped(test),
+        test=test,
         body=cst.Call(func=func, args=[cst.Arg(value=node)]),
-        orelse=grouped(node.deep_clone()),
+        orelse=as_one(node.deep_clone()),
         lpar=[cst.LeftParen()],
         rpar=[cst.RightParen()],
     )
