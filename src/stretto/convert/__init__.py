@@ -73,6 +73,8 @@ Stages for the model:
 Stages for its data:
 
 - `_loaders`: divide the loaders (for `_script`).
+- `_containers`: what is put into lists and dicts (for `_batch_loops`).
+- `_untaken`: loaders whose batches are taken in a way not followed (for `_script`).
 - `_batch`: where a step relies on the batch size (for `_loaders` and `_script`).
 - `_batch_names`: which numbers are the batch size of all ranks (for `_batch`).
 - `_number_forms`: what a number is computed from (for `_batch_names`).

@@ -22,6 +22,7 @@ from stretto.convert import (
     _sample_loops,
     _setup,
     _support,
+    _untaken,
     _unwrapping,
     _whole_passes,
 )
@@ -135,6 +136,7 @@ def _distributed(
         distribute_optimizers(work, models)
     loaders = Loaders(work)
     loaders.convert()
+    _untaken.point_out(work, loaders)
     _passes.convert(work)
     whole = _whole_passes.convert(work, models, loaders)
     read = _loader_sizes.convert(work, loaders)
