@@ -200,3 +200,48 @@ def test_the_batch_size_of_a_loader_of_a_container_is_followed():
     head = SCRIPT.partition("{before}")[0]
     after = convert(f"{head}{before}{BATCHES}").after
     assert "        if len(x) < per_rank(6):\n" in after
+
+
+STEP = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+data = TensorDataset(torch.ones(8, 2))
+
+class Run:
+    def __init__(self):
+        self.net = torch.nn.Linear(2, 1)
+        self.opt = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.loader = DataLoader(data, batch_size=4)
+        self.more = []
+        self.more.append(DataLoader(data, batch_size=6))
+
+    def step(self, x):
+        loss = self.net(x).mean()
+        self.opt.zero_grad()
+        loss.backward()
+        self.opt.step()
+
+    def fit(self):
+        for (x,) in self.loader:
+            self.step(x)
+        return self
+
+
+run = {made}
+for epoch in range(2):
+    for (x,) in run.more[0]:
+        run.step(x)
+"""
+
+
+def test_a_loader_of_a_loop_that_trains_and_is_not_known_is_listed():
+    conversion = convert(STEP.replace("{made}", "Run().fit()"))
+    (note,) = open_notes(conversion)
+    assert note.startswith("line 12: what takes the batches of this loader, which is")
+
+
+def test_a_loader_of_an_object_of_the_script_is_divided():
+    conversion = convert(STEP.replace("{made}", "Run()\nrun.fit()"))
+    assert "DataLoader(data, batch_size=per_rank(6)" in conversion.after
+    assert open_notes(conversion) == []

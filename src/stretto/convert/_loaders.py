@@ -65,6 +65,10 @@ class Loaders:
         taken = self._work.job.batches.taken(node.iter, self._tree.function(node))
         return node not in self._work.whole and self.has_divided(taken)
 
+    def is_divided_call(self, call: cst.Call) -> bool:
+        """Return whether what a call makes is divided."""
+        return any(key[0] == id(call) for key in self._ids)
+
     def has_divided(self, origins: Iterable[Origin]) -> bool:
         """Return whether the loader of one of several origins is divided."""
         return any(o.key in self._ids for o in origins)

@@ -788,7 +788,7 @@ class Numbers:
             self._tree.method_called(c, "size") is not None
             for c in found(node, cst.Call)
         )
-        if not counts:
+        if not counts or self._is_of_reduced_sums(node):
             return
         amount = self._classify.of(node, body)
         if amount is Amount.SUM:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
+from stretto.convert._models import reaching_training
 from stretto.convert._tree import Scope, dotted, found
 
 if TYPE_CHECKING:
@@ -46,14 +47,15 @@ class _Untaken:
                         "takes all of them: loop over the DataLoader itself",
                     )
         taken = self._taken()
-        named = self._named()
+        named = self._named(self._in_training())
+        unknown = self._named(self._in_unknown_loops())
         for call in self._tree.calls:
-            if not self._batches.is_loader(call) or any(
-                self._tree.within(call, made) for made in taken
-            ):
+            if not self._batches.is_loader(call) or self._loaders.is_divided_call(call):
                 continue
+            is_taken = any(self._tree.within(call, made) for made in taken)
+            names = unknown if is_taken else named | unknown
             places = self._containers(call)
-            known = [p for p in places if p.rpartition(".")[2] in named]
+            known = [p for p in places if p.rpartition(".")[2] in names]
             if known:
                 self._list(
                     call,
@@ -134,16 +136,38 @@ class _Untaken:
         elif inside or not isinstance(target, cst.Name):
             yield dotted(target) or ""
 
-    def _named(self) -> set[str]:
-        """Return the names in training loops, and in what these names are made of."""
-        waiting: list[cst.CSTNode] = []
+    def _in_training(self) -> list[cst.CSTNode]:
+        """Return training loops, and what loops around them go through."""
+        out: list[cst.CSTNode] = []
         for loop in self._work.job.training:
-            waiting.append(loop.node)
-            waiting += [
+            out.append(loop.node)
+            out += [
                 around.iter
                 for around in self._tree.loops(loop.node)
                 if isinstance(around, cst.For)
             ]
+        return out
+
+    def _in_unknown_loops(self) -> list[cst.CSTNode]:
+        """Return what loops go through that train, and are not known to take batches.
+
+        Such as that of a step which other loops take with batches of a loader.
+        """
+        known = {id(loop.node) for loop in self._work.job.training}
+        reaching = {id(f) for f in reaching_training(self._work)}
+        out: list[cst.CSTNode] = []
+        for call in self._tree.calls:
+            if call not in self._work.job.backwards and not any(
+                id(f) in reaching for f in self._flow.local(call)
+            ):
+                continue
+            loops = self._tree.loops(call)
+            if loops and not any(id(loop) in known for loop in loops):
+                out += [node for node, _ in self._sources(loops[0])]
+        return out
+
+    def _named(self, waiting: list[cst.CSTNode]) -> set[str]:
+        """Return the names in some code, and in what these names are made of."""
         out: set[str] = set()
         seen: set[int] = set()
         while waiting:
