@@ -37,7 +37,7 @@ class Store:
 
     container: cst.BaseExpression
     key: str | None
-    """The key's text; ``None`` if it is none, or is not a literal."""
+    """The key's text; ``None`` without a key, or for one that is not a literal."""
     origin: Origin
     moves: bool = False
     """Whether elements get other places in a list."""

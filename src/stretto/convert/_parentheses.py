@@ -32,7 +32,7 @@ _WHOLE = {
     cst.Param: "default",
     cst.FormattedStringExpression: "expression",
 }
-"""Where an expression stands alone, and the name of that part."""
+"""Where an expression is a whole part, and the name of that part."""
 
 
 def enclosed(new: Any, old: cst.CSTNode, above: cst.CSTNode | None) -> Any:

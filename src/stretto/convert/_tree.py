@@ -139,10 +139,11 @@ class ScriptTree:
         self.functions = list(found(self.module, cst.FunctionDef))
         self.classes = {c.name.value: c for c in found(self.module, cst.ClassDef)}
         self.names = {n.value for n in found(self.module, cst.Name)}
+        functions = {f.name.value for f in self.functions if not self._is_method(f)}
+        classes = {n for n, kind in self.classes.items() if not self._is_method(kind)}
         self._own = {
-            node.name.value
-            for node in found(self.module, (cst.FunctionDef, cst.ClassDef))
-            if not self._is_method(node)
+            *functions,
+            *classes,
         } - {*self.imported}
 
     def changed(self, module: cst.Module) -> ScriptTree:

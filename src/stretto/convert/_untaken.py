@@ -86,7 +86,9 @@ class _Untaken:
         Of a function that returns loaders these are those that it makes, too.
         """
         origins: list[Origin] = []
-        for loop in found(self._tree.module, (cst.For, cst.CompFor)):
+        loops: Iterator[cst.For | cst.CompFor]
+        loops = found(self._tree.module, (cst.For, cst.CompFor))
+        for loop in loops:
             origins += self._batches.taken(loop.iter, self._tree.function(loop))
         for call in self._tree.calls:
             if dotted(call.func) in ("next", "iter", "list") and call.args:
