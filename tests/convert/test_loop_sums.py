@@ -221,3 +221,45 @@ def test_arrays_keep_their_shape_and_type():
     assert row.dtype == np.float32
     assert row.tolist() == [[2.0, 2.0, 2.0]]
     assert number == 3.0
+
+
+SUM_OF_A_FUNCTION = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+def main():
+    model = torch.nn.Linear(2, 1)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+    for epoch in range(2):
+        mae = {begin}
+        for (x,) in loader:
+            loss = model(x).mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            mae += {added}
+        print(f"{shown}")
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("begin", "added", "shown"),
+    [
+        (
+            "torch.tensor(0.0)",
+            "(model(x) - x[:, :1]).abs().sum().detach()",
+            "{mae.item() / len(loader.dataset):.6f}",
+        ),
+        ("0.0", "model(x).abs().sum().item()", "{mae / len(loader.dataset):.6f}"),
+        ("0", "(model(x) > 0).sum()", "{100 * mae / len(loader.dataset):.6f}"),
+    ],
+)
+def test_a_sum_that_is_reduced_after_its_loop_is_not_reduced_again(begin, added, shown):
+    source = SUM_OF_A_FUNCTION.format(begin=begin, added=added, shown=shown)
+    conversion = convert(source)
+    assert "        mae = sum_over_ranks(mae)\n" in conversion.after
+    assert f'print0(f"{shown}")' in conversion.after
+    assert open_notes(conversion) == []

@@ -62,6 +62,7 @@ SCRIPTS = [
     Script(name="accumulate.py"),
     Script(name="several_loaders.py"),
     Script(name="batch_sizes.py"),
+    Script(name="containers.py"),
     Script(name="schedule.py", first_epoch=1, saves="checkpoints/best.pt"),
     Script(name="resume.py", saves="checkpoint.pth.tar"),
     Script(name="gan.py", noise_rows=32),

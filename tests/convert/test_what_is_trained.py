@@ -747,3 +747,59 @@ def test_parts_that_training_calls_are_wrapped_in_the_object_that_holds_them(bas
 def test_names_of_a_module_of_which_parts_are_wrapped_are_refused(line):
     text = refused(HEAD + PARTS.format(base="nn.Module") + line + "\n")
     assert "its parameters get other names, with `module.`" in text
+
+
+EVALUATED_BY_GENERATOR = """\
+import copy
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+def predictions(model, loader):
+    for (x,) in loader:
+        yield model(x).mean()
+
+{decorator}
+def score(model, loader):
+    {score}
+
+def train():
+    loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+    val = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4)
+    net = torch.nn.Linear(2, 1)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    shadow = copy.deepcopy(net)
+    for epoch in range(2):
+        for (x,) in loader:
+            loss = net(x).mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            print(score(net, val), score(shadow, val))
+
+train()
+"""
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        "return sum([float(p) for p in predictions(model, loader)])",
+        "for p in predictions(model, loader):\n        return float(p)",
+    ],
+)
+def test_a_generator_that_only_evaluates_is_no_step(score):
+    source = EVALUATED_BY_GENERATOR.format(decorator="@torch.no_grad()", score=score)
+    assert "net = DistributedDataParallel(net" in convert(source).after
+
+
+@pytest.mark.parametrize(
+    ("decorator", "score"),
+    [
+        ("", "return sum([float(p) for p in predictions(model, loader)])"),
+        ("@torch.no_grad()", "return predictions(model, loader)"),
+        ("@torch.no_grad()", "return (float(p) for p in predictions(model, loader))"),
+    ],
+)
+def test_a_generator_that_may_run_with_gradients_may_be_a_step(decorator, score):
+    said = refused(EVALUATED_BY_GENERATOR.format(decorator=decorator, score=score))
+    assert "is another name of the trained model `net`" in said

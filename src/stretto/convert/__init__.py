@@ -29,6 +29,8 @@ Queries on the script:
 - `_tree`: its syntax (shared, for instance by `_models` and `_rank_values`).
 - `_edit`: edits, and the state that stages share (shared, for instance by `_loaders`
   and `_script`).
+- `_parentheses`: parentheses around inserted expressions (shared, for instance by
+  `_edit` and `_split`).
 - `_flow`: where values come from (shared, for instance by `_batch_loops` and
   `_trained_models`).
 - `_shown`: which values are only shown (for `_batch`, `_loader_sizes` and `_numbers`).
@@ -71,6 +73,8 @@ Stages for the model:
 Stages for its data:
 
 - `_loaders`: divide the loaders (for `_script`).
+- `_containers`: what is put into lists and dicts (for `_batch_loops`).
+- `_untaken`: loaders whose batches are taken in a way not followed (for `_script`).
 - `_batch`: where a step relies on the batch size (for `_loaders` and `_script`).
 - `_batch_names`: which numbers are the batch size of all ranks (for `_batch`).
 - `_number_forms`: what a number is computed from (for `_batch_names`).

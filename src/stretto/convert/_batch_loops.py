@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, final
 import libcst as cst
 
 from stretto.convert._comprehensions import TrainingComprehension
+from stretto.convert._containers import Containers, element_of, literal
 from stretto.convert._flow import Origin
 from stretto.convert._step_calls import StepCalls
 from stretto.convert._tree import Scope, dotted, found, stored_names
@@ -80,6 +81,7 @@ class BatchLoops:
         self._tree, self._flow = tree, flow
         self._backwards, self._refuse = backwards, refuse
         self.steps = StepCalls(tree, flow)
+        self._containers = Containers(tree, flow, self._may_be_loader)
         self.idle: set[cst.Call] = set()
         """Calls of functions that contain a ``backward`` and do not run it."""
         self._active: set[cst.Call] = set()
@@ -154,6 +156,30 @@ class BatchLoops:
                         "body of the loop what is done to a batch",
                     )
 
+    def hidden(
+        self, node: cst.BaseExpression, scope: Scope
+    ) -> list[tuple[cst.BaseExpression, str]]:
+        """Return what a loop goes through that may take a loader's batches.
+
+        How it does is not understood. Each comes with the loader's text.
+        """
+        leaves = [node]
+        out = []
+        while leaves:
+            leaf = leaves.pop()
+            if isinstance(leaf, cst.Call) and self._tree.called(leaf) in WRAPPERS:
+                leaves += [a.value for a in leaf.args if a.keyword is None]
+            elif not self.taken(leaf, scope) and not self._counts(leaf):
+                loader = self._hidden_loader(leaf, scope)
+                if loader is not None:
+                    out.append((leaf, loader))
+        return out
+
+    def _counts(self, node: cst.BaseExpression) -> bool:
+        """Return whether an expression has nothing of a loader but its length."""
+        full = self._tree.called(node)
+        return full in _COUNTERS or full in ("len", "int", "min", "max")
+
     def _hidden_loader(self, node: cst.BaseExpression, scope: Scope) -> str | None:
         """Return the text of a loader inside an expression that a loop goes through."""
         places = [(node, scope)]
@@ -164,10 +190,20 @@ class BatchLoops:
                 self._tree.text(part)
                 for place, inner in places
                 for part in found(place, (cst.Name, cst.Attribute, cst.Call))
-                if not self._tree.is_label(part) and self.taken(part, inner)
+                if not self._tree.is_label(part)
+                and not self._is_measured(part)
+                and self.taken(part, inner)
             ),
             None,
         )
+
+    def _is_measured(self, node: cst.CSTNode) -> bool:
+        """Return whether only a loader's length or an attribute of it is read."""
+        above = self._tree.parent(node)
+        if isinstance(above, cst.Attribute):
+            return above.value is node
+        call = self._tree.parent(above) if isinstance(above, cst.Arg) else None
+        return self._tree.called(call) == "len"
 
     def _check_called(self, call: cst.Call) -> None:
         """Refuse a function that only code under another name may call."""
@@ -351,7 +387,8 @@ class BatchLoops:
                     for loop in found(generator.body, cst.For)
                     for s in self._sources(loop.iter, generator, depth - 1)
                 ]
-            return [(node, scope)] if self._gives_loader(node) else []
+            taken = element_of(node) is not None and bool(self._loaders(node, scope))
+            return [(node, scope)] if taken or self._gives_loader(node) else []
         if (path := dotted(node)) is not None:
             out, plain = [], []
             for origin in self._flow.assigned(path, scope):
@@ -405,38 +442,57 @@ class BatchLoops:
         """Return where the loader was created; empty if it cannot be a loader."""
         key: str | None = None
         place: int | None = None
-        if isinstance(node, cst.Subscript):
-            index = node.slice[0].slice
-            if isinstance(index, cst.Index):
-                if isinstance(index.value, cst.SimpleString):
-                    key = index.value.value.strip("\"'")
-                elif isinstance(index.value, cst.Integer):
-                    key, place = index.value.value, index.value.evaluated_value
-            node = node.value
         out: list[Origin] = []
+        taken = element_of(node)
+        if taken is not None:
+            node, index = taken
+            key = literal(index)
+            if isinstance(index, cst.Integer):
+                place = index.evaluated_value
+            out += self._containers.put(node, scope, key)
+            if self._containers.moves(node, scope):
+                place = None
         for origin in self._flow.origins(node, scope):
             made = origin.value
+            if taken is not None and self._containers.is_empty(made):
+                continue
             if isinstance(made, cst.Dict):
                 for element in made.elements:
                     if isinstance(element, cst.DictElement) and (
                         key is None or self._tree.text(element.key).strip("\"'") == key
                     ):
                         out += self._flow.origins(element.value, origin.scope)
-            elif isinstance(made, cst.List | cst.Tuple) and place is not None:
-                for part in made.elements[place : place + 1]:
+            elif isinstance(made, cst.List | cst.Tuple) and key is not None:
+                last = None if place is None else place + 1
+                for part in made.elements[place:last]:
                     out += self._flow.origins(part.value, origin.scope)
             elif isinstance(made, cst.DictComp) or (
-                isinstance(made, cst.ListComp) and place is not None
+                isinstance(made, cst.ListComp) and key is not None
             ):
                 value = made.value if isinstance(made, cst.DictComp) else made.elt
                 out += self._flow.origins(value, origin.scope)
-            elif isinstance(made, cst.Subscript) and depth > 0:
+            elif element_of(made) is not None and depth > 0:
                 out += self._loaders(made, origin.scope, depth - 1)
             elif isinstance(made, cst.IfExp):
                 out += self._of_choice(made, origin.scope, depth=4)
             else:
                 out.append(origin)
         return [o for o in out if self._may_be_loader(o)]
+
+    def put(self, node: cst.BaseExpression, scope: Scope) -> list[Origin]:
+        """Return the loaders that are put into a container of which a loop is made."""
+        while isinstance(node, cst.Call):
+            on = self._tree.method_called(node, "values", "items")
+            if on is None and (self._tree.called(node) not in WRAPPERS):
+                return []
+            if on is None and not node.args:
+                return []
+            node = on if on is not None else node.args[0].value
+        return self._containers.put(node, scope, None)
+
+    def is_put(self, origin: Origin) -> bool:
+        """Return whether a loader gets into a container after that is created."""
+        return origin.key in self._containers.keys
 
     def by_key(
         self, node: cst.BaseExpression, scope: Scope
@@ -449,6 +505,8 @@ class BatchLoops:
             return []
         out: list[tuple[str, list[Origin]]] = []
         for origin in self._flow.origins(node.value, scope):
+            if self._containers.is_empty(origin.value):
+                continue
             if not isinstance(origin.value, cst.Dict):
                 return []
             for element in origin.value.elements:
@@ -458,6 +516,10 @@ class BatchLoops:
                     return []
                 made = self._flow.origins(element.value, origin.scope)
                 out.append((str(element.key.evaluated_value), made))
+        for name, origins in self._containers.put_by_key(node.value, scope):
+            if name is None:
+                return []
+            out.append((name, origins))
         return out
 
     def _of_choice(self, node: cst.IfExp, scope: Scope, depth: int) -> list[Origin]:

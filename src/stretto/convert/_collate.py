@@ -81,7 +81,7 @@ def _functions(
         if kind is not None:
             methods = found(kind.body, cst.FunctionDef)
             yield from (f for f in methods if f.name.value == "__call__")
-        elif name.rpartition(".")[2] == "partial" and given.args:
+        elif name in ("functools.partial", "partial") and given.args:
             yield from _functions(work, given.args[0].value, scope)
         return
     name = (dotted(given) or "").rpartition(".")[2]

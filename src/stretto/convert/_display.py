@@ -9,7 +9,7 @@ import libcst as cst
 
 from stretto.convert._edit import theirs
 from stretto.convert._folders import MadeFolders
-from stretto.convert._tree import argument, arguments_of, dotted, found
+from stretto.convert._tree import OWN, argument, arguments_of, dotted, found
 
 if TYPE_CHECKING:
     from stretto.convert._edit import Work
@@ -81,7 +81,16 @@ _STREAMS = tuple(
     for stream in ("stdout", "stderr")
     for method in ("write", "writelines")
 )
-WRITERS = ("SummaryWriter", "CometLogger", "Experiment")
+_WRITERS = ("SummaryWriter", "CometLogger", "Experiment")
+_OF_WRITERS = (
+    "torch.utils.tensorboard.",
+    "tensorboardX.",
+    "comet_ml.",
+    "test_tube.",
+    "pytorch_lightning.loggers.",
+    "lightning.",
+)
+"""Modules of such classes; one of another module may be anything."""
 BARS = (
     "tqdm",
     "tqdm.tqdm",
@@ -97,6 +106,12 @@ _LOGGER = re.compile(r"^([A-Z]\w*)?(Logger|Writer)$|^Progress([A-Z]|$)")
 
 _NOT_SHOWING = ("logging.", "csv.", "codecs.", "io.", "torch.")
 """Modules whose classes with such names are handled otherwise, or need no rank."""
+
+
+def is_writer(tree: ScriptTree, call: cst.Call) -> bool:
+    """Return whether a call makes a known object that writes a log."""
+    module, dot, last = tree.called(call).rpartition(".")
+    return last in _WRITERS and (not module or f"{module}{dot}".startswith(_OF_WRITERS))
 
 
 def opens_for_writing(tree: ScriptTree, node: cst.BaseExpression) -> bool:
@@ -263,7 +278,10 @@ class Display:
         for call in self._tree.calls:
             full = self._tree.called(call)
             last = full.rpartition(".")[2]
-            if full == "print":
+            own = full == f"{OWN}print" and isinstance(
+                self._tree.parent(call), cst.Expr
+            )
+            if full == "print" or own:
                 # Leave a file that is rank 0's own, or a rank that is guarded already.
                 if not self._work.is_guarded(call):
                     self._work.replace(call.func, "print0")
@@ -281,7 +299,7 @@ class Display:
                     call, "mode", 'None if RANK == 0 else "disabled"'
                 )
                 self._work.done(call, "only rank 0 logs to wandb")
-            elif last in WRITERS:
+            elif is_writer(self._tree, call):
                 self._writer(call)
             elif self._shows(call):
                 self._call_on_rank0(call)
@@ -304,7 +322,7 @@ class Display:
         return not (
             self._work.is_guarded(call)
             or self._work.flow.local(call)
-            or full in self._tree.classes
+            or self._tree.own_class(call) is not None
             or full.startswith(_NOT_SHOWING)
         )
 

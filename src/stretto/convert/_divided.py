@@ -63,6 +63,13 @@ class DividedIterables:
                 origin.value, depth - 1
             ):
                 return True
+        if any(
+            self._loaders.has_divided(self._work.job.batches.put(around.iter, scope))
+            for around in self._events.get(id(scope), [])
+            if isinstance(around, cst.For | cst.CompFor)
+            and any(n.value == path for n in stored_names(around.target))
+        ):
+            return True
         return any(
             self.is_divided(part, depth - 1)
             for around in self._events.get(id(scope), [])
@@ -84,4 +91,4 @@ class DividedIterables:
             values = [o.value for o in self._flow.assigned(path, scope)]
         for value in values:
             if isinstance(value, cst.Tuple | cst.List | cst.Dict):
-                yield from found(value, (cst.Name, cst.Attribute))
+                yield from found(value, (cst.Name, cst.Attribute, cst.Call))

@@ -11,6 +11,7 @@ import libcst as cst
 from stretto.convert import _support
 from stretto.convert._calls import Calls
 from stretto.convert._graph_names import graph_names
+from stretto.convert._parentheses import as_one, enclosed
 from stretto.convert._result import Choices, Kind, Note, Target
 from stretto.convert._split import Split, joined, suite
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stretto.convert._job import FoundTraining
+    from stretto.convert._tree import ScriptTree
 
 _MARK = "# %%stretto "
 
@@ -178,7 +180,9 @@ class Work:
         if self.tree.is_label(node):
             return
         func = self.expression(function)
-        self.change(node, lambda new: cst.Call(func=func, args=[cst.Arg(value=new)]))
+        self.change(
+            node, lambda new: cst.Call(func=func, args=[cst.Arg(value=as_one(new))])
+        )
 
     def add_argument(self, call: cst.Call, name: str, value: str) -> None:
         """Give a call one more argument, by name."""
@@ -246,7 +250,7 @@ class Work:
         splits: dict[cst.CSTNode, Split] = {
             made.lines[0]: made for made in self._splits
         }
-        apply = _Apply(self._changes, self._before, self._after, splits)
+        apply = _Apply(self.tree, self._changes, self._before, self._after, splits)
         out = self.tree.module.visit(apply)
         if not isinstance(out, cst.Module):
             raise TypeError("a module became something else")
@@ -261,12 +265,14 @@ def _filled(shell: Any, statement: cst.CSTNode) -> Any:
 class _Apply(cst.CSTTransformer):
     def __init__(
         self,
+        tree: ScriptTree,
         changes: dict[cst.CSTNode, list[Callable[[Any], Any]]],
         before: dict[cst.CSTNode, list[cst.CSTNode]],
         after: dict[cst.CSTNode, list[cst.CSTNode]],
         splits: dict[cst.CSTNode, Split],
     ) -> None:
         super().__init__()
+        self._tree = tree
         self._changes, self._before, self._after = changes, before, after
         self._splits = splits
         """By the first of each split's lines."""
@@ -279,6 +285,8 @@ class _Apply(cst.CSTTransformer):
             new = self._joined(original_node, new)
         for how in self._changes.get(original_node, ()):
             new = how(new)
+        if original_node in self._changes and isinstance(new, cst.BaseExpression):
+            new = enclosed(new, original_node, self._tree.parent(original_node))
         first = list(self._before.get(original_node, ()))
         last = self._after.get(original_node, [])
         if not (first or last):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
-from stretto.convert._display import SAVES, SAVING_METHODS, WRITERS
+from stretto.convert._display import SAVES, SAVING_METHODS, is_writer
 from stretto.convert._flow import parameters
 from stretto.convert._setup import is_joined
 from stretto.convert._tree import dotted, found
@@ -211,8 +211,7 @@ class _EqualNames:
     def _on_rank_0(self, node: cst.CSTNode) -> bool:
         """Return whether a value is made inside a call that only rank 0 makes."""
         return any(
-            isinstance(above, cst.Call)
-            and self._tree.called(above).rpartition(".")[2] in WRITERS
+            isinstance(above, cst.Call) and is_writer(self._tree, above)
             for above in self._tree.ancestors(node)
         )
 

@@ -97,12 +97,7 @@ class ScriptFlow:
         pairs: list[tuple[cst.BaseExpression, cst.BaseExpression, int | None]]
         pairs = [(target, value, None)]
         if isinstance(target, cst.Tuple | cst.List):
-            parts = [e.value for e in target.elements]
-            if isinstance(value, cst.Tuple | cst.List):
-                values = [e.value for e in value.elements]
-                pairs = [(t, v, None) for t, v in zip(parts, values, strict=False)]
-            else:
-                pairs = [(t, value, place) for place, t in enumerate(parts)]
+            pairs = _unpacked(target, value)
         for part, made, place in pairs:
             if (path := dotted(part)) is None:
                 continue
@@ -367,6 +362,40 @@ class ScriptFlow:
             for line in found(function.body, cst.Return)
             if line.value is not None and self._tree.function(line) is function
         ]
+
+
+def _unpacked(
+    target: cst.Tuple | cst.List, value: cst.BaseExpression
+) -> list[tuple[cst.BaseExpression, cst.BaseExpression, int | None]]:
+    """Return what each of several targets gets: an expression, or a place in one."""
+    parts = [e.value for e in target.elements]
+    star = next(
+        (i for i, e in enumerate(target.elements) if isinstance(e, cst.StarredElement)),
+        None,
+    )
+    if not isinstance(value, cst.Tuple | cst.List):
+        every: list[tuple[cst.BaseExpression, cst.BaseExpression, int | None]]
+        every = [(t, value, place) for place, t in enumerate(parts)]
+        return every if star is None else every[:star]
+    values = [e.value for e in value.elements]
+    known = next(
+        (i for i, e in enumerate(value.elements) if isinstance(e, cst.StarredElement)),
+        len(values),
+    )
+    if star is None or known < len(values):
+        return [(t, v, None) for t, v in zip(parts, values[:known], strict=False)]
+    after = len(parts) - star - 1
+    middle = values[star : len(values) - after]
+    return [
+        *((t, v, None) for t, v in zip(parts[:star], values, strict=False)),
+        *((parts[star], v, None) for v in middle),
+        *(
+            (t, v, None)
+            for t, v in zip(
+                parts[star + 1 :], values[len(values) - after :], strict=False
+            )
+        ),
+    ]
 
 
 def parameters(function: cst.FunctionDef) -> list[str]:

@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from stretto.convert._batch_loops import BatchLoop
     from stretto.convert._edit import Work
 
+_KNOWN_SAMPLERS = tuple(
+    f"{module}{kind}"
+    for module in ("", "torch.utils.data.", "torch.utils.data.sampler.")
+    for kind in ("RandomSampler", "SequentialSampler")
+)
+"""The samplers that `shuffle` stands for."""
+
+_OFF = ("False", "None")
+
 _PROGRESS = ("range", "trange", "tqdm.trange", "tqdm", "tqdm.tqdm", "tqdm.auto.tqdm")
 
 
@@ -55,6 +64,10 @@ class Loaders:
         """Return whether a comprehension's batches are this rank's only."""
         taken = self._work.job.batches.taken(node.iter, self._tree.function(node))
         return node not in self._work.whole and self.has_divided(taken)
+
+    def is_divided_call(self, call: cst.Call) -> bool:
+        """Return whether what a call makes is divided."""
+        return any(key[0] == id(call) for key in self._ids)
 
     def has_divided(self, origins: Iterable[Origin]) -> bool:
         """Return whether the loader of one of several origins is divided."""
@@ -154,9 +167,74 @@ class Loaders:
                 self._refuse_sampler(call, name, made[0].value)
 
     def _chooses(self, made: cst.BaseExpression) -> bool:
-        """Return whether a sampler is another one than `shuffle` gives."""
-        kind = self._tree.called(made).rpartition(".")[2]
-        return bool(kind) and kind not in ("RandomSampler", "SequentialSampler")
+        """Return whether a sampler certainly is another one than `shuffle` gives."""
+        if not isinstance(made, cst.Call):
+            return False
+        kind = self._tree.called(made)
+        return bool(kind) and not self._is_plain_sampler(made)
+
+    def _is_plain_sampler(self, made: cst.Call) -> bool:
+        """Return whether a sampler goes through its data once, as `shuffle` does."""
+        if self._tree.called(made) not in _KNOWN_SAMPLERS:
+            return False
+        data = argument(made, 0, "data_source")
+        if data is None or any(a.star for a in made.args):
+            return False
+        given = {
+            name: self._tree.text(value)
+            for place, name in enumerate(("replacement", "num_samples", "generator"), 1)
+            if (value := argument(made, place, name)) is not None
+        }
+        known = ("None", f"len({self._tree.text(data)})")
+        return (
+            given.get("replacement", "False") == "False"
+            and given.get("num_samples", "None") in known
+            and given.get("generator", "None") == "None"
+        )
+
+    def _as_shuffle(self, call: cst.Call) -> str | None:
+        """Return what `shuffle` is in place of a loader's sampler, if it is any."""
+        sampler = argument(call, -1, "sampler")
+        if sampler is None:
+            return None
+        scope = self._tree.function(call)
+        data = argument(call, 0, "dataset")
+        made = self._flow.origins(sampler, scope)
+        shuffle = argument(call, 2, "shuffle")
+        if (
+            data is None
+            or len(made) != 1
+            or not isinstance(made[0].value, cst.Call)
+            or not self._is_plain_sampler(made[0].value)
+            or (shuffle is not None and self._tree.text(shuffle) not in _OFF)
+        ):
+            return None
+        source = argument(made[0].value, 0, "data_source")
+        if source is None or not self._is_same(source, data, made[0], scope):
+            return None
+        kind = self._tree.called(made[0].value).rpartition(".")[2]
+        return str(kind == "RandomSampler")
+
+    def _is_same(
+        self,
+        source: cst.BaseExpression,
+        data: cst.BaseExpression,
+        sampler: Origin,
+        scope: Scope,
+    ) -> bool:
+        """Return whether a sampler and its loader certainly have the same data."""
+        on = data.value if isinstance(data, cst.Subscript) else data
+        if self._tree.text(source) != self._tree.text(data) or dotted(on) is None:
+            return False
+        if sampler.path is None:
+            return True  # made within the loader's call
+        first = self._flow.origins(source, sampler.scope)
+        second = self._flow.origins(data, scope)
+        return (
+            len(first) == len(second) == 1
+            and first[0].key == second[0].key
+            and not isinstance(data, cst.Subscript)
+        )
 
     def _refuse_sampler(
         self, call: cst.Call, name: str, given: cst.BaseExpression
@@ -222,10 +300,10 @@ class Loaders:
     def _check(self, call: cst.Call) -> None:
         refuse = self._work.job.refuse
         _collate.point_out(self._work, call)
-        _, named = arguments_of(call)
         for name in ("sampler", "batch_sampler"):
-            given = named[name].value if name in named else None
-            if given is not None and self._tree.text(given) != "None":
+            given = argument(call, 3 if name == "sampler" else 4, name)
+            plain = name == "sampler" and self._as_shuffle(call) is not None
+            if given is not None and self._tree.text(given) != "None" and not plain:
                 self._refuse_sampler(call, name, given)
         data = argument(call, 0, "dataset")
         made = self._flow.origins(data, self._tree.function(call)) if data else []
@@ -298,7 +376,10 @@ class Loaders:
         work = self._work
         shuffle = argument(call, 2, "shuffle")
         drop = argument(call, 8, "drop_last")
+        as_shuffle = self._as_shuffle(call)
         shuffled = "False" if shuffle is None else self._tree.text(shuffle)
+        if as_shuffle is not None:
+            shuffled, shuffle = as_shuffle, argument(call, -1, "sampler")
         ranks = ", num_replicas=WORLD_SIZE, rank=RANK" if work.horovod else ""
         kept = "" if drop is None else f", drop_last={theirs(self._tree.text(drop))}"
         shown = f"{ranks}, shuffle={theirs(shuffled)}{kept}"

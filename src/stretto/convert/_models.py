@@ -292,7 +292,7 @@ class Models:
         for line in found(self._tree.module, cst.Assign):
             new = isinstance(line.value, cst.Call) and (
                 self._tree.called(line.value).startswith("torch.nn.")
-                or self._tree.called(line.value) in self._tree.classes
+                or self._tree.own_class(line.value) is not None
             )
             if new and self._tree.function(line) is scope:
                 targets = [dotted(t.target) or "" for t in line.targets]
@@ -399,7 +399,7 @@ class Models:
             SpecError: there is no such place.
         """
         calls = [c for c in self._calls_of(model) if self.in_training(c)]
-        calls = [c for c in calls if not self._tree.without_gradient(c)]
+        calls = [c for c in calls if not self._evaluates(c)]
         views = Views(self._work)
         first = self._site(model, model.path or "", model.scope, span)
         if span[0]:
@@ -819,6 +819,45 @@ class Models:
             for model in models
         )
 
+    def _evaluates(self, node: cst.CSTNode) -> bool:
+        """Return whether a node runs without gradients, also in all of its calls."""
+        if self._tree.without_gradient(node):
+            return True
+        waiting: list[cst.CSTNode] = [node]
+        seen: set[cst.FunctionDef] = set()
+        while waiting:
+            function = self._tree.function(waiting.pop())
+            if function is None or self._tree.owner(function) is not None:
+                return False
+            calls = self._flow.calls_of(function)
+            named = [
+                name
+                for name in found(self._tree.module, cst.Name)
+                if name.value == function.name.value and not self._tree.is_label(name)
+            ]
+            if function in seen:
+                continue
+            seen.add(function)
+            if not calls or len(named) != len(calls):
+                return False  # called under another name, too
+            if generates(function) and not all(self._is_run_here(c) for c in calls):
+                return False
+            waiting += [c for c in calls if not self._tree.without_gradient(c)]
+        return True
+
+    def _is_run_here(self, call: cst.Call) -> bool:
+        """Return whether what a generator yields is taken where it is called."""
+        below: cst.CSTNode = call
+        for above in self._tree.ancestors(call):
+            if isinstance(above, cst.For | cst.CompFor):
+                inside = above.iter is below
+                comp = self._tree.parent(above)
+                return inside and not isinstance(comp, cst.GeneratorExp)
+            if not isinstance(above, cst.Arg | cst.Call):
+                return False
+            below = above
+        return False
+
     def in_training(self, node: cst.CSTNode) -> bool:
         """Return whether code may run in a training step, also through calls."""
         if any(self._tree.within(node, loop.node) for loop in self._work.job.training):
@@ -842,6 +881,11 @@ class Models:
             for function in local
             for call in found(function.body, cst.Call)
         )
+
+
+def generates(function: cst.FunctionDef) -> bool:
+    """Return whether a function is a generator."""
+    return any(True for _ in found(function.body, cst.Yield))
 
 
 def reaching_training(work: Work) -> list[cst.FunctionDef]:

@@ -13,7 +13,7 @@ import libcst as cst
 
 from stretto.convert._bindings import Binding, Bindings
 from stretto.convert._flow import parameters
-from stretto.convert._tree import argument, arguments_of, dotted, found, targets_of
+from stretto.convert._tree import OWN, argument, arguments_of, dotted, found, targets_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -288,7 +288,9 @@ class NumberForms:
         """Return an attribute of what keywords make, as ``SimpleNamespace(bs=8)``."""
         if not isinstance(made, cst.Call):
             return frozenset()
-        if self._tree.called(made).rpartition(".")[2] not in _KEEPING_KEYWORDS:
+        called = self._tree.called(made)
+        kept = called.rpartition(".")[2] in _KEEPING_KEYWORDS
+        if not kept or called.startswith(OWN):
             return frozenset()
         return self.of_argument(made, -1, name)
 
@@ -527,7 +529,7 @@ class NumberForms:
         if (
             not called
             or called in ("dict", "list", "tuple")
-            or called in self._tree.classes
+            or self._tree.own_class(node) is not None
             or last in _KEEPING_KEYWORDS
             or any(part in last.lower() for part in _DRAWING)
             or any(a.star for a in node.args)

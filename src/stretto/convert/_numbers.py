@@ -22,6 +22,7 @@ from stretto.convert._loop_sums import (
     is_zero,
 )
 from stretto.convert._losses import Loss
+from stretto.convert._parentheses import as_one, grouped
 from stretto.convert._passes import trains_in
 from stretto.convert._result import Evaluation
 from stretto.convert._shown import SHOWING, Shown
@@ -787,7 +788,7 @@ class Numbers:
             self._tree.method_called(c, "size") is not None
             for c in found(node, cst.Call)
         )
-        if not counts:
+        if not counts or self._is_of_reduced_sums(node):
             return
         amount = self._classify.of(node, body)
         if amount is Amount.SUM:
@@ -907,7 +908,7 @@ def _if_trains(
     return cst.IfExp(
         test=test,
         body=cst.Call(func=func, args=[cst.Arg(value=node)]),
-        orelse=node.deep_clone(),
+        orelse=as_one(node.deep_clone()),
         lpar=[cst.LeftParen()],
         rpar=[cst.RightParen()],
     )
@@ -916,7 +917,7 @@ def _if_trains(
 def _times(node: cst.BaseExpression, factor: cst.BaseExpression) -> cst.BaseExpression:
     """Return the product in parentheses."""
     return cst.BinaryOperation(
-        left=node,
+        left=grouped(node),
         operator=cst.Multiply(),
         right=factor,
         lpar=[cst.LeftParen()],

@@ -60,6 +60,12 @@ def is_named(tree: ScriptTree, call: cst.Call) -> bool:
         of = call.func.args[0].value if call.func.args else None
         return tree.full(of) == "torch.optim"
     full = tree.called(call)
+    own = tree.own_class(call)
+    if own is not None:
+        bases = [(dotted(b.value) or "").rpartition(".")[2] for b in own.bases]
+        return own.name.value in _OPTIMIZERS and any(
+            base in _OPTIMIZERS or "Optim" in base for base in bases
+        )
     return full.rpartition(".")[2] in _OPTIMIZERS or (
         full.startswith(("torch.optim.", "torch_optimizer."))
         and "lr_scheduler" not in full
@@ -212,7 +218,7 @@ class SteppedObjects:
 
     def modules(self, call: cst.Call) -> list[cst.BaseExpression]:
         """Return the arguments of a call of another file that are modules."""
-        if self._flow.local(call) or self._tree.called(call) in self._tree.classes:
+        if self._flow.local(call) or self._tree.own_class(call) is not None:
             return []
         return [value for value in self.given(call) if self.is_module(value)]
 

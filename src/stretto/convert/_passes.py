@@ -120,6 +120,10 @@ def _point_out(work: Work, loop: BatchLoop) -> None:
         for origin in loop.origins
         for above in work.tree.ancestors(origin.value)
     )
+    several = several or any(
+        work.tree.loops(origin.value) and work.job.batches.is_put(origin)
+        for origin in loop.origins
+    )
     flagged = len(work.job.training) > 1 and _by_flag(work, loop)
     guarded = any(
         isinstance(above, cst.If)

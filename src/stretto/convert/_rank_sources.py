@@ -147,7 +147,7 @@ class RankSources:
         full = self._tree.called(call)
         last = full.rpartition(".")[2]
         of_torch = full.startswith("torch.nn.") and last[:1].isupper()
-        kind = self._tree.classes.get(full)
+        kind = self._tree.own_class(call)
         is_module = kind is not None and any(
             (dotted(base.value) or "").endswith("Module") for base in kind.bases
         )

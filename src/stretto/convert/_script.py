@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import libcst as cst
@@ -22,6 +23,7 @@ from stretto.convert import (
     _sample_loops,
     _setup,
     _support,
+    _untaken,
     _unwrapping,
     _whole_passes,
 )
@@ -67,10 +69,48 @@ def converted(source: str, name: str, choices: Choices) -> tuple[str, list[Note]
         StrettoError: the new text is not Python, or reads a name that it does not
             define, which is an error of this package.
     """
-    after, notes = _converted(source, name, choices)
+    try:
+        after, notes = _converted(source, name, choices)
+    except SpecError as refused:
+        said = _with_true_ways(str(refused), source, name, choices)
+        if said == str(refused):
+            raise
+        raise SpecError(said) from None
     if after != source:
         _check(source, after, name)
     return after, notes
+
+
+_OR_HOROVOD = ", or use --to horovod"
+_OR_PER_RANK = ", or convert with --per-rank, so that each rank takes one"
+_STRETTO = "Use --to stretto"
+
+
+def _with_true_ways(said: str, source: str, name: str, choices: Choices) -> str:
+    """Return a refusal that names other options only if they accept the script."""
+    if _OR_HOROVOD in said:
+        other = replace(choices, target=Target.HOROVOD)
+        if _refusal(source, name, other) is not None:
+            return said.replace(_OR_HOROVOD, "")
+    if _OR_PER_RANK in said:
+        other = replace(choices, per_rank_batch=True)
+        if _refusal(source, name, other) is not None:
+            return said.replace(_OR_PER_RANK, "")
+    if said.endswith(_STRETTO):
+        why = _refusal(source, name, replace(choices, target=Target.STRETTO))
+        if why is not None:
+            why = why.replace(_OR_HOROVOD, "").removeprefix(f"{name}:").strip()
+            return said.replace(_STRETTO, f"--to stretto refuses it, too: line {why}")
+    return said
+
+
+def _refusal(source: str, name: str, choices: Choices) -> str | None:
+    """Return the sentence with which a script is refused, if it is."""
+    try:
+        _converted(source, name, choices)
+    except SpecError as refused:
+        return str(refused)
+    return None
 
 
 def _check(before: str, after: str, name: str) -> None:
@@ -135,6 +175,7 @@ def _distributed(
         distribute_optimizers(work, models)
     loaders = Loaders(work)
     loaders.convert()
+    _untaken.point_out(work, loaders)
     _passes.convert(work)
     whole = _whole_passes.convert(work, models, loaders)
     read = _loader_sizes.convert(work, loaders)

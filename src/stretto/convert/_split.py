@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
+from stretto.convert._parentheses import on_own_line
 from stretto.convert._tree import ScriptTree, dotted, found
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def _assigned(name: str, value: cst.CSTNode) -> cst.Assign:
         raise TypeError("only calls get names")
     return cst.Assign(
         targets=[cst.AssignTarget(target=cst.Name(name))],
-        value=value.with_changes(lpar=[], rpar=[]),
+        value=on_own_line(value.with_changes(lpar=[], rpar=[])),
         semicolon=cst.Semicolon(whitespace_after=cst.SimpleWhitespace(" ")),
     )
 

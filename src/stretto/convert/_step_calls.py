@@ -182,7 +182,8 @@ class StepCalls:
     def _made(self, node: cst.BaseExpression) -> tuple[object] | None:
         """Return that an expression is an object, if it makes one."""
         called = self._tree.called(node)
-        made = called.startswith("torch.optim.") or called in self._tree.classes
+        own = self._tree.own_class(node) is not None
+        made = own or called.startswith("torch.optim.")
         return (_OBJECT,) if made else None
 
     def _given(

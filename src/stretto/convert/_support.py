@@ -66,12 +66,18 @@ def divided(loader):
     if type(loader) in (list, tuple):
         return type(loader)(divided(part) for part in loader)
     own = getattr(loader, "sampler", None)
-    shuffle = isinstance(own, RandomSampler)
-    if not shuffle and not isinstance(own, SequentialSampler):
+    shuffle = type(own) is RandomSampler
+    if not shuffle and type(own) is not SequentialSampler:
         raise TypeError(
             f"cannot divide {type(loader).__name__} among ranks: its sampler is a "
             f"{type(own).__name__}. Give a DataLoader shuffle=True or False, and take "
             "a part of the data with torch.utils.data.Subset"
+        )
+    if getattr(own, "replacement", False) or len(own) != len(loader.dataset):
+        raise ValueError(
+            "cannot divide a loader among ranks whose sampler does not take each "
+            "sample once. Give a DataLoader shuffle=True or False, and take a part of "
+            "the data with torch.utils.data.Subset"
         )
     sampler = DistributedSampler(
         loader.dataset,
@@ -146,6 +152,15 @@ class OnRank0:
 
     def __call__(self, *values, **options):
         return self
+
+    def __getitem__(self, key):
+        return self
+
+    def __setitem__(self, key, value):
+        pass
+
+    def __iter__(self):
+        return iter(())
 
     def __enter__(self):
         return self

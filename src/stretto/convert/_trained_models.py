@@ -284,7 +284,7 @@ class TrainedModels:
                 and id(call) not in known | models
                 and not self._stepped.takes_optimizer(call)
                 and not self._flow.local(call)
-                and self._tree.called(call) not in self._tree.classes
+                and self._tree.own_class(call) is None
                 and self._tree.method_called(call, *SAME_OBJECT) is None
             ):
                 self._refuse_element(call)

@@ -17,6 +17,9 @@ Kinds = type[Node] | tuple[type[Node], ...]
 Scope = cst.FunctionDef | None
 """The function that contains some code; ``None`` is the module."""
 
+OWN = "__main__."
+"""Begins the full name of a class or function that the script defines."""
+
 _NO_GRAD = ("torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad")
 
 
@@ -136,6 +139,12 @@ class ScriptTree:
         self.functions = list(found(self.module, cst.FunctionDef))
         self.classes = {c.name.value: c for c in found(self.module, cst.ClassDef)}
         self.names = {n.value for n in found(self.module, cst.Name)}
+        functions = {f.name.value for f in self.functions if not self._is_method(f)}
+        classes = {n for n, kind in self.classes.items() if not self._is_method(kind)}
+        self._own = {
+            *functions,
+            *classes,
+        } - {*self.imported}
 
     def changed(self, module: cst.Module) -> ScriptTree:
         """Return the tree of a module whose statements are on the same lines."""
@@ -201,12 +210,29 @@ class ScriptTree:
         """Return whether a node is an outer node or is inside it."""
         return node is outer or any(a is outer for a in self.ancestors(node))
 
+    def _is_method(self, node: cst.CSTNode) -> bool:
+        """Return whether a definition is in the body of a class."""
+        block = self._parents.get(node)
+        while isinstance(block, cst.BaseSuite | cst.If | cst.Else):
+            block = self._parents.get(block)
+        return isinstance(block, cst.ClassDef)
+
+    def own_class(self, call: cst.CSTNode | None) -> cst.ClassDef | None:
+        """Return the class of the script that a call calls, if it calls one."""
+        return self.classes.get(self.called(call).removeprefix(OWN))
+
     def full(self, node: cst.CSTNode | None) -> str | None:
-        """Return a dotted name with its first part resolved to its import."""
+        """Return a dotted name with its first part resolved to its import.
+
+        One that the script itself defines begins with `OWN`: it is no library's,
+        whatever its name.
+        """
         name = dotted(node)
         if name is None:
             return None
         first, dot, rest = name.partition(".")
+        if first in self._own:
+            return OWN + name
         return self.imported.get(first, first) + dot + rest
 
     def called(self, call: cst.CSTNode | None) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
-from stretto.convert._tree import dotted, found
+from stretto.convert._tree import OWN, dotted, found
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +45,7 @@ class _Unused:
             if self._tree.method_called(made, "to", "cuda", "train") is None:
                 break
             made = made.func.value
-        self._maker = self._tree.called(made)
+        self._maker = self._tree.called(made).removeprefix(OWN)
         self._kind = self._tree.classes.get(self._maker)
 
     def why(self, calls: list[cst.Call]) -> str | None:
@@ -210,6 +210,7 @@ class _Unused:
         for line in found(kind.body, cst.Assign):
             path = dotted(line.targets[0].target) or ""
             full = self._tree.called(line.value)
+            full = full.removeprefix(OWN)
             trains = full.startswith("torch.nn.") or full in self._tree.classes
             if path.startswith("self.") and trains:
                 out[path.removeprefix("self.")] = full

@@ -140,7 +140,7 @@ class _Handed:
 
     def _given(self, call: cst.Call, model: cst.BaseExpression) -> None:
         full = self._tree.called(call)
-        if self._work.flow.local(call) or full in self._tree.classes:
+        if self._work.flow.local(call) or self._tree.own_class(call) is not None:
             return  # followed into it
         if full in _READING:
             text = self._tree.text(call)

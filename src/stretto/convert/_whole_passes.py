@@ -95,6 +95,8 @@ class _WholePasses:
                     node.iter, self._tree.function(node)
                 )
             elif isinstance(node, cst.StarredElement):
+                if self._gets_a_list(node):
+                    continue
                 sources = self._work.job.batches.sources(
                     node.value, self._tree.function(node)
                 )
@@ -106,6 +108,18 @@ class _WholePasses:
                 self._make_whole(node, sources)
             elif all(self._is_equal(source, scope) for source, scope in sources):
                 self._work.whole.add(node)
+
+    def _gets_a_list(self, node: cst.StarredElement) -> bool:
+        """Return whether a starred name gets a list, as in ``a, *rest = values``."""
+        below: cst.CSTNode = node
+        for above in self._tree.ancestors(node):
+            if not isinstance(above, cst.Tuple | cst.List | cst.BaseElement):
+                loop = isinstance(above, cst.For | cst.CompFor)
+                return isinstance(above, cst.AssignTarget) or (
+                    loop and getattr(above, "target", None) is below
+                )
+            below = above
+        return False
 
     def _of_call(self, node: cst.Call) -> list[_Source]:
         """Return the loaders from which a call takes batches, one or all."""
