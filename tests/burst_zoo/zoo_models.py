@@ -2890,6 +2890,20 @@ def norm_in_a_reentrant_checkpoint() -> nn.Module:
     return Model()
 
 
+@right(vectors(6))
+def module_named_self() -> nn.Module:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.self = nn.Linear(6, 6)
+            self.out = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.self(torch.tanh(self.out(self.self(x)))))
+
+    return Model()
+
+
 def spectral_norm_in_a_checkpoint(spectral: Any, *, use_reentrant: bool) -> nn.Module:
     class Model(Guarded):
         def between(self, h: Tensor) -> Tensor:

@@ -323,8 +323,10 @@ def _require_samples_alone(node: LayerNode) -> None:
         )
         raise SpecError(
             f"{place}: layer {node.name!r} draws random numbers and {what}, which "
-            "can't be computed sample by sample: draw in a module of its own whose "
-            "input has a row for each sample, or use torch.nn.Dropout"
+            "can't be computed sample by sample: use torch.nn.Dropout, or draw in a "
+            "module of its own whose input has a row for each sample. Modules that are "
+            "called twice are one layer with what is between the calls: draw before "
+            "the first or after the last"
         )
 
 

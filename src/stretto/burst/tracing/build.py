@@ -21,7 +21,7 @@ from stretto.burst.tracing.dropout_rows import (
     require_rows,
 )
 from stretto.burst.tracing.inner_calls import mixing
-from stretto.burst.tracing.names import Name, free_name
+from stretto.burst.tracing.names import Name, free_name, new_graph
 from stretto.burst.tracing.own_rows import own_rows
 from stretto.burst.tracing.records import SOURCE, Fixed, Record, Recording, Ref
 from stretto.burst.tracing.torch_modules import PLAIN_DROPOUTS, Dropout
@@ -50,7 +50,7 @@ class Build:
         names: Mapping[str, str],
         tables: frozenset[str],
     ) -> None:
-        self.graph = fx.Graph()
+        self.graph = new_graph()
         self.shapes: dict[fx.Node, tuple[Any, Any]] = {}
         self.counts: dict[fx.Node, int] = {}
         self.source = self.graph.placeholder("batch")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from stretto.burst.tracing.classify import Traced, is_heavy
-from stretto.burst.tracing.names import free_name
+from stretto.burst.tracing.names import free_name, new_graph
 from stretto.burst.tracing.overlap import plain_tensors, regions_of
 from stretto.burst.tracing.records import Context
 from stretto.burst.tracing.sample_positions import depends_on_position, source_line_of
@@ -470,7 +470,7 @@ class _Copy:
         self, traced: Traced, group: Group, positions: Mapping[fx.Node, int]
     ) -> None:
         self._traced, self._group, self._positions = traced, group, positions
-        self._graph = fx.Graph()
+        self._graph = new_graph()
         self._copies: dict[fx.Node, Any] = {}
         self._inside = set(group)
         self._read: list[fx.Node] = []

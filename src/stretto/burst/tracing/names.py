@@ -6,6 +6,8 @@ import json
 import keyword
 from typing import TYPE_CHECKING, Any
 
+from torch import fx
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -39,3 +41,14 @@ def free_name(name: str, *modules: nn.Module) -> str:
     while any(hasattr(module, name) for module in modules):
         name += "_"
     return name
+
+
+def new_graph() -> fx.Graph:
+    """Return a graph without nodes, none of which will be named ``self``.
+
+    torch.fx names a node after the module that it calls. Generated code would assign
+    the output of one that is named ``self`` to the module that runs the code.
+    """
+    graph = fx.Graph()
+    graph._graph_namespace.create_name("self", None)  # noqa: SLF001
+    return graph
