@@ -139,12 +139,11 @@ class ScriptTree:
         self.functions = list(found(self.module, cst.FunctionDef))
         self.classes = {c.name.value: c for c in found(self.module, cst.ClassDef)}
         self.names = {n.value for n in found(self.module, cst.Name)}
-        functions = {f.name.value for f in self.functions if not self._is_method(f)}
-        classes = {n for n, kind in self.classes.items() if not self._is_method(kind)}
         self._own = {
-            *functions,
-            *classes,
-        } - {*self.imported}
+            made.name.value
+            for made in (*self.functions, *self.classes.values())
+            if not self._is_in_class(made)
+        }.difference(self.imported)
 
     def changed(self, module: cst.Module) -> ScriptTree:
         """Return the tree of a module whose statements are on the same lines."""
@@ -210,7 +209,7 @@ class ScriptTree:
         """Return whether a node is an outer node or is inside it."""
         return node is outer or any(a is outer for a in self.ancestors(node))
 
-    def _is_method(self, node: cst.CSTNode) -> bool:
+    def _is_in_class(self, node: cst.CSTNode) -> bool:
         """Return whether a definition is in the body of a class."""
         block = self._parents.get(node)
         while isinstance(block, cst.BaseSuite | cst.If | cst.Else):
