@@ -29,8 +29,8 @@ Queries on the script:
 - `_tree`: its syntax (shared, for instance by `_models` and `_rank_values`).
 - `_edit`: edits, and the state that stages share (shared, for instance by `_loaders`
   and `_script`).
-- `_parentheses`: parentheses around inserted expressions (shared, for instance by
-  `_edit` and `_split`).
+- `_parentheses`: parentheses around inserted expressions (for `_edit`, `_numbers` and
+  `_split`).
 - `_flow`: where values come from (shared, for instance by `_batch_loops` and
   `_trained_models`).
 - `_shown`: which values are only shown (for `_batch`, `_loader_sizes` and `_numbers`).

@@ -1,4 +1,4 @@
-"""What a script puts into its lists and dicts after it has created them."""
+"""Follow values that a script puts into its lists and dicts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _EMPTY = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Store:
+class StoredElement:
     """One place that puts something into a container."""
 
     container: cst.BaseExpression
@@ -105,7 +105,7 @@ class Containers:
         """Return whether what is put in gives others another place in a list."""
         return any(store.moves for store in self._into(container, scope))
 
-    def _into(self, container: cst.BaseExpression, scope: Scope) -> list[Store]:
+    def _into(self, container: cst.BaseExpression, scope: Scope) -> list[StoredElement]:
         path = dotted(container)
         home = None if path is None else self._flow.home(path, scope)
         of = {o.key for o in self._flow.origins(container, scope)}
@@ -134,7 +134,7 @@ class Containers:
         )
 
     @cached_property
-    def _stores(self) -> list[Store]:
+    def _stores(self) -> list[StoredElement]:
         return [
             store
             for store in self._every()
@@ -147,7 +147,7 @@ class Containers:
             return [origin]
         return self._flow.origins(origin.value, origin.scope)
 
-    def _every(self) -> Iterator[Store]:
+    def _every(self) -> Iterator[StoredElement]:
         for line in found(self._tree.module, cst.Assign):
             for target in line.targets:
                 yield from self._assigned(target.target, line.value, line, None)
@@ -169,7 +169,7 @@ class Containers:
         at: cst.CSTNode,
         place: int | None = None,
         path: str | None = None,
-    ) -> Store:
+    ) -> StoredElement:
         origin = Origin(
             value=value,
             scope=self._scope(value),
@@ -177,7 +177,7 @@ class Containers:
             path=path,
             place=place,
         )
-        return Store(container=container, key=key, origin=origin)
+        return StoredElement(container=container, key=key, origin=origin)
 
     def _assigned(
         self,
@@ -185,7 +185,7 @@ class Containers:
         value: cst.BaseExpression,
         line: cst.Assign,
         place: int | None,
-    ) -> Iterator[Store]:
+    ) -> Iterator[StoredElement]:
         if isinstance(target, cst.Subscript):
             taken = element_of(target)
             key = literal(taken[1]) if taken is not None else None
@@ -201,7 +201,7 @@ class Containers:
                 for number, part in enumerate(parts):
                     yield from self._assigned(part.value, value, line, number)
 
-    def _called(self, call: cst.Call, func: cst.Attribute) -> Iterator[Store]:
+    def _called(self, call: cst.Call, func: cst.Attribute) -> Iterator[StoredElement]:
         method, on = func.attr.value, func.value
         given = [a.value for a in call.args if a.keyword is None and not a.star]
         if method in _ADDING and len(given) == 1:

@@ -139,11 +139,10 @@ class ScriptTree:
         self.functions = list(found(self.module, cst.FunctionDef))
         self.classes = {c.name.value: c for c in found(self.module, cst.ClassDef)}
         self.names = {n.value for n in found(self.module, cst.Name)}
-        self._own = {
-            made.name.value
-            for made in (*self.functions, *self.classes.values())
-            if not self._is_in_class(made)
-        }.difference(self.imported)
+        made: list[cst.FunctionDef | cst.ClassDef]
+        made = [*self.functions, *self.classes.values()]
+        own = {one.name.value for one in made if not self._is_in_class(one)}
+        self._own = own.difference(self.imported)
 
     def changed(self, module: cst.Module) -> ScriptTree:
         """Return the tree of a module whose statements are on the same lines."""

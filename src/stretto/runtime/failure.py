@@ -284,7 +284,7 @@ class _RollCall:
         """Ranks that have not signed."""
 
         self.places: dict[int, str] = {}
-        """What failed on the ranks that have signed."""
+        """The operations that failed on the ranks that have signed."""
 
         self.ended: dict[int, str] = {}
         """How processes ended, by the ranks' global numbers."""

@@ -7,7 +7,8 @@
 - `order`: launches buckets in the plan's order (for `runtime.planned_group`).
 - `steps`: defers optimizers' steps (for `_api.replaying`, `overlap` and `reads`, and
   programs).
-- `undisturbed`: executes deferred work (for `overlap`, `reads` and `steps`).
+- `undisturbed`: executes deferred work (shared, for instance by `overlap` and
+  `ddp_reducer`).
 - `lazy`: a gradient under way, finished by any read (shared, for instance by `overlap`
   and `steps`).
 - `pending`: a parameter and an optimizer state before their update, finished by any
