@@ -311,7 +311,7 @@ class Elastic:
                     "use `for epoch in run.epochs(...)`",
                     self._epoch,
                 )
-            self._has_skipped = True
+            self._skip(epoch)
             return
         if epoch > self._epoch:
             raise StrettoError(
@@ -322,12 +322,7 @@ class Elastic:
                 "of the data set (torch.utils.data.Subset); leave the loop only at the "
                 "end of training."
             )
-        if self._has_skipped and self._received is not None:
-            # What the program does after each epoch has run for those skipped, too.
-            run = self._run  # that of this start of the job, not of the snapshot's
-            self._load(self._received)
-            self._run = run
-        self._has_begun, self._has_skipped, self._received = True, False, None
+        self._begin_training()
         self._has_ended_epoch = False  # the loop may have been left after its last step
         if self._done and len(dataset) != self._samples:
             raise SpecError(
@@ -347,6 +342,41 @@ class Elastic:
             self._progress.rest()
         self._sampler = None
 
+    # Note [What the program does after skipped epochs]
+    # A program that counts epochs itself executes its own work of those that were
+    # trained before, such as scheduler.step(). That is done in the state that this rank
+    # has received, so it is undone before the state is used: by a step, or in a
+    # snapshot. Between the last skipped epoch and either of them it can't be undone,
+    # because nothing shows where the program's work ends. No rank gives its state to
+    # others there: memberships are followed within an epoch only.
+
+    def _skip(self, epoch: int) -> None:
+        """Leave out an epoch that was trained before."""
+        self._has_skipped = True
+        is_last = epoch == self._epoch - 1 and not self._done
+        if is_last and self.rank == 0 and self._received is not None:
+            _log.warning(
+                "%s trained before and have no batches. What the program does after "
+                "each of them is undone when epoch %d begins, and by run.save(). If no "
+                "epoch follows, call run.save() before you use scheduler= or extra=; "
+                "better use `for epoch in run.epochs(...)`, which leaves these epochs "
+                "out",
+                "epoch 0 was" if not epoch else f"epochs 0 to {epoch} were",
+                self._epoch,
+            )
+
+    def _undo_skipped(self) -> None:
+        """Undo what the program did after epochs that were trained before."""
+        if self._has_skipped and self._received is not None:
+            run = self._run  # that of this start of the job, not of the snapshot's
+            self._load(copy_of(self._received))  # which may be needed again
+            self._run = run
+
+    def _begin_training(self) -> None:
+        """Begin to change the state that this rank has."""
+        self._undo_skipped()
+        self._has_begun, self._has_skipped, self._received = True, False, None
+
     def _rest_of(self, epoch: int, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield the batches of an epoch that are not trained yet."""
         sampler = self._sampler
@@ -359,6 +389,8 @@ class Elastic:
             for batch in loader:
                 stamp = sampler.stamps.popleft()
                 self._look()
+                if self._epoch != epoch:
+                    break  # the others have begun a later one without this rank
                 if stamp.division != self._division:
                     continue  # divided among other ranks
                 before = self._steps
@@ -415,7 +447,7 @@ class Elastic:
     def _begin_step(self) -> None:
         if self._group is not None:
             self._group.release_one()
-        self._has_begun, self._received = True, None
+        self._begin_training()
         if self._snapshots is not None:
             self._snapshots.take_if_due(
                 self._steps, self._manifest, self._state, rank=self.rank
@@ -748,7 +780,9 @@ class Elastic:
     def save(self) -> None:
         """Write a snapshot now, on rank 0, and wait until it is on the disk.
 
-        Call it after the last step, or where a job is asked to end.
+        Call it after the last step and what the program does after it, such as
+        ``scheduler.step()``, on all ranks. What it did after epochs that were trained
+        before this start of the job is undone.
 
         Raises:
             SpecError: there is no ``checkpoint``.
@@ -756,6 +790,7 @@ class Elastic:
         """
         if self._snapshots is None:
             raise SpecError("save needs stretto.Elastic(..., checkpoint=FOLDER)")
+        self._undo_skipped()
         if self.rank == 0:
             self._snapshots.take(self._manifest(), self._state())
 
