@@ -28,6 +28,12 @@ from stretto.members.client import MemberClient
 from stretto.members.launchers import loss_warning
 from stretto.members.view import View, why_over
 from stretto.resume.exact_load import load_exactly
+from stretto.resume.fitting import (
+    classes_of,
+    in_one_line,
+    kept_differences,
+    model_differences,
+)
 from stretto.resume.manifests import Manifest
 from stretto.resume.snapshots import JobSnapshots, copy_of
 from stretto.runtime import backends
@@ -39,6 +45,7 @@ from stretto.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
     from types import TracebackType
 
 _log = get_logger(__name__)
@@ -125,7 +132,8 @@ class Elastic:
                 their state. Otherwise a warning names it.
 
         Raises:
-            SpecError: an option is invalid, or the snapshot was made with another seed.
+            SpecError: an option is invalid, or the snapshot was made with another seed,
+                model, optimizer, scheduler or other names in ``extra``.
             PlanMismatch: the model has a feature that keeps its ranks.
             StrettoError: the ranks do not start, the keeper has ended, or a snapshot
                 cannot be read.
@@ -807,9 +815,35 @@ class Elastic:
                 f"{manifest.seed}, and seed={self._seed} orders samples differently: "
                 "use that seed, another folder, or resume=False to begin again"
             )
-        self._receive(state)
+        self._receive_saved(state, snapshots.folder / manifest.file)
         self._run = snapshots.run
         snapshots.note(self._steps)
+
+    def _receive_saved(self, state: dict[str, Any], path: Path) -> None:
+        """Take a snapshot's state, which another version of the program may have made.
+
+        Raises:
+            SpecError: it does not fit what the program passes now.
+        """
+        error: Exception | None = None
+        try:
+            found = kept_differences(self._kept, state)
+            if not found:
+                self._receive(state)
+        except Exception as raised:  # noqa: BLE001 - whatever an object's own code raises
+            error = raised
+            try:
+                now = self.model.module.state_dict()
+                found = model_differences(now, state["model"])
+            except (LookupError, TypeError):
+                found = []
+            found = found or [f"its state can't be loaded ({in_one_line(error)})"]
+        if found:
+            raise SpecError(
+                f"the snapshot {path} does not fit this program: {'; '.join(found)}. "
+                "Restore the program that has written it, or begin again with "
+                "resume=False, `stretto run --resume never` or another folder."
+            ) from error
 
     def _manifest(self) -> Manifest:
         return Manifest(
@@ -831,21 +865,24 @@ class Elastic:
         is_fresh = self._client is not None and self._is_fresh
         at = _FRESH if is_fresh else [self._run, self._steps]
         options = {"seed": self._seed, "batch": str(self._batch)}
-        return json.dumps([at, options, self.model._described()])  # noqa: SLF001
+        model = self.model._described()  # noqa: SLF001
+        return json.dumps([at, options, model, classes_of(self._kept)])
 
     def _require_same(self, rows: list[str]) -> None:
         """Require that all ranks divide samples equally.
 
         A rank that joins others, which train, ends alone where it does not, or where it
-        has another model. The models of ranks that begin together are compared later.
+        has another model or other objects. The models of ranks that begin together are
+        compared later.
 
         Raises:
-            RankDisagreement: ranks have another ``seed`` or ``batch``, or another model
-                than those that train.
+            RankDisagreement: ranks have another ``seed`` or ``batch``, or another
+                model, optimizer, scheduler or ``extra`` than those that train.
         """
         notes = _positions(rows)
         options = [json.loads(row)[1] for row in rows]
         models = [json.loads(row)[2] for row in rows]
+        kept = [json.loads(row)[3] for row in rows]
         first = notes.index(max(notes))
         ends_alone = notes[self.rank] == _FRESH and max(notes) != _FRESH
         of_others = [
@@ -866,6 +903,12 @@ class Elastic:
                 f"rank {first} trains {models[first]}, and rank {self.rank}, which "
                 f"would join it, has {models[self.rank]}: was the script or its "
                 "environment changed meanwhile? Restore it, or start the job again."
+            )
+        if ends_alone and kept[self.rank] != kept[first]:
+            raise RankDisagreement(
+                f"rank {first} passes {_words(kept[first])} to Elastic, and rank "
+                f"{self.rank}, which would join it, {_words(kept[self.rank])}: was the "
+                "script changed meanwhile? Restore it, or start the job again."
             )
 
     def _begin_again(self) -> None:
@@ -927,6 +970,7 @@ class Elastic:
             "model": self.model.module.state_dict(),
             "buffers": dict(self.model.module.named_buffers()),
             "kept": {name: value.state_dict() for name, value in self._kept.items()},
+            "classes": classes_of(self._kept),
             "history": [
                 (one.generation, one.first_step, list(one.ids)) for one in self.history
             ],
