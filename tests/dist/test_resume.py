@@ -34,6 +34,7 @@ def train(
     stop: int | None = None,
     drain: int | None = None,
     seed: int = 0,
+    name: str = "average",
 ) -> Any:
     """Train with a program that knows nothing of snapshots but their folder."""
     torch.manual_seed(0)
@@ -50,7 +51,7 @@ def train(
         optimizer,
         batch="global:8",
         scheduler=scheduler,
-        extra={"average": average},
+        extra={name: average},
         seed=seed,
         checkpoint=folder,
         every="1000 steps",
@@ -116,3 +117,20 @@ def test_another_order_of_samples_is_refused(ranks: Any, tmp_path: Path) -> None
     folder = str(tmp_path / "snapshots")
     for text in ranks(rank_changes_the_seed, 2, folder):
         assert "seed=0" in text
+
+
+def rank_renames_what_it_keeps(rank: int, size: int, folder: str) -> str:
+    with pytest.raises(Stopped):
+        train(folder, stop=2)
+    torch.distributed.barrier()
+    with pytest.raises(SpecError) as caught:
+        train(folder, name="mean")
+    return str(caught.value)
+
+
+def test_a_snapshot_of_another_program_ends_all_ranks(
+    ranks: Any, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "snapshots")
+    for text in ranks(rank_renames_what_it_keeps, 2, folder):
+        assert "'mean' in extra= is passed" in text

@@ -28,6 +28,12 @@ from stretto.members.client import MemberClient
 from stretto.members.launchers import loss_warning
 from stretto.members.view import View, why_over
 from stretto.resume.exact_load import load_exactly
+from stretto.resume.fitting import (
+    classes_of,
+    in_one_line,
+    kept_differences,
+    model_differences,
+)
 from stretto.resume.manifests import Manifest
 from stretto.resume.snapshots import JobSnapshots, copy_of
 from stretto.runtime import backends
@@ -39,6 +45,7 @@ from stretto.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
     from types import TracebackType
 
 _log = get_logger(__name__)
@@ -125,7 +132,8 @@ class Elastic:
                 their state. Otherwise a warning names it.
 
         Raises:
-            SpecError: an option is invalid, or the snapshot was made with another seed.
+            SpecError: an option is invalid, or the snapshot was made with another seed,
+                model, optimizer, scheduler or other names in ``extra``.
             PlanMismatch: the model has a feature that keeps its ranks.
             StrettoError: the ranks do not start, the keeper has ended, or a snapshot
                 cannot be read.
@@ -311,7 +319,7 @@ class Elastic:
                     "use `for epoch in run.epochs(...)`",
                     self._epoch,
                 )
-            self._has_skipped = True
+            self._skip(epoch)
             return
         if epoch > self._epoch:
             raise StrettoError(
@@ -322,12 +330,7 @@ class Elastic:
                 "of the data set (torch.utils.data.Subset); leave the loop only at the "
                 "end of training."
             )
-        if self._has_skipped and self._received is not None:
-            # What the program does after each epoch has run for those skipped, too.
-            run = self._run  # that of this start of the job, not of the snapshot's
-            self._load(self._received)
-            self._run = run
-        self._has_begun, self._has_skipped, self._received = True, False, None
+        self._begin_training()
         self._has_ended_epoch = False  # the loop may have been left after its last step
         if self._done and len(dataset) != self._samples:
             raise SpecError(
@@ -347,6 +350,41 @@ class Elastic:
             self._progress.rest()
         self._sampler = None
 
+    # Note [What the program does after skipped epochs]
+    # A program that counts epochs itself executes its own work of those that were
+    # trained before, such as scheduler.step(). That is done in the state that this rank
+    # has received, so it is undone before the state is used: by a step, or in a
+    # snapshot. Between the last skipped epoch and either of them it can't be undone,
+    # because nothing shows where the program's work ends. No rank gives its state to
+    # others there: memberships are followed within an epoch only.
+
+    def _skip(self, epoch: int) -> None:
+        """Leave out an epoch that was trained before."""
+        self._has_skipped = True
+        is_last = epoch == self._epoch - 1 and not self._done
+        if is_last and self.rank == 0 and self._received is not None:
+            _log.warning(
+                "%s trained before and have no batches. What the program does after "
+                "each of them is undone when epoch %d begins, and by run.save(). If no "
+                "epoch follows, call run.save() before you use scheduler= or extra=; "
+                "better use `for epoch in run.epochs(...)`, which leaves these epochs "
+                "out",
+                "epoch 0 was" if not epoch else f"epochs 0 to {epoch} were",
+                self._epoch,
+            )
+
+    def _undo_skipped(self) -> None:
+        """Undo what the program did after epochs that were trained before."""
+        if self._has_skipped and self._received is not None:
+            run = self._run  # that of this start of the job, not of the snapshot's
+            self._load(copy_of(self._received))  # which may be needed again
+            self._run = run
+
+    def _begin_training(self) -> None:
+        """Begin to change the state that this rank has."""
+        self._undo_skipped()
+        self._has_begun, self._has_skipped, self._received = True, False, None
+
     def _rest_of(self, epoch: int, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield the batches of an epoch that are not trained yet."""
         sampler = self._sampler
@@ -359,6 +397,8 @@ class Elastic:
             for batch in loader:
                 stamp = sampler.stamps.popleft()
                 self._look()
+                if self._epoch != epoch:
+                    break  # the others have begun a later one without this rank
                 if stamp.division != self._division:
                     continue  # divided among other ranks
                 before = self._steps
@@ -415,7 +455,7 @@ class Elastic:
     def _begin_step(self) -> None:
         if self._group is not None:
             self._group.release_one()
-        self._has_begun, self._received = True, None
+        self._begin_training()
         if self._snapshots is not None:
             self._snapshots.take_if_due(
                 self._steps, self._manifest, self._state, rank=self.rank
@@ -748,7 +788,9 @@ class Elastic:
     def save(self) -> None:
         """Write a snapshot now, on rank 0, and wait until it is on the disk.
 
-        Call it after the last step, or where a job is asked to end.
+        Call it after the last step and what the program does after it, such as
+        ``scheduler.step()``, on all ranks. What it did after epochs that were trained
+        before this start of the job is undone.
 
         Raises:
             SpecError: there is no ``checkpoint``.
@@ -756,6 +798,7 @@ class Elastic:
         """
         if self._snapshots is None:
             raise SpecError("save needs stretto.Elastic(..., checkpoint=FOLDER)")
+        self._undo_skipped()
         if self.rank == 0:
             self._snapshots.take(self._manifest(), self._state())
 
@@ -772,9 +815,35 @@ class Elastic:
                 f"{manifest.seed}, and seed={self._seed} orders samples differently: "
                 "use that seed, another folder, or resume=False to begin again"
             )
-        self._receive(state)
+        self._receive_saved(state, snapshots.folder / manifest.file)
         self._run = snapshots.run
         snapshots.note(self._steps)
+
+    def _receive_saved(self, state: dict[str, Any], path: Path) -> None:
+        """Take a snapshot's state, which another version of the program may have made.
+
+        Raises:
+            SpecError: it does not fit what the program passes now.
+        """
+        error: Exception | None = None
+        try:
+            found = kept_differences(self._kept, state)
+            if not found:
+                self._receive(state)
+        except Exception as raised:  # noqa: BLE001 - whatever an object's own code raises
+            error = raised
+            try:
+                now = self.model.module.state_dict()
+                found = model_differences(now, state["model"])
+            except (LookupError, TypeError):
+                found = []
+            found = found or [f"its state can't be loaded ({in_one_line(error)})"]
+        if found:
+            raise SpecError(
+                f"the snapshot {path} does not fit this program: {'; '.join(found)}. "
+                "Restore the program that has written it, or begin again with "
+                "resume=False, `stretto run --resume never` or another folder."
+            ) from error
 
     def _manifest(self) -> Manifest:
         return Manifest(
@@ -796,21 +865,24 @@ class Elastic:
         is_fresh = self._client is not None and self._is_fresh
         at = _FRESH if is_fresh else [self._run, self._steps]
         options = {"seed": self._seed, "batch": str(self._batch)}
-        return json.dumps([at, options, self.model._described()])  # noqa: SLF001
+        model = self.model._described()  # noqa: SLF001
+        return json.dumps([at, options, model, classes_of(self._kept)])
 
     def _require_same(self, rows: list[str]) -> None:
         """Require that all ranks divide samples equally.
 
         A rank that joins others, which train, ends alone where it does not, or where it
-        has another model. The models of ranks that begin together are compared later.
+        has another model or other objects. The models of ranks that begin together are
+        compared later.
 
         Raises:
-            RankDisagreement: ranks have another ``seed`` or ``batch``, or another model
-                than those that train.
+            RankDisagreement: ranks have another ``seed`` or ``batch``, or another
+                model, optimizer, scheduler or ``extra`` than those that train.
         """
         notes = _positions(rows)
         options = [json.loads(row)[1] for row in rows]
         models = [json.loads(row)[2] for row in rows]
+        kept = [json.loads(row)[3] for row in rows]
         first = notes.index(max(notes))
         ends_alone = notes[self.rank] == _FRESH and max(notes) != _FRESH
         of_others = [
@@ -831,6 +903,12 @@ class Elastic:
                 f"rank {first} trains {models[first]}, and rank {self.rank}, which "
                 f"would join it, has {models[self.rank]}: was the script or its "
                 "environment changed meanwhile? Restore it, or start the job again."
+            )
+        if ends_alone and kept[self.rank] != kept[first]:
+            raise RankDisagreement(
+                f"rank {first} passes {_words(kept[first])} to Elastic, and rank "
+                f"{self.rank}, which would join it, {_words(kept[self.rank])}: was the "
+                "script changed meanwhile? Restore it, or start the job again."
             )
 
     def _begin_again(self) -> None:
@@ -892,6 +970,7 @@ class Elastic:
             "model": self.model.module.state_dict(),
             "buffers": dict(self.model.module.named_buffers()),
             "kept": {name: value.state_dict() for name, value in self._kept.items()},
+            "classes": classes_of(self._kept),
             "history": [
                 (one.generation, one.first_step, list(one.ids)) for one in self.history
             ],

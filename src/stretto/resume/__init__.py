@@ -4,6 +4,8 @@
   `elastic.training`). It imports no torch.
 - `exact_load`: give optimizers their state without a change of types (for
   `elastic.training`).
+- `fitting`: compare a snapshot with the program that reads it (for
+  `elastic.training`).
 - `snapshots`: copy a job's state, write it beside training, and read it again (for
   `elastic`).
 

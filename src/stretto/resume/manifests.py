@@ -14,9 +14,11 @@ snapshots are removed only after a newer one is complete.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
+import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,9 @@ VERSION = 1
 
 _SUFFIX = ".snapshot.json"
 _NAME = re.compile(r"^\.?run([0-9]+)-membership([0-9]+)-step([0-9]+)\.")
+
+_PLAIN_NAME = re.compile(r"^[\w-][\w.-]*\Z")
+"""A file in the same folder."""
 
 _STEPS = re.compile(r"^\s*([0-9]+)\s*steps?\s*$")
 
@@ -136,17 +141,44 @@ def manifests_in(
         return []
     for path in paths:
         try:
+            require_file(path)
             data = path.read_bytes()
             if msgspec.json.decode(data).get("version", 0) > VERSION:
                 raise StrettoError(
                     f"{path} was written by a later version of stretto: use that one, "
                     "or another folder"
                 )
-            found.append(msgspec.json.decode(data, type=Manifest))
-        except (OSError, ValueError, AttributeError, TypeError) as error:
+            manifest = msgspec.json.decode(data, type=Manifest)
+            if not _PLAIN_NAME.match(manifest.file):
+                raise ValueError(f"{manifest.file!r} is not the name of a file here")  # noqa: TRY301
+            found.append(manifest)
+        except (
+            OSError,
+            ValueError,
+            AttributeError,
+            TypeError,
+            RecursionError,
+        ) as error:
             if damaged is not None:
                 damaged(path, error)
     return sorted(found, key=lambda manifest: manifest.order, reverse=True)
+
+
+def require_file(path: Path) -> None:
+    """Require that something can be read as a file: no folder, lost link or pipe.
+
+    Raises:
+        ValueError: it can't, now or later.
+        OSError: the system does not say what it is.
+    """
+    try:
+        is_file = stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        is_file = False
+    if not is_file:
+        raise ValueError(f"{path} cannot be read: it is not a file")
 
 
 def highest_run_in(folder: Path) -> int:
@@ -165,13 +197,16 @@ def require_whole(folder: Path, manifest: Manifest) -> None:
     """Compare a snapshot's file with its manifest.
 
     Raises:
-        StrettoError: the file is missing, shorter or changed.
+        StrettoError: the file is missing, shorter, changed or no file.
     """
     path = folder / manifest.file
     try:
+        require_file(path)
         found = digest_of(path)
     except OSError as error:
         raise StrettoError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise StrettoError(str(error)) from error
     if found != (manifest.size_bytes, manifest.sha256):
         raise StrettoError(f"{path} is damaged: it is not what {manifest.name} names")
 

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
+_ARCHIVE = b"PK\x03\x04"
+"""What a file that torch.save writes begins with."""
+
 
 def _numpy_classes() -> list[Any]:
     """Return what NumPy's numbers and arrays are made of when they are read."""
@@ -294,7 +297,9 @@ def read_newest(folder: Path) -> tuple[Manifest, Any] | None:
                 f"the snapshot {path} cannot be read: {error.strerror or error}. Make "
                 "it readable, or begin again with resume=False or another folder."
             ) from error
-        _log.warning("%s is damaged or of an older version and is skipped", path)
+        _log.warning(
+            "%s is damaged or of an older version and is skipped: %s", path, error
+        )
         skipped.append(path)
 
     for manifest in manifests_in(folder, skip):
@@ -306,12 +311,21 @@ def read_newest(folder: Path) -> tuple[Manifest, Any] | None:
             continue
         path = folder / manifest.file
         try:
+            with path.open("rb") as file:
+                is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
+            if not is_archive:
+                raise ValueError("it is not what torch.save writes")  # noqa: TRY301
             with torch.serialization.safe_globals(_numpy_classes()):
                 state = torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             refused = re.search(r"GLOBAL ([\w.]+)", str(error))
             name = refused[1] if refused else "a class that it does not know"
             raise StrettoError(_refused(path, name)) from error
+        except (OSError, ValueError, EOFError, LookupError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            _log.warning("%s is damaged (%s); it is skipped", path, error)
+            skipped.append(path)
         else:
             return manifest, state
     if skipped:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import pathlib
 import resource
 import threading
 from typing import TYPE_CHECKING, Any
@@ -100,10 +103,78 @@ def test_training_that_begins_again_beside_damaged_snapshots_is_logged(
     assert "training begins again" in caplog.text
 
 
-def test_a_manifest_that_cannot_be_read_now_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "run1-membership0-step1.snapshot.json").mkdir()
-    with pytest.raises(StrettoError, match="cannot be read: Is a directory"):
+def test_a_manifest_that_cannot_be_read_now_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    take(tmp_path, 1, [1])
+    monkeypatch.setattr(pathlib.Path, "read_bytes", fail)
+    with pytest.raises(StrettoError, match="cannot be read: Permission denied"):
         read_newest(tmp_path)
+
+
+def lost_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize(
+    "make", [pathlib.Path.mkdir, lost_link, link_to_itself, os.mkfifo]
+)
+@pytest.mark.parametrize("kind", ["snapshot.json", "pt"])
+def test_what_is_not_a_file_leaves_the_snapshot_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any, kind: str
+) -> None:
+    take(tmp_path, 1, [1])
+    take(tmp_path, 2, [2])
+    path = tmp_path / f"run1-membership0-step2.{kind}"
+    path.unlink()
+    make(path)
+    assert step_read(tmp_path) == 1
+    assert f"step2.{kind} cannot be read: it is not a file" in caplog.text
+
+
+def step_read(folder: Path) -> int | None:
+    found = read_newest(folder)
+    return None if found is None else found[0].step
+
+
+def replace_manifest(folder: Path, **values: Any) -> None:
+    """Change what the manifest of the second step says."""
+    path = folder / "run1-membership0-step2.snapshot.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | values))
+
+
+@pytest.mark.parametrize("name", ["../outside.pt", "/outside.pt", "", "..", "a\0b"])
+def test_a_manifest_that_leads_out_of_the_folder_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    folder = tmp_path / "in"
+    take(folder, 1, [1])
+    take(folder, 2, [2])
+    (folder / "run1-membership0-step2.pt").rename(tmp_path / "outside.pt")
+    replace_manifest(folder, file=name)
+    assert step_read(folder) == 1
+    assert "is not the name of a file here" in caplog.text
+
+
+@pytest.mark.parametrize("data", [b"", b"text", b"PK\x05\x06" + bytes(18)])
+def test_a_file_that_holds_no_state_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, data: bytes
+) -> None:
+    take(tmp_path, 1, [1])
+    take(tmp_path, 2, [2])
+    path = tmp_path / "run1-membership0-step2.pt"
+    path.write_bytes(data)
+    size_bytes, sha256 = manifests.digest_of(path)
+    replace_manifest(tmp_path, size_bytes=size_bytes, sha256=sha256)
+    assert step_read(tmp_path) == 1
+    assert "step2.pt is damaged" in caplog.text
 
 
 def test_snapshots_that_a_later_job_removes_are_logged(
