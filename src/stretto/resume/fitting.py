@@ -1,4 +1,4 @@
-"""What a snapshot's state has that the program which reads it has not, or the reverse.
+"""Compare a snapshot's state with what the program that reads it passes.
 
 ``load_state_dict`` of optimizers and schedulers takes whatever it gets, so a program
 that was changed would continue with a mixture of both, or end in its first step.
