@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _ARCHIVE = b"PK\x03\x04"
-"""What a file that torch.save writes begins with."""
+"""The first bytes of a file that torch.save writes."""
 
 
 def _numpy_classes() -> list[Any]:
