@@ -196,6 +196,61 @@ def test_downloads_and_files_are_one_ranks():
     assert "if RANK == 0:\n    with open('log.txt', 'w') as f:\n" in after
 
 
+@pytest.mark.parametrize(
+    "opened",
+    [
+        'io.open("data.txt")',
+        'codecs.open("data.txt", "r", "utf-8")',
+        'archive.open("a.txt")',
+        'path.open("r")',
+    ],
+)
+def test_a_file_that_is_read_is_read_on_every_rank(opened):
+    opening = f"with {opened} as f:\n    text = f.read()\n"
+    source = f"import codecs\nimport io\n{TRAINING}{opening}"
+    after = convert(source).after
+    assert f"\n{opening}" in after
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        'io.open("o.log", "w")',
+        'codecs.open("o.log", "a", "utf-8")',
+        'archive.open("a.txt", "w")',
+        'path.open("w", 1)',
+        'tarfile.open("a.tar", "w:gz")',
+    ],
+)
+def test_a_file_that_is_written_is_rank_0s(opened):
+    opening = f"with {opened} as f:\n    f.write('done')\n"
+    source = f"import codecs\nimport io\nimport tarfile\n{TRAINING}{opening}"
+    after = convert(source).after
+    assert f"if RANK == 0:\n    with {opened} as f:\n" in after
+
+
+def test_a_log_with_handlers_is_rank_0s():
+    source = "import logging\n" + TRAINING.replace(
+        "model =",
+        "log = logging.getLogger()\nlog.addHandler(logging.FileHandler('x.log'))\n"
+        "log.addHandler(logging.StreamHandler())\nmodel =",
+    )
+    after = convert(source).after
+    assert "logging.FileHandler(rank0_file('x.log'))" in after
+    assert (
+        "log.addHandler(logging.StreamHandler())\n"
+        "if RANK > 0:\n    logging.disable(logging.WARNING)\n" in after
+    )
+
+
+def test_a_log_whose_module_has_no_name_is_listed():
+    source = "from logging import StreamHandler, getLogger\n" + TRAINING.replace(
+        "model =", "getLogger().addHandler(StreamHandler())\nmodel ="
+    )
+    (note,) = open_notes(convert(source))
+    assert "each rank shows its log" in note
+
+
 def test_a_try_at_the_top_that_imports_nothing_is_no_entry():
     source = TRAINING.replace(
         "model =", "try:\n    torch.randn(1)\nexcept OSError:\n    pass\nmodel ="
@@ -715,6 +770,11 @@ def test_folders_missing_files_and_other_encodings_are_refused(tmp_path):
     assert "cannot be read" in str(run(tmp_path / "none.py").exception)
     (tmp_path / "l.py").write_bytes("x = 1\ny = 'é'\n".encode("latin-1"))
     assert "l.py:2: a script must be UTF-8" in str(run(tmp_path / "l.py").exception)
+
+
+def test_a_script_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "b.py").write_bytes(TRAINING.encode("utf-8-sig"))
+    assert run(tmp_path / "b.py").exit_code == 0
 
 
 def test_ends_of_lines_stay(tmp_path):

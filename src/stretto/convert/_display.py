@@ -108,6 +108,16 @@ _NOT_SHOWING = ("logging.", "csv.", "codecs.", "io.", "torch.")
 """Modules whose classes with such names are handled otherwise, or need no rank."""
 
 
+OPENERS = ("open", "io.open", "codecs.open", "gzip.open", "bz2.open", "lzma.open")
+"""Functions that open the file of their first argument in the mode of the second."""
+
+_MODE = re.compile(r"([rwaxbtU+]{1,4})([:|]\w*)?\Z")
+"""A mode, also one of `tarfile`; no name of a file."""
+
+_LOG_FILES = ("logging.FileHandler", "logging.handlers.RotatingFileHandler")
+_SHOWS_LOGS = ("logging.basicConfig", "logging.StreamHandler")
+
+
 def is_writer(tree: ScriptTree, call: cst.Call) -> bool:
     """Return whether a call makes a known object that writes a log."""
     module, dot, last = tree.called(call).rpartition(".")
@@ -118,16 +128,22 @@ def opens_for_writing(tree: ScriptTree, node: cst.BaseExpression) -> bool:
     """Return whether an expression opens a file for writing."""
     if not isinstance(node, cst.Call):
         return False
+    full = tree.called(node)
     method = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
-    if tree.called(node) not in ("open", "gzip.open") and method != "open":
+    if full not in OPENERS and method != "open":
         return False
     positional, named = arguments_of(node)
-    place = 0 if method == "open" and tree.called(node) != "gzip.open" else 1
-    mode = named["mode"].value if "mode" in named else None
-    if mode is None and len(positional) > place:
-        mode = positional[place]
-    text = tree.text(mode) if mode is not None else "r"
-    return isinstance(mode, cst.SimpleString) and any(c in text for c in "wax+")
+    if "mode" in named:
+        given = [named["mode"].value]
+    else:  # a method gets the mode first, a function second, after the file's name
+        given = positional[1:2] if full in OPENERS else positional[:2]
+    modes = [
+        found_mode[1]
+        for mode in given
+        if isinstance(mode, cst.SimpleString)
+        and (found_mode := _MODE.match(str(mode.evaluated_value))) is not None
+    ]
+    return bool(modes) and any(letter in modes[-1] for letter in "wax+")
 
 
 @final
@@ -153,6 +169,8 @@ class Display:
                 method in SAVING_METHODS and not self._work.flow.local(call)
             ):
                 self._guard(call, full or method)
+            elif full in (*_LOG_FILES, "logging.basicConfig"):
+                self._log_file(call)
             elif full == "os.system" and not self._work.is_guarded(call):
                 self._work.undecided(
                     call,
@@ -171,17 +189,24 @@ class Display:
                     "0:`",
                 )
 
+    def _log_file(self, call: cst.Call) -> None:
+        """Let other ranks than 0 log to a file without content."""
+        place = -1 if self._tree.called(call) == "logging.basicConfig" else 0
+        path = argument(call, place, "filename")
+        if path is not None and not self._work.is_guarded(call):
+            self._work.call_around(path, "rank0_file")
+            self._work.done(call, "only rank 0 logs to this file")
+
     def _write_on_rank_0(self, call: cst.Call) -> bool:
         """Open an empty device on the other ranks; return whether that was possible.
 
         All ranks execute what computes the lines, so that numbers may be reduced there.
         """
-        path = argument(
-            call, 0, "file" if self._tree.called(call) == "open" else "filename"
-        )
+        full = self._tree.called(call)
+        path = argument(call, 0, "file" if full in ("open", "io.open") else "filename")
         mode = argument(call, 1, "mode")
         if (
-            self._tree.called(call) not in ("open", "gzip.open")
+            full not in OPENERS
             or path is None
             or mode is None
             or any(a.star for a in call.args)
@@ -427,8 +452,16 @@ class Display:
         )
         self._work.done(call, f"only rank 0 has a {self._tree.called(call)}")
 
-    def logs(self) -> bool:
-        """Return whether the script sets up logging."""
-        return any(
-            self._tree.called(c) == "logging.basicConfig" for c in self._tree.calls
+    def logs(self) -> cst.CSTNode | None:
+        """Return the first statement that lets the script's log be shown."""
+        shown = [c for c in self._tree.calls if self._tree.called(c) in _SHOWS_LOGS]
+        if not shown:
+            return None
+        if self._tree.imported.get("logging") == "logging":
+            return self._tree.statement(shown[0])
+        self._work.undecided(
+            shown[0],
+            "each rank shows its log: put `logging.disable(logging.WARNING)` under "
+            "`if RANK > 0:`",
         )
+        return None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 
-from stretto.convert._display import opens_for_writing
+from stretto.convert._display import OPENERS, opens_for_writing
 from stretto.convert._tree import arguments_of
 
 if TYPE_CHECKING:
@@ -17,8 +17,7 @@ _WRITTEN_SECOND = ("torch.save", "json.dump", "pickle.dump", "joblib.dump")
 _WRITES_ITSELF = ("write_text", "write_bytes")
 
 _READERS = (
-    "open",
-    "gzip.open",
+    *OPENERS,
     "numpy.load",
     "numpy.loadtxt",
     "numpy.genfromtxt",

@@ -69,7 +69,7 @@ def decoded(data: bytes, name: str) -> str:
         SpecError: it is not UTF-8.
     """
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as exc:
         line = data[: exc.start].count(b"\n") + 1
         raise SpecError(

@@ -37,8 +37,14 @@ _SEEDING = {
 }
 
 
-def convert(work: Work, *, logs: bool, seeds_before: cst.CSTNode) -> None:
-    """Join the ranks at the beginning, and end the group at the end."""
+def convert(work: Work, *, logs: cst.CSTNode | None, seeds_before: cst.CSTNode) -> None:
+    """Join the ranks at the beginning, and end the group at the end.
+
+    Args:
+        work: The conversion.
+        logs: The statement after which the log is shown, which only rank 0 does.
+        seeds_before: What needs each rank's own random numbers.
+    """
     _seed_ranks(work, before=seeds_before)
     entry = _Entry(work)
     head = _last_import(work, entry.first)
@@ -50,8 +56,8 @@ def convert(work: Work, *, logs: bool, seeds_before: cst.CSTNode) -> None:
     if entry.may_exit:
         beginning.append(f"atexit.register({leaving.removesuffix('()')})")
     texts = [work.named(t) for t in beginning]
-    if logs:
-        work.after(_logging(work), "if RANK > 0:\n    logging.disable(logging.WARNING)")
+    if logs is not None:
+        work.after(logs, "if RANK > 0:\n    logging.disable(logging.WARNING)")
     if not entry.may_exit:
         entry.at_end(leaving)
     block = _block(work, seeds, head)
@@ -104,13 +110,6 @@ def _insert(work: Work, head: cst.CSTNode | None, nodes: list[cst.CSTNode]) -> N
             "imports. Move an import to the top",
         )
     work.nodes_after(head, nodes)
-
-
-def _logging(work: Work) -> cst.CSTNode:
-    call = next(
-        c for c in work.tree.calls if work.tree.called(c) == "logging.basicConfig"
-    )
-    return work.tree.statement(call)
 
 
 def _seed_ranks(work: Work, *, before: cst.CSTNode) -> None:
