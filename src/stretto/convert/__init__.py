@@ -80,6 +80,7 @@ Stages for its data:
 - `_number_forms`: what a number is computed from (for `_batch_names`).
 - `_bindings`: which lines set the value that another line reads (for `_display` and
   `_number_forms`).
+- `_held_tensors`: which calls make what attributes and containers hold (for `_batch`).
 - `_sample_draws`: random numbers that all ranks draw for their samples (for `_script`).
 - `_loader_sizes`: sizes that a script reads from a loader (for `_script`).
 - `_passes`: loops that train in some passes only (for `_loaders`, `_numbers` and
