@@ -393,3 +393,44 @@ def test_another_number_of_a_step_stays(before, line):
     after, said = sized(before, line)
     assert line in after
     assert said == []
+
+
+LAMBDAS = """\
+import torch
+from types import SimpleNamespace
+from torch.utils.data import DataLoader, TensorDataset
+
+class Options:
+    def __init__(self):
+        self.bs = 16
+
+{maker}
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.ones(64, 2))
+loader = {call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("maker", "call", "size"),
+    [
+        ("o = Options()", "get(data, o)", "o.bs"),
+        ("o = Options()", "get(data, c=o)", "o.bs"),
+        ("o = SimpleNamespace(bs=16)", "get(data, o)", "o.bs"),
+        ("o = 16", "sized(data, o)", "o"),
+        ("o = {'bs': 16}", "entry(data, o)", "o['bs']"),
+        ("o = 16", "preset(data)", "o"),
+    ],
+)
+def test_a_loaders_size_is_followed_through_a_lambda(maker, call, size):
+    functions = (
+        "get = lambda ds, c: DataLoader(ds, batch_size=c.bs)\n"
+        "sized = lambda ds, n: DataLoader(ds, batch_size=n)\n"
+        "entry = lambda ds, c: DataLoader(ds, batch_size=c['bs'])\n"
+        "preset = lambda ds, n=o: DataLoader(ds, batch_size=n)\n"
+    )
+    head = LAMBDAS.format(maker=f"{maker}\n{functions}", call=call)
+    line = f"        z = torch.randn({size}, 3)\n"
+    after = convert(head + LOOP + line + STEP).after
+    assert f"z = torch.randn(per_rank({size}), 3)\n" in after

@@ -483,6 +483,95 @@ def test_a_state_that_a_method_makes_without_arguments_is_listed(name):
     assert [s for s in said if s.startswith("line 12:") and "batch size here" in s]
 
 
+HELD = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Fit:
+    ones = None
+
+    def __init__(self, bs):
+        self.bs = bs
+        self.net = torch.nn.Linear(2, 1)
+        self.opt = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        {made}
+        data = TensorDataset(torch.ones(64, 2))
+        self.loader = DataLoader(data, batch_size=self.bs)
+
+    def loss(self, x):
+        return (self.net(x) * {read}).mean()
+
+    def fit(self):
+        for (x,) in self.loader:
+            loss = {loss}
+            self.opt.zero_grad()
+            loss.backward()
+            self.opt.step()
+
+
+Fit(16).fit()
+"""
+IN_STEP = "(self.net(x) * {read}).mean()"
+
+
+def listed_as_held(made, read, loss):
+    source = HELD.format(made=made, read=read, loss=loss.format(read=read))
+    said = open_notes(convert(source))
+    return [s for s in said if s.startswith("line 12:") and "batch size here" in s]
+
+
+@pytest.mark.parametrize(
+    ("made", "read"),
+    [
+        ("self.one = torch.ones(self.bs, 1)", "self.one"),
+        ("self.one = torch.ones(bs, 1)", "self.one"),
+        ("self.one = torch.full((bs,), 1.0)", "self.one"),
+        ("self.one = torch.arange(self.bs).double() * 0 + 1", "self.one"),
+        ("self.one = torch.ones(bs, 1).to('cpu')", "self.one"),
+        ("self.held = {'one': torch.ones(bs, 1)}", "self.held['one']"),
+        ("self.held = dict(one=torch.ones(bs, 1))", "self.held['one']"),
+        ("self.held = [torch.ones(bs, 1)]", "self.held[0]"),
+        ("self.held = {}; self.held['one'] = torch.ones(bs, 1)", "self.held['one']"),
+        ("self.held = []; self.held.append(torch.ones(bs, 1))", "self.held[0]"),
+        ("self.net.register_buffer('one', torch.ones(bs, 1))", "self.net.one"),
+    ],
+)
+@pytest.mark.parametrize("loss", [IN_STEP, "self.loss(x)"])
+def test_a_tensor_of_the_batch_that_an_object_holds_is_listed(made, read, loss):
+    assert listed_as_held(made, read, loss)
+
+
+@pytest.mark.parametrize(
+    ("made", "read"),
+    [
+        ("self.one = torch.ones(1, 2)", "self.one"),
+        ("self.held = {'one': torch.ones(2, 1)}", "self.held['one']"),
+        ("self.other = torch.ones(bs, 1); self.one = 1", "self.one"),
+    ],
+)
+def test_another_tensor_that_an_object_holds_is_not_listed(made, read):
+    assert not listed_as_held(made, read, IN_STEP)
+
+
+@pytest.mark.parametrize(
+    ("held", "read"),
+    [
+        ("held = {'one': torch.ones(batch_size, 1)}", "held['one']"),
+        ("held = [torch.ones(batch_size, 1)]", "held[0]"),
+        ("held = {}\nheld['one'] = torch.ones(batch_size, 1)", "held['one']"),
+        ("held = SimpleNamespace(one=torch.ones(batch_size, 1))", "held.one"),
+        ("class held:\n    one = torch.ones(batch_size, 1)", "held.one"),
+        ("held = torch.ones(batch_size, 1) * 2", "held"),
+    ],
+)
+def test_a_tensor_of_the_batch_that_a_variable_holds_is_listed(held, read):
+    head = f"{HEAD}from types import SimpleNamespace\n"
+    source = step_of(f"x = x * {read}", head=head, named=True)
+    said = open_notes(convert(source.replace("loader =", f"{held}\nloader =", 1)))
+    assert ["batch size here" in s for s in said].count(True) == 1
+
+
 def outside_steps(line):
     """A script that reads something of its training loader before the steps."""
     return step_of("pass", "4").replace("for epoch", f"{line}\nfor epoch", 1)

@@ -101,3 +101,19 @@ def test_a_path_named_in_a_step_is_listed():
     said = [str(n) for n in conversion.notes if n.kind is Kind.OPEN]
     assert any("make it once, before the loops" in s for s in said)
     assert "of_rank0" not in convert(f"{IMPORTS}{TRAINING}{step}").after
+
+
+def test_a_name_set_in_a_look_for_a_file_is_listed():
+    look = "if os.path.exists(path := 'a.pt'):\n    torch.load(path)\n"
+    source = f"{IMPORTS}{look}{TRAINING}torch.save(model, 'a.pt')\n"
+    conversion = convert(source)
+    assert "if os.path.exists(path := 'a.pt'):" in conversion.after
+    said = [n.text for n in conversion.notes if n.kind is Kind.OPEN]
+    assert ["each rank looks for this file by itself" in text for text in said] == [
+        True
+    ]
+
+
+def test_a_name_set_in_a_path_of_rank_0_is_refused():
+    line = "out = tempfile.mkdtemp(dir=(base := '.'))\nprint(base)\n"
+    assert "Set the name in a line before" in refused(f"{IMPORTS}{line}{TRAINING}")

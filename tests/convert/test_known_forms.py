@@ -111,6 +111,76 @@ def test_a_file_that_is_open_during_training_is_written_on_rank_0():
     assert open_notes(conversion) == []
 
 
+@pytest.mark.parametrize(
+    ("line", "function"),
+    [
+        ("torch.save(model.state_dict(), path := 'a.pt')", "torch.save"),
+        ("torch.save({'n': (path := 'a')}, os.path.join('a', 'b'))", "torch.save"),
+        ("model.save_pretrained(path := 'a')", "unwrap(model).save_pretrained"),
+        ("np.save(str(path := 'a'), np.zeros(2))", "np.save"),
+    ],
+)
+def test_all_ranks_set_a_name_in_a_call_of_rank_0(line, function):
+    imports = "import os\nimport numpy as np"
+    conversion = convert(script(before=imports, after=f"{line}\nprint(path)"))
+    assert f"\n({function}, OnRank0())[RANK > 0](" in conversion.after
+    assert open_notes(conversion) == []
+
+
+def test_all_ranks_set_a_name_in_a_writer_s_call():
+    setting = "w = SummaryWriter(path := 'a')\nprint(path)"
+    imports = "from torch.utils.tensorboard import SummaryWriter"
+    after = convert(script(before=imports, setting=setting)).after
+    assert "w = (SummaryWriter, OnRank0())[RANK > 0](path := 'a')\n" in after
+
+
+def test_a_name_of_a_lambda_in_a_call_of_rank_0_is_its_own():
+    line = "np.save('a', (lambda: (path := 'a'))())"
+    after = convert(script(before="import numpy as np", after=line)).after
+    assert f"if RANK == 0:\n    {line}\n" in after
+
+
+BLOCK = "with open('log', 'w') as f:\n    {}\n{}"
+
+
+@pytest.mark.parametrize(
+    ("line", "read"),
+    [
+        ("f.write(text := 'a')", "print(text)"),
+        ("text = 'a'; f.write(text)", "print(text)"),
+        ("n = f.write('a')", "def show():\n    print(n)\nshow()"),
+        ("for line in 'ab': f.write(line)", "print(line)"),
+        ("f.write('a')", "f.close()"),
+        ("model.seen = f.write('a')", "print(model.seen)"),
+    ],
+)
+def test_all_ranks_set_a_name_in_a_block_that_writes(line, read):
+    conversion = convert(script(after=BLOCK.format(line, read)))
+    assert "\nwith open(rank0_file('log'), 'w') as f:" in conversion.after
+    assert open_notes(conversion) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "read"),
+    [
+        ("f.write(text := 'a')", "text = 'b'\nprint(text)"),
+        ("text = 'a'; f.write(text)", "def show(text):\n    print(text)\nshow('b')"),
+        ("for line in 'ab': f.write(line)", "for line in 'ab': print(line)"),
+        ("f.write('a')", "with open('log') as f: print(f.read())"),
+        ("(n, m) = f.write('a'), 1", "n, (m, *k) = 1, (2, 3)"),
+    ],
+)
+def test_a_block_whose_names_no_other_line_reads_is_rank_0s(line, read):
+    after = convert(script(after=BLOCK.format(line, read))).after
+    assert "if RANK == 0:\n    with open('log', 'w') as f:" in after
+
+
+def test_a_block_that_sets_a_name_and_cannot_write_nothing_is_listed():
+    block = "with open('log', 'x') as f:\n    f.write(text := 'a')\nprint(text)"
+    notes = open_notes(convert(script(after=block)))
+    assert any("because the block sets `text` for" in note for note in notes)
+
+
 def test_ranks_wait_before_they_read_what_rank_0_wrote():
     read = "log.close()\nprint(open('log.csv').read())"
     conversion = convert(script(setting="log = open('log.csv', 'w')", after=read))

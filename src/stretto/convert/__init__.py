@@ -78,7 +78,9 @@ Stages for its data:
 - `_batch`: where a step relies on the batch size (for `_loaders` and `_script`).
 - `_batch_names`: which numbers are the batch size of all ranks (for `_batch`).
 - `_number_forms`: what a number is computed from (for `_batch_names`).
-- `_bindings`: which lines set the value that another line reads (for `_number_forms`).
+- `_bindings`: which lines set the value that another line reads (for `_display` and
+  `_number_forms`).
+- `_held_tensors`: which calls make what attributes and containers hold (for `_batch`).
 - `_sample_draws`: random numbers that all ranks draw for their samples (for `_script`).
 - `_loader_sizes`: sizes that a script reads from a loader (for `_script`).
 - `_passes`: loops that train in some passes only (for `_loaders`, `_numbers` and

@@ -13,6 +13,7 @@ import libcst as cst
 
 from stretto.convert._batch_names import BatchNames, BatchShare
 from stretto.convert._flow import parameters
+from stretto.convert._held_tensors import HeldTensors
 from stretto.convert._shown import Shown
 from stretto.convert._tree import (
     argument,
@@ -121,8 +122,37 @@ class Batch:
                     self._tree.without_gradient(name) or self._is_aside(name, loop.node)
                 ):
                     self._made_before(name, loop.node, seen)
+        self._list_held(seen)
 
-    def _made_before(self, name: cst.Name, loop: cst.CSTNode, seen: set[int]) -> None:
+    def _list_held(self, seen: set[int]) -> None:
+        """List tensors of the batch's size that objects and containers hold for steps.
+
+        Such as ``self.one = torch.ones(self.bs, 1)`` or ``{"one": torch.ones(bs, 1)}``.
+        """
+        held = HeldTensors(self._work)
+        for loop in self._work.job.training:
+            every: Iterator[cst.Name | cst.Attribute]
+            every = found(loop.node.body, (cst.Name, cst.Attribute))
+            for node in every:
+                if self._tree.without_gradient(node) or self._is_aside(node, loop.node):
+                    continue
+                if isinstance(node, cst.Attribute):
+                    self._made_before(node, loop.node, seen)
+                for call in held.of(node, loop.node):
+                    if id(call) not in seen and self._tree.called(call) in _MAKING:
+                        seen.add(id(call))
+                        self._list_sizes(call)
+        for function in called_in_steps(self._work):
+            attributes: Iterator[cst.Attribute] = found(function.body, cst.Attribute)
+            for attribute in attributes:
+                for call in held.of(attribute, function):
+                    if id(call) not in seen and self._tree.called(call) in _MAKING:
+                        seen.add(id(call))
+                        self._list_sizes(call, literals=False)
+
+    def _made_before(
+        self, name: cst.Name | cst.Attribute, loop: cst.CSTNode, seen: set[int]
+    ) -> None:
         """List tensors of the batch's size that a step reads and an earlier line makes.
 
         Such as the hidden state ``torch.zeros(1, batch_size, width)`` of an epoch.
@@ -205,9 +235,11 @@ class Batch:
             here = self._tree.parent(here)
         return False
 
-    def _list_sizes(self, made: cst.Call, listed: Collection[str] = ()) -> None:
+    def _list_sizes(
+        self, made: cst.Call, listed: Collection[str] = (), *, literals: bool = True
+    ) -> None:
         """List the batch's size in the shape of a tensor, except where it is listed."""
-        several = self._has_several_dimensions(made)
+        several = literals and self._has_several_dimensions(made)
         for node in found(made, cst.BaseExpression):
             if dotted(node) not in listed and self._place(node) is not None:
                 self._list_made(node, several=several)

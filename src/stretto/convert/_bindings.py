@@ -7,6 +7,7 @@ rank's batch on another, so the order of the lines, branches and loops counts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, final
 
 import libcst as cst
@@ -82,6 +83,44 @@ class Bindings:
         scope = self._tree.function(node)
         home = self._home(path, scope)
         return self._at(node, scope, home, path)
+
+    def read_outside(self, block: cst.CSTNode) -> str | None:
+        """Return a variable that a block may set for a line outside of it."""
+        inside = {
+            path
+            for path, places in self._stores.items()
+            if any(self._tree.within(node, block) for node, _ in places)
+        }
+        every: Iterator[cst.Name | cst.Attribute]
+        every = found(self._tree.module, (cst.Name, cst.Attribute))
+        for node in every:
+            path = dotted(node)
+            if (
+                path in inside
+                and not self._tree.is_label(node)
+                and id(node) not in self._only_set
+                and not self._tree.within(node, block)
+                and any(
+                    made.node is not None and self._tree.within(made.node, block)
+                    for made in self.reaching(node)
+                )
+            ):
+                return path
+        return None
+
+    @cached_property
+    def _only_set(self) -> set[int]:
+        """The names and attributes that a line sets without reading them."""
+        out: set[int] = set()
+        for node in found(self._tree.module, cst.CSTNode):
+            if not isinstance(node, cst.AugAssign):
+                waiting = targets_of(node)
+                while waiting:
+                    target = waiting.pop()
+                    out.add(id(target))
+                    if isinstance(target, cst.Tuple | cst.List):
+                        waiting += [element.value for element in target.elements]
+        return out
 
     def _inner(self, node: cst.CSTNode, name: str) -> Binding | None:
         """Return the comprehension or lambda around a name that sets it."""

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from typing import TYPE_CHECKING, final
 
 import libcst as cst
 
+from stretto.convert._bindings import Bindings
 from stretto.convert._edit import theirs
 from stretto.convert._folders import MadeFolders
-from stretto.convert._tree import OWN, argument, arguments_of, dotted, found
+from stretto.convert._tree import (
+    OWN,
+    argument,
+    arguments_of,
+    dotted,
+    found,
+    sets_names,
+)
 
 if TYPE_CHECKING:
     from stretto.convert._edit import Work
@@ -222,10 +231,16 @@ class Display:
         )
         return True
 
+    @cached_property
+    def _bindings(self) -> Bindings:
+        return Bindings(self._tree, self._work.flow)
+
     def _guard_block(self, node: cst.With) -> None:
-        if any(
+        in_all = any(
             self._tree.within(b, node) for b in self._work.job.backwards
-        ) or self._evaluates(node, set()):
+        ) or self._evaluates(node, set())
+        read = None if in_all else self._bindings.read_outside(node)
+        if in_all or read is not None:
             opened = [
                 item.item
                 for item in node.items
@@ -238,7 +253,11 @@ class Display:
             self._work.undecided(
                 node,
                 "a file is open for writing on every rank during a loop over batches: "
-                "open it under `if RANK == 0:`, or in another place",
+                "open it under `if RANK == 0:`, or in another place"
+                if read is None
+                else "a file is open for writing on every rank, because the block sets "
+                f"`{read}` for other lines: open the file under `if RANK == 0:` and "
+                f"set `{read}` on all ranks before",
             )
             return
         self._work.on_rank_0(node)
@@ -258,7 +277,7 @@ class Display:
             return
         if self._folders.made_by_all(call):
             return
-        if self._evaluates(call, set()):
+        if self._evaluates(call, set()) or sets_names(call):
             self._call_on_rank0(call)
         else:
             self._work.on_rank_0(self._tree.statement(small))
@@ -447,9 +466,12 @@ class Display:
             self._work.expression("RANK == 0"),
             self._work.expression("OnRank0()"),
         )
-        self._work.change(
-            call, lambda new: cst.IfExp(test=here, body=new, orelse=instead)
-        )
+        if sets_names(call):
+            self._call_on_rank0(call)
+        else:
+            self._work.change(
+                call, lambda new: cst.IfExp(test=here, body=new, orelse=instead)
+            )
         self._work.done(call, f"only rank 0 has a {self._tree.called(call)}")
 
     def logs(self) -> cst.CSTNode | None:

@@ -13,7 +13,7 @@ import libcst as cst
 from stretto.convert._display import SAVES, SAVING_METHODS, is_writer
 from stretto.convert._flow import parameters
 from stretto.convert._setup import is_joined
-from stretto.convert._tree import dotted, found
+from stretto.convert._tree import dotted, found, sets_names
 
 if TYPE_CHECKING:
     from stretto.convert._edit import Work
@@ -106,6 +106,13 @@ class _EqualNames:
             )
             or (scope is not None and not self._is_of_all_ranks(scope))
         ):
+            return
+        if any(sets_names(check) for check in checks):
+            self._work.undecided(
+                node,
+                "each rank looks for this file by itself, because `:=` sets a name in "
+                "the call: set it in a line before",
+            )
             return
         for check in checks:
             self._around(check, "of_rank0")
@@ -200,6 +207,13 @@ class _EqualNames:
         )
 
     def _check(self, call: cst.Call) -> None:
+        if sets_names(call):
+            raise self._work.job.refuse(
+                call,
+                f"`{self._tree.text(call)[:50]}` differs on each rank, a path is made "
+                "from it, and only rank 0 may evaluate it, but `:=` sets a name in it. "
+                "Set the name in a line before",
+            )
         if not is_joined(self._work, call):
             raise self._work.job.refuse(
                 call,

@@ -398,7 +398,7 @@ def _unpacked(
     ]
 
 
-def parameters(function: cst.FunctionDef) -> list[str]:
+def parameters(function: cst.FunctionDef | cst.Lambda) -> list[str]:
     """Return the names of a function's parameters in order."""
     of = function.params
     every = [*of.posonly_params, *of.params, *of.kwonly_params]

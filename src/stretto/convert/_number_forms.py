@@ -6,6 +6,7 @@ that entry. Both have the same form: the number that the dict was written with.
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any, final
 
@@ -298,7 +299,7 @@ class NumberForms:
         """Return what the calls of a function pass for a parameter."""
         function, given = made.node, self.given(made)
         unknown = frozenset([("parameter", id(function), made.parameter)])
-        if not isinstance(function, cst.FunctionDef) or not given:
+        if not given:
             return unknown
         here: set[Form] = set()
         for node in given:
@@ -311,12 +312,13 @@ class NumberForms:
     def given(self, made: Binding) -> list[cst.BaseExpression] | None:
         """Return what calls pass for a parameter; ``None`` if one does not say it."""
         function, name = made.node, made.parameter
-        if not isinstance(function, cst.FunctionDef) or name is None:
+        if not isinstance(function, cst.FunctionDef | cst.Lambda) or name is None:
             return None
         params = found(function.params, cst.Param)
         default = next((p.default for p in params if p.name.value == name), None)
         names = parameters(function)
-        if names and names[0] in ("self", "cls") and self._tree.owner(function):
+        is_method = isinstance(function, cst.FunctionDef) and self._tree.owner(function)
+        if names and names[0] in ("self", "cls") and is_method:
             names = names[1:]
         place = names.index(name) if name in names else -1
         out = []
@@ -329,13 +331,27 @@ class NumberForms:
             out.append(value)
         return out
 
-    def _calls(self, function: cst.FunctionDef) -> list[cst.Call]:
+    def _calls(self, function: cst.FunctionDef | cst.Lambda) -> list[cst.Call]:
+        if isinstance(function, cst.Lambda):
+            return self._calls_of_lambdas.get(id(function), [])
         owner = self._tree.owner(function)
         calls = self._flow.calls_of(function)
         if owner is None or function.name.value != "forward":
             return calls
         kinds = {kind.name.value for kind in self._tree.family(owner)}
         return calls + [c for c in self._tree.calls if self._runs(c, kinds)]
+
+    @cached_property
+    def _calls_of_lambdas(self) -> dict[int, list[cst.Call]]:
+        """The calls of lambdas that a name or an attribute has, by the lambda."""
+        out: dict[int, list[cst.Call]] = {}
+        if any(True for _ in found(self._tree.module, cst.Lambda)):
+            for call in self._tree.calls:
+                scope = self._tree.function(call)
+                for origin in self._flow.origins(call.func, scope):
+                    if isinstance(origin.value, cst.Lambda):
+                        out.setdefault(id(origin.value), []).append(call)
+        return out
 
     def _runs(self, call: cst.Call, kinds: set[str]) -> bool:
         """Return whether a call runs a module of one of the script's classes."""

@@ -109,6 +109,15 @@ def stored_names(target: cst.BaseExpression) -> Iterator[cst.Name]:
             yield from stored_names(element.value)
 
 
+def sets_names(node: cst.CSTNode) -> bool:
+    """Return whether ``:=`` in an expression sets a name outside of its lambdas."""
+    if isinstance(node, cst.Lambda):
+        return False
+    if isinstance(node, cst.NamedExpr):
+        return True
+    return any(sets_names(child) for child in children(node))
+
+
 @final
 class ScriptTree:
     """One parsed script: parents, lines, imported names."""
