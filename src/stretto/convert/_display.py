@@ -121,7 +121,7 @@ OPENERS = ("open", "io.open", "codecs.open", "gzip.open", "bz2.open", "lzma.open
 """Functions that open the file of their first argument in the mode of the second."""
 
 _MODE = re.compile(r"([rwaxbtU+]{1,4})([:|]\w*)?\Z")
-"""A mode, also one of `tarfile`; no name of a file."""
+"""A mode, also one of a tar file such as w:gz; no name of a file."""
 
 _LOG_FILES = ("logging.FileHandler", "logging.handlers.RotatingFileHandler")
 _SHOWS_LOGS = ("logging.basicConfig", "logging.StreamHandler")

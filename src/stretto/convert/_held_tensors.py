@@ -94,7 +94,7 @@ class HeldTensors:
 
     @cached_property
     def _put(self) -> dict[str, list[tuple[cst.BaseExpression, cst.BaseExpression]]]:
-        """What lines put into containers, by the last name of the container."""
+        """The values that lines put into containers, by a container's last name."""
         out: dict[str, list[tuple[cst.BaseExpression, cst.BaseExpression]]] = {}
         for line in found(self._tree.module, cst.Assign):
             for target in targets_of(line):
